@@ -19,7 +19,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
 from longhaul.networks import actor_critic
-from longhaul.runtime import device_memory, mesh
+from longhaul.runtime import device_memory, mesh, settings
 from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, PyTree, Rollout, Spec, Successors
@@ -48,7 +47,7 @@ SPEC = Spec(observation.shapes(16, 10, 64), Discrete(91), agents=1)
 
 
 def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> PPOConfig:
-    return replace(
+    return settings.replaced(
         recipes.recipe("driving").algorithm, torso=asked.torso, model_size=asked.size, num_minibatches=MINIBATCHES,
         update_epochs=1, chunk=asked.rows, precision=precision, accumulate=accumulate, remat=remat,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
     )
     config = SACConfig(
         batch_size=about["batch"], gradient_steps=about["gradient_steps"], learning_starts=worlds,
-        replay_size=about["size"], precision=about["precision"],
+        replay_size=about["size"], network=replace(SACConfig.network, precision=about["precision"]),
     )  # fmt: skip
     mesh, mean = meshes.make_mesh(1), meshes.mean_over_data
     algorithm = registry.make(spec, config, Context(updates=1000, mean=mean, sizes=Sizes(1, worlds, 1)))

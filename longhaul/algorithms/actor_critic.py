@@ -1,7 +1,4 @@
-"""Common part of algorithms with an actor and a critic in one network: the network, the state, acting.
-
-A config of such an algorithm has the fields of `Design`.
-"""
+"""Common part of algorithms with an actor and a critic in one network: the network, the state, acting."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import normalise
+from longhaul.algorithms.config import InMinibatches, OnActorCritic
 from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
@@ -36,25 +34,9 @@ class Policy(NamedTuple):
     moments: normalise.Moments | tuple[()]
 
 
-class Design(NamedTuple):
-    """Fields of a config that define its network; `config.PPOConfig` explains them."""
-
-    torso: str
-    hidden_dim: int
-    num_layers: int
-    model_size: float | None
-    activation: str
-    shared: bool
-    init: str
-    memory: int
-    precision: str
-    remat: str
-    normalise_observation: bool
-
-
-def check(config: Any, *, columns: int, steps: int) -> None:
+def check(config: InMinibatches, *, columns: int, steps: int) -> None:
     """Raises FieldError for impossible sizes of one shard."""
-    rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
+    rows, unit = (columns, "environments") if config.network.memory else (columns * steps, "steps of a batch")
     if rows % (config.num_minibatches or 1):
         raise FieldError(
             "num_minibatches",
@@ -77,33 +59,32 @@ class Parts(NamedTuple):
     network: actor_critic.ActorCritic
 
 
-def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
+def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     """Network of a config for environments of `spec`; `norm` normalises its layers. Raises ValueError where the two do
     not fit."""
-    design = Design(*(getattr(config, name) for name in Design._fields))
+    of = config.network
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     if spec.expand is not None:
-        if design.normalise_observation:
+        if config.normalise_observation:
             raise ValueError(
                 "normalise_observation is on, and this environment's observations are stored packed; turn it off"
             )
         seen = jax.eval_shape(spec.expand, seen)
     policy = distribution(spec.action)
-    if design.normalise_observation and design.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
+    if config.normalise_observation and of.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
         raise ValueError(
-            f"normalise_observation is on, and torso {design.torso} reads from an item's last feature whether it is "
+            f"normalise_observation is on, and torso {of.torso} reads from an item's last feature whether it is "
             "there, which would be normalised too; turn it off, or take torso mlp"
         )
     options: dict[str, Any] = {
-        "free": policy.free, "torso": design.torso, "activation": design.activation, "memory": design.memory,
-        "precision": design.precision, "remat": design.remat, "shared": design.shared, "init": design.init,
-        "norm": norm,
+        "free": policy.free, "torso": of.torso, "activation": of.activation, "memory": of.memory,
+        "precision": of.precision, "remat": of.remat, "shared": of.shared, "init": of.init, "norm": norm,
     }  # fmt: skip
-    width, depth = design.hidden_dim, design.num_layers
-    if design.model_size is not None:
-        width, depth = actor_critic.width_and_depth(seen, policy.size, design.model_size, **options)
+    width, depth = of.hidden_dim, of.num_layers
+    if of.model_size is not None:
+        width, depth = actor_critic.width_and_depth(seen, policy.size, of.model_size, **options)
     expand, live = spec.expand, None
-    if spec.compact is not None and actor_critic.takes_live(design.torso, design.shared, design.memory, norm):
+    if spec.compact is not None and actor_critic.takes_live(of.torso, of.shared, of.memory, norm):
         expand, live = spec.compact
     network = actor_critic.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
     return Parts(seen, policy, _expanding(network, expand))
@@ -130,7 +111,7 @@ def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[P
     return visible, mask
 
 
-def starting(parts: Parts, config: Any, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
+def starting(parts: Parts, config: OnActorCritic, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
     """Function of a key to the state before the first update."""
 
     def init(key: Key) -> State:
@@ -141,11 +122,11 @@ def starting(parts: Parts, config: Any, optimiser: optax.GradientTransformation)
     return init
 
 
-def acting(parts: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def acting(parts: Parts, config: OnActorCritic) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
     """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
     torso, no memory)."""
     _, policy, network = parts
-    free = config.shared and not config.memory
+    free = config.network.shared and not config.network.memory
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         visible, mask = look(acting.moments, observation)
@@ -157,7 +138,7 @@ def acting(parts: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, 
     return act
 
 
-def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
+def critic(spec: Spec, config: OnActorCritic) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
     """Function (policy, memory, observation [B, ...]) -> the learner's value, float32 [B]."""
     inner = parts(spec, config).network
 
@@ -167,7 +148,7 @@ def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Ar
     return value
 
 
-def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
+def network(spec: Spec, config: OnActorCritic) -> actor_critic.ActorCritic:
     """Network whose `apply` takes a `Policy` for parameters: policy parameters and value."""
     inner = parts(spec, config).network
 

@@ -48,8 +48,8 @@ share of choices that differ from the expert's, or the mean distance in a vector
 def check(config: BCConfig, *, columns: int, steps: int) -> None:
     """Raises FieldError for impossible sizes of one shard."""
     actor_critic.check(config, columns=columns, steps=steps)
-    if config.recorded and config.memory:
-        raise FieldError("memory", f"{config.memory}, and what was recorded is drawn step by step", "take 0")
+    if config.recorded and config.network.memory:
+        raise FieldError("memory", f"{config.network.memory}, and what was recorded is drawn step by step", "take 0")
 
 
 def _loss(
@@ -87,12 +87,8 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    passes = minibatch.Passes(
-        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
-        config.chunk, config.accumulate, ent_coef=config.ent_coef, ent_coef_final=config.ent_coef_final,
-    )  # fmt: skip
     loss = _loss(network, policy, spec.action)
-    optimise = minibatch.optimiser_steps(loss, network.live, optimiser, passes, context, PARTS)
+    optimise = minibatch.optimiser_steps(loss, network.live, optimiser, config, context, PARTS)
     acting = actor_critic.acting(parts, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
@@ -106,7 +102,7 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
         raw = policy.raw(data.extras.action)
         # A value without meaning may be NaN, and so would 0 times its gradient.
         raw = jnp.where(known.reshape(*known.shape, *([1] * (raw.ndim - known.ndim))), raw, 0)
-        weight, begins = known.astype(jnp.float32), values.begins(data) if config.memory else None
+        weight, begins = known.astype(jnp.float32), values.begins(data) if config.network.memory else None
         return Batch(visible, mask, raw, weight, begins, data.memory)
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from longhaul.networks.config import ACTIVATIONS, INITS, LARGEST, PRECISIONS, REMATS, SMALLEST, TORSOS
+from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import GateConfig, ModelConfig
 from longhaul.runtime.settings import CHANGEABLE, Setting, nested, setting
 
@@ -35,21 +35,6 @@ NORMALISE_ADVANTAGE = Setting("normalise advantages of a batch to mean 0 and dev
 NORMALISE_OBSERVATION = Setting("normalise observations by running mean and deviation")
 REWARD_SCALE = Setting("factor on rewards for learning", resume=CHANGEABLE)
 KL_STOP = Setting("end an update once approx_kl passed it", resume=CHANGEABLE)
-TORSO = Setting(
-    "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention", choices=TORSOS
-)
-HIDDEN_DIM = Setting("width of a layer", least=1)
-NUM_LAYERS = Setting("layers of the torso, or blocks of an encoder by attention", least=1)
-MODEL_SIZE = Setting(
-    "millions of parameters, 0.3 to 25, from which hidden-dim and num-layers follow; none: they count",
-    least=SMALLEST,
-    most=LARGEST,
-    why=" (millions of parameters)",
-)
-ACTIVATION = Setting("activation between layers of mlp and deepset", choices=ACTIVATIONS)
-SHARED = Setting("one torso for actor and critic of mlp and deepset, without memory, too")
-INIT = Setting("first weights of mlp, deepset and heads; lecun: Flax's default", choices=INITS)
-MEMORY = Setting("width of the recurrent unit; 0: none", least=0)
 CHUNK = Setting(
     "rows of a minibatch whose gradient is taken at once; affects speed; none: by the device",
     least=1,
@@ -60,15 +45,6 @@ ACCUMULATE = Setting(
     least=1,
     resume=CHANGEABLE,
     aliases=("micro-batches",),
-)
-PRECISION = Setting(
-    "type of the torso's computation; parameters and losses are fp32", choices=PRECISIONS, resume=CHANGEABLE
-)
-REMAT = Setting(
-    "parts of the torso computed again for its gradient, which saves memory: none, all, all but products",
-    choices=REMATS,
-    resume=CHANGEABLE,
-    bare=("full", "none"),  # the flag was a switch once
 )
 CLIP_EPS = Setting("clip range of the policy's ratio about 1", least=0, resume=CHANGEABLE)
 EPSILON = Setting("share of random actions when learning begins", least=0, most=1, resume=CHANGEABLE)
@@ -93,6 +69,9 @@ EXPERT_SHARE = Setting(
     resume=CHANGEABLE,
 )
 
+OF_ACTOR_CRITICS = ("model_size", "shared", "memory")
+"""Fields of a network's config that algorithms with a replay have no use for."""
+
 
 @dataclass(frozen=True)
 class PPOConfig:
@@ -116,18 +95,9 @@ class PPOConfig:
     normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
     reward_scale: float = REWARD_SCALE.field(1.0)
     kl_stop: float | None = KL_STOP.field(None)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(64)
-    num_layers: int = NUM_LAYERS.field(2)
-    model_size: float | None = MODEL_SIZE.field(None)
-    activation: str = ACTIVATION.field("tanh")
-    shared: bool = SHARED.field(False)
-    init: str = INIT.field("orthogonal")
-    memory: int = MEMORY.field(0)
     chunk: int | None = CHUNK.field(None)
     accumulate: int | None = ACCUMULATE.field(None)
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(NetworkConfig())
 
 
 OPTIMISERS = ("rmsprop", "adam")
@@ -179,18 +149,9 @@ class IMPALAConfig:
         resume=CHANGEABLE,
     )
     kl_stop: float | None = KL_STOP.field(None)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(64)
-    num_layers: int = NUM_LAYERS.field(2)
-    model_size: float | None = MODEL_SIZE.field(None)
-    activation: str = ACTIVATION.field("tanh")
-    shared: bool = SHARED.field(False)
-    init: str = INIT.field("orthogonal")
-    memory: int = MEMORY.field(0)
     chunk: int | None = CHUNK.field(None)
     accumulate: int | None = ACCUMULATE.field(None)
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(NetworkConfig())
 
 
 @dataclass(frozen=True)
@@ -219,22 +180,16 @@ class PQNConfig:
     layer_norm: bool = setting(True, "layer normalisation, which PQN needs to be stable")
     normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
     reward_scale: float = REWARD_SCALE.field(1.0)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(128)
-    num_layers: int = NUM_LAYERS.field(2)
-    model_size: float | None = MODEL_SIZE.field(None)
-    activation: str = ACTIVATION.field("relu")
-    init: str = INIT.field("lecun")
-    memory: int = MEMORY.field(0)
     chunk: int | None = CHUNK.field(None)
     accumulate: int | None = ACCUMULATE.field(None)
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(
+        NetworkConfig(hidden_dim=128, activation="relu", init="lecun", shared=True), without=("shared",)
+    )
 
-    @property
-    def shared(self) -> bool:
-        """There is one torso: the values of choices, and where they duel that of the place, come of it."""
-        return True
+    kl_stop: ClassVar[None] = None
+    vf_coef: ClassVar[float] = 1.0
+    ent_coef: ClassVar[float] = 0.0
+    ent_coef_final: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
@@ -263,13 +218,9 @@ class DQNConfig:
     priority_exponent: float | None = PRIORITY_EXPONENT.field(0.6)
     importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
     reward_scale: float = REWARD_SCALE.field(1.0)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(128)
-    num_layers: int = NUM_LAYERS.field(2)
-    activation: str = ACTIVATION.field("relu")
-    init: str = INIT.field("lecun")
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(
+        NetworkConfig(hidden_dim=128, activation="relu", init="lecun"), without=OF_ACTOR_CRITICS
+    )
 
 
 @dataclass(frozen=True)
@@ -301,13 +252,9 @@ class SACConfig:
         0.0, "weight of the expert's negative log-likelihood in SAC (BC-SAC); 0: no expert", least=0
     )
     expert_share: float = EXPERT_SHARE.field(0.25)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(256)
-    num_layers: int = NUM_LAYERS.field(2)
-    activation: str = ACTIVATION.field("relu")
-    init: str = INIT.field("lecun")
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(
+        NetworkConfig(hidden_dim=256, activation="relu", init="lecun"), without=OF_ACTOR_CRITICS
+    )
 
 
 @dataclass(frozen=True)
@@ -339,13 +286,9 @@ class TD3Config:
     priority_exponent: float | None = PRIORITY_EXPONENT.field(None)
     importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
     reward_scale: float = REWARD_SCALE.field(1.0)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(256)
-    num_layers: int = NUM_LAYERS.field(2)
-    activation: str = ACTIVATION.field("relu")
-    init: str = INIT.field("lecun")
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(
+        NetworkConfig(hidden_dim=256, activation="relu", init="lecun"), without=OF_ACTOR_CRITICS
+    )
 
 
 @dataclass(frozen=True)
@@ -368,18 +311,12 @@ class BCConfig:
     max_grad_norm: float = MAX_GRAD_NORM.field(0.5)
     adam_eps: float = ADAM_EPS.field(1e-5)
     normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(64)
-    num_layers: int = NUM_LAYERS.field(2)
-    model_size: float | None = MODEL_SIZE.field(None)
-    activation: str = ACTIVATION.field("tanh")
-    shared: bool = SHARED.field(False)
-    init: str = INIT.field("orthogonal")
-    memory: int = MEMORY.field(0)
     chunk: int | None = CHUNK.field(None)
     accumulate: int | None = ACCUMULATE.field(None)
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(NetworkConfig())
+
+    kl_stop: ClassVar[None] = None
+    vf_coef: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -394,21 +331,9 @@ class APGConfig:
     )
     max_grad_norm: float = MAX_GRAD_NORM.field(1.0)
     adam_eps: float = ADAM_EPS.field(1e-8)
-    torso: str = TORSO.field("mlp")
-    hidden_dim: int = HIDDEN_DIM.field(64)
-    num_layers: int = NUM_LAYERS.field(2)
-    model_size: float | None = MODEL_SIZE.field(None)
-    activation: str = ACTIVATION.field("tanh")
-    shared: bool = SHARED.field(False)
-    init: str = INIT.field("orthogonal")
-    memory: int = MEMORY.field(0)
-    precision: str = PRECISION.field("fp32")
-    remat: str = REMAT.field("none")
+    network: NetworkConfig = nested(NetworkConfig())
 
-    @property
-    def normalise_observation(self) -> bool:
-        """Never: what the collector gives is a gradient, not what was seen."""
-        return False
+    normalise_observation: ClassVar[bool] = False  # what the collector gives is a gradient, not what was seen
 
 
 class Loss(NamedTuple):
@@ -469,23 +394,26 @@ class GRPOConfig:
         least=0,
         most=1,
     )
-    gate: GateConfig = nested(GateConfig, "gate_")
+    gate: GateConfig = nested(GateConfig(), "gate_")
     num_minibatches: int | None = MINIBATCHES.field(2)
     update_epochs: int | None = EPOCHS.field(1)
     accumulate: int = ACCUMULATE.field(1)
     model_folder: str = setting(
         "", "a model in Hugging Face's files that learning begins with, and its sizes; none: random weights"
     )
-    model: ModelConfig = nested(ModelConfig, "model_")
-
-    @property
-    def precision(self) -> str:
-        """Type that the layers compute in."""
-        return self.model.precision
+    model: ModelConfig = nested(ModelConfig(), "model_")
 
 
 OnPolicy = PPOConfig | IMPALAConfig
 """Configs of algorithms with a policy that learn from a rollout in minibatches and discard it."""
+
+
+InMinibatches = OnPolicy | PQNConfig | BCConfig
+"""Configs of algorithms that learn in minibatches (algorithms/minibatch.py)."""
+
+
+OnActorCritic = InMinibatches | APGConfig
+"""Configs of algorithms with one network of an actor and a critic (algorithms/actor_critic.py)."""
 
 
 OffPolicy = SACConfig | DQNConfig | TD3Config
@@ -496,8 +424,14 @@ Reasoner = GRPOConfig
 """Configs of algorithms that learn from completions of prompts (reasoning/sampler.py)."""
 
 
-AlgorithmConfig = OnPolicy | PQNConfig | OffPolicy | Reasoner | BCConfig | APGConfig
+AlgorithmConfig = OnActorCritic | OffPolicy | Reasoner
 """Config of any algorithm. A run.json without the algorithm's name is of the first."""
+
+
+def precision(config: AlgorithmConfig) -> str:
+    """Type that the network's layers compute in."""
+    return config.model.precision if isinstance(config, Reasoner) else config.network.precision
+
 
 NAMES: dict[type, str] = {
     PPOConfig: "ppo",

@@ -140,7 +140,7 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
             log_ratio, reward, value, successor, data.terminated, data.truncated
         )
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        begins = values.begins(data) if config.memory else None
+        begins = values.begins(data) if config.network.memory else None
         batch = Batch(visible, mask, raw, acted, begun, advantage, target, weight, begins, data.memory)
         return batch, value, log_ratio
 

@@ -11,7 +11,7 @@ with its moments, where one vector would bring all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +21,9 @@ import optax
 from longhaul import prng
 from longhaul.algorithms import batch_scaling, values
 from longhaul.algorithms.actor_critic import annealing
+from longhaul.algorithms.config import InMinibatches
 from longhaul.algorithms.context import Context
 from longhaul.types import Key, Metrics, Params, PyTree
-
-
-class Passes(NamedTuple):
-    """Settings that `optimiser_steps` reads; the defaults are for algorithms without such a setting."""
-
-    lr: float
-    anneal: bool
-    warmup: int
-    num_minibatches: int | None
-    update_epochs: int | None
-    memory: int
-    chunk: int | None
-    accumulate: int | None
-    kl_stop: float | None = None
-    vf_coef: float = 1.0
-    ent_coef: float = 0.0
-    ent_coef_final: float | None = None
 
 
 def _take(batch: Any, index: jax.Array, axis: int) -> Any:
@@ -52,14 +36,14 @@ def optimiser_steps(
     loss: Callable[..., tuple[jax.Array, Metrics]],
     live: Callable[[Params], Params],
     optimiser: optax.GradientTransformation,
-    config: Any,
+    config: InMinibatches,
     context: Context,
     parts: Sequence[str],
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """Function (params, opt_state, update, batch, key) -> (params, opt_state, metrics) after all epochs over the batch;
     metrics are means over rows and steps.
 
-    `config` has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums over rows of the loss and
+    `loss` takes (params, batch, entropy weight) to sums over rows of the loss and
     of its parts, whose names are `parts`. A batch is a NamedTuple of rows, `memory` and `weight` among them.
     """
     mean, isolated, split, schedule = context.mean, context.isolated, context.split, annealing(context)
@@ -67,7 +51,7 @@ def optimiser_steps(
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
     final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
     entropy_weight = schedule(config.ent_coef, final)
-    axis = 1 if config.memory else 0
+    axis = 1 if config.network.memory else 0
 
     def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
         """Gradient and parts summed over the rows index [chunks, rows]."""
@@ -88,7 +72,7 @@ def optimiser_steps(
     def optimise(
         params: Params, opt_state: optax.OptState, update: jax.Array, batch: Any, key: Key
     ) -> tuple[Params, optax.OptState, Metrics]:
-        if not config.memory:
+        if not config.network.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
         rows = shape[axis]

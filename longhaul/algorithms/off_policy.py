@@ -3,8 +3,6 @@
 A rollout goes into the replay; then `gradient_steps` steps of the optimiser follow, each on a sample of its own and
 with one mean of gradients over the shards. All of it is one compiled loop, in which the replay is written in place.
 Before `learning_starts` steps are in the replay nothing is learnt, and actions are drawn uniformly.
-
-A config of such an algorithm has the fields of `Design`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import numpy as np
 import optax
 
 from longhaul import prng, replay
+from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
@@ -43,32 +42,6 @@ class Policy(NamedTuple):
     random: jax.Array  # float32: share of actions drawn uniformly from the legal ones
 
 
-class Design(NamedTuple):
-    """Fields of a config that this module reads; `config.SACConfig` explains them."""
-
-    lr: float
-    anneal: bool
-    adam_eps: float
-    max_grad_norm: float | None
-    gamma: float
-    tau: float
-    n_step: int
-    batch_size: int
-    gradient_steps: int
-    learning_starts: int
-    replay_size: int
-    replay_precision: str
-    priority_exponent: float | None
-    importance_exponent: float
-    torso: str
-    hidden_dim: int
-    num_layers: int
-    activation: str
-    init: str
-    precision: str
-    remat: str
-
-
 class Parts(NamedTuple):
     """Specific part of one algorithm of this kind."""
 
@@ -87,47 +60,35 @@ class Parts(NamedTuple):
     mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # adds to the stored actions
 
 
-def design(config: Any) -> Design:
-    return Design(*(getattr(config, name) for name in Design._fields))
-
-
-def check(config: Any, *, shards: int, columns: int, steps: int) -> None:
+def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
     """Raises FieldError for impossible sizes."""
-    settings = design(config)
-    if settings.batch_size % shards:
+    if config.batch_size % shards:
         raise FieldError(
             "batch_size",
-            f"{settings.batch_size}, which {shards} devices can't share evenly",
+            f"{config.batch_size}, which {shards} devices can't share evenly",
             f"choose a multiple of {shards}",
         )
     try:
-        room = replay.rows_of(settings.replay_size, Sizes(shards, columns, steps)) * shards * columns
+        room = replay.rows_of(config.replay_size, Sizes(shards, columns, steps)) * shards * columns
     except ValueError as error:
-        raise FieldError("replay_size", settings.replay_size, str(error)) from error
-    if not steps * columns * shards <= settings.learning_starts <= room:
+        raise FieldError("replay_size", config.replay_size, str(error)) from error
+    if not steps * columns * shards <= config.learning_starts <= room:
         raise FieldError(
             "learning_starts",
-            settings.learning_starts,
+            config.learning_starts,
             f"it must lie between an update's steps, {steps * columns * shards}, and what the replay holds, {room}",
         )
-    if not settings.n_step < room // (shards * columns):
-        raise FieldError("n_step", settings.n_step, f"it must be below the replay's {room // (shards * columns)} rows")
+    if not config.n_step < room // (shards * columns):
+        raise FieldError("n_step", config.n_step, f"it must be below the replay's {room // (shards * columns)} rows")
 
 
-def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
+def tower(config: OffPolicy, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
     """Network of a config."""
-    settings = design(config)
+    of = config.network
     return actor_critic.tower(
-        seen,
-        outputs,
-        torso=settings.torso,
-        sizes=(settings.hidden_dim,) * settings.num_layers,
-        activation=settings.activation,
-        precision=settings.precision,
-        remat=settings.remat,
-        init=settings.init,
-        scale=scale,
-    )
+        seen, outputs, torso=of.torso, sizes=(of.hidden_dim,) * of.num_layers, activation=of.activation,
+        precision=of.precision, remat=of.remat, init=of.init, scale=scale,
+    )  # fmt: skip
 
 
 class Sight(NamedTuple):
@@ -209,17 +170,17 @@ def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
 
 
 def algorithm(
-    spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], context: Context
+    spec: Spec, config: OffPolicy, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], context: Context
 ) -> Algorithm:
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
-    settings, updates, mean, sizes = design(config), context.updates, context.mean, context.sizes
+    updates, mean, sizes = context.updates, context.mean, context.sizes
     # Both have the same state, so that a run may continue with the other; only the second reads the gradients.
-    cut = optax.identity() if settings.max_grad_norm is None else optax.clip_by_global_norm(settings.max_grad_norm)
-    lr = optax.linear_schedule(settings.lr, 0.0 if settings.anneal else settings.lr, updates * settings.gradient_steps)
-    optimiser = optax.chain(cut, optax.adam(lr, eps=settings.adam_eps))
+    cut = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    lr = optax.linear_schedule(config.lr, 0.0 if config.anneal else config.lr, updates * config.gradient_steps)
+    optimiser = optax.chain(cut, optax.adam(lr, eps=config.adam_eps))
     store = None if sizes is None else replay.replay(
-        spec, parts.kept, sizes, settings.replay_size, n_step=settings.n_step, half=settings.replay_precision == "bf16",
-        prioritised=settings.priority_exponent is not None,
+        spec, parts.kept, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
+        prioritised=config.priority_exponent is not None,
     )  # fmt: skip
 
     def init(key: Key) -> State:
@@ -234,19 +195,19 @@ def algorithm(
         return cursor.filled * (sizes.shards * sizes.columns if sizes else 1)
 
     def policy(state: State) -> Policy:
-        learns = held(state.cursor) >= settings.learning_starts
+        learns = held(state.cursor) >= config.learning_starts
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and sizes is not None and isinstance(state.replay, Local), "no sizes: it can only act"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
-        rows = settings.batch_size // sizes.shards
+        rows = config.batch_size // sizes.shards
         key_samples, key_losses = jax.vmap(lambda each: prng.split(each, 2), out_axes=1)(
-            prng.split(key, settings.gradient_steps)
+            prng.split(key, config.gradient_steps)
         )
         passed = jnp.minimum(state.updates / updates, 1.0)
-        beta = settings.importance_exponent + (1.0 - settings.importance_exponent) * passed
+        beta = config.importance_exponent + (1.0 - config.importance_exponent) * passed
 
         def choose(ring: Ring, key: Key) -> Chosen:
             return store.choose(ring, cursor, key, rows, beta)
@@ -254,7 +215,7 @@ def algorithm(
         # Random numbers are drawn before the loop: inside, XLA would compute them again in each of a dozen uses. The
         # replay is read in the loop alone: outside, XLA would read the ring before the new row is written, and copy all
         # of it to write that row. The barrier hides from XLA that the loop returns the ring unchanged.
-        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if settings.priority_exponent is None else None
+        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if config.priority_exponent is None else None
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
@@ -269,14 +230,14 @@ def algorithm(
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
             params = {name: optax.apply_updates(old, changes[name][0]) for name, old in params.items()}
             opt_state = {name: after for name, (_, after) in changes.items()}
-            target = {name: optax.incremental_update(params[name], old, settings.tau) for name, old in target.items()}
+            target = {name: optax.incremental_update(params[name], old, config.tau) for name, old in target.items()}
             if parts.interval > 1:
                 params, opt_state, target = _rarely(parts, (params, opt_state, target), before, i)
-            if settings.priority_exponent is not None:
-                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** settings.priority_exponent)
+            if config.priority_exponent is not None:
+                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** config.priority_exponent)
             return params, target, opt_state, ring, {name: sums.get(name, 0.0) + x for name, x in now.items()}
 
-        steps = jnp.where(held(cursor) >= settings.learning_starts, settings.gradient_steps, 0)
+        steps = jnp.where(held(cursor) >= config.learning_starts, config.gradient_steps, 0)
         begun = state.params, state.target, state.opt_state, ring
         nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
         params, target, opt_state, ring, sums = jax.lax.fori_loop(0, steps, step, (*begun, nothing))

@@ -107,7 +107,7 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
         )  # fmt: skip
         advantage = estimate(data.reward * config.reward_scale, value, successor, data.terminated, data.truncated)
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        begins = values.begins(data) if config.memory else None
+        begins = values.begins(data) if config.network.memory else None
         return Batch(
             visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, advantage + value, weight,
             begins, data.memory,

@@ -88,11 +88,7 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
     parts = _make(spec, config)
     network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
-    passes = minibatch.Passes(
-        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
-        config.chunk, config.accumulate,
-    )  # fmt: skip
-    optimise = minibatch.optimiser_steps(_loss(network), network.live, optimiser, passes, context, ("value_loss", "q"))
+    optimise = minibatch.optimiser_steps(_loss(network), network.live, optimiser, config, context, ("value_loss", "q"))
 
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
         """(batch of one shard, its errors before the update)."""
@@ -106,7 +102,7 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
         )  # fmt: skip
         target = reach(data.reward * config.reward_scale, successor, data.terminated, data.truncated)
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        begins = values.begins(data) if config.memory else None
+        begins = values.begins(data) if config.network.memory else None
         return Batch(seen, data.action, target, weight, begins, data.memory), target - ahead
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
@@ -142,7 +138,7 @@ def _acting(parts: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple
         looked = actor_critic.look(acting.moments, observation)
         q, ahead, memory = parts.network.apply(acting.params, memory, looked)
         best = jnp.argmax(q, axis=-1).astype(jnp.int32)
-        extras = {} if config.memory else {"value": ahead}
+        extras = {} if config.network.memory else {"value": ahead}
         if key is None:
             return best, memory, extras
         rows = q.shape[0]

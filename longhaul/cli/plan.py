@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from longhaul.algorithms.config import precision
 from longhaul.algorithms.values import OF_AN_ACCELERATOR
 from longhaul.cli import run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, OUTPUT, Flag, FlagError, choice, optional
@@ -58,7 +59,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         run = dataclasses.replace(run, algorithm=of_theirs)
     what, devices = short_run(run, values["calls"])
     chip = chips.here(devices) if here else CHIPS[values["hardware"]]
-    bf16, strong = run.algorithm.precision == "bf16", values["share"] == "strong"
+    bf16, strong = precision(run.algorithm) == "bf16", values["share"] == "strong"
     assumed = Assumptions(
         values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"], run.save_interval_minutes,
         run.keep, values["price"],

@@ -156,13 +156,8 @@ def apply(run: Run, values: Mapping[str, Any]) -> Run:
             if leaf.name == "mesh":
                 run = dataclasses.replace(run, devices=value.data, model=value.model)
             else:
-                run = _replace(run, leaf.path, value)
+                run = settings.replaced(run, **{leaf.name: value})
     return run
-
-
-def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
-    inner = _replace(getattr(value, path[0]), path[1:], new) if len(path) > 1 else new
-    return dataclasses.replace(value, **{path[0]: inner})
 
 
 def chosen(recipe: Run, parsed: flags.Parsed) -> Run:

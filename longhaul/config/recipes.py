@@ -20,8 +20,10 @@ from longhaul.algorithms.config import (
 )
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim.config import Config as SimulatorConfig
+from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
 
@@ -45,7 +47,7 @@ def cartpole() -> Run:
     return Run(
         "cartpole",
         Named("cartpole"),
-        PPOConfig(lr=2.5e-3, hidden_dim=64, ent_coef=0.01),
+        PPOConfig(lr=2.5e-3, ent_coef=0.01),
         total_steps=500_000,
         num_envs=32,
         num_steps=64,
@@ -100,8 +102,8 @@ def impala_pong() -> Run:
         "impala-pong",
         Named("ale/pong"),
         IMPALAConfig(
-            lr=6e-4, rms_eps=0.01 / 640**2, max_grad_norm=40 / 640, torso="nature", shared=True, ent_coef=0.01,
-            reward_clip="unit",
+            lr=6e-4, rms_eps=0.01 / 640**2, max_grad_norm=40 / 640, ent_coef=0.01, reward_clip="unit",
+            network=NetworkConfig(torso="nature", shared=True),
         ),
         topology="actors",
         acting=ActorConfig(staleness=1),
@@ -134,8 +136,8 @@ def appo_pong() -> Run:
         impala_pong(), recipe="appo-pong", environment=Named("ale/pong?img_height=42&img_width=42"),
         algorithm=IMPALAConfig(
             lr=5e-4, optimiser="adam", vtrace_lambda=0.95, clip_eps=0.15, num_minibatches=4, update_epochs=3,
-            max_grad_norm=0.5, normalise_advantage=True, ent_coef=0.01, reward_clip="unit", torso="nature",
-            shared=True, chunk=256,
+            max_grad_norm=0.5, normalise_advantage=True, ent_coef=0.01, reward_clip="unit", chunk=256,
+            network=NetworkConfig(torso="nature", shared=True),
         ),
         total_steps=4_000_000,
         num_steps=32,
@@ -207,7 +209,8 @@ def minatar_dqn() -> Run:
         Named("gymnax/Breakout-MinAtar"),
         DQNConfig(
             lr=5e-4, gradient_steps=16, batch_size=32, tau=0.005, exploration=0.1, learning_starts=5_000,
-            replay_size=100_000, replay_precision="bf16", torso="minatar",
+            replay_size=100_000, replay_precision="bf16",
+            network=dataclasses.replace(DQNConfig.network, torso="minatar"),
         ),
         total_steps=500_000,
         num_envs=32,
@@ -227,8 +230,8 @@ def brax_ant() -> Run:
         Named("brax/ant?backend=spring"),
         PPOConfig(
             lr=5e-4, gamma=0.97, gae_lambda=0.95, ent_coef=0.001, clip_value=False, reward_scale=0.1,
-            num_minibatches=16, update_epochs=4, max_grad_norm=1.0, normalise_observation=True, hidden_dim=128,
-            activation="silu",
+            num_minibatches=16, update_epochs=4, max_grad_norm=1.0, normalise_observation=True,
+            network=NetworkConfig(hidden_dim=128, activation="silu"),
         ),
         total_steps=500_000,
         num_envs=256,
@@ -245,7 +248,14 @@ def pendulum_sac() -> Run:
     return Run(
         "pendulum-sac",
         Named("pendulum"),
-        SACConfig(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, learning_starts=1_000, replay_size=30_000),
+        SACConfig(
+            lr=1e-3,
+            batch_size=128,
+            gradient_steps=8,
+            learning_starts=1_000,
+            replay_size=30_000,
+            network=dataclasses.replace(SACConfig.network, hidden_dim=64),
+        ),
         total_steps=30_000,
         num_envs=4,
         num_steps=2,
@@ -260,7 +270,10 @@ def pendulum_td3() -> Run:
     """
     return dataclasses.replace(
         pendulum_sac(), recipe="pendulum-td3",
-        algorithm=TD3Config(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, replay_size=30_000),
+        algorithm=TD3Config(
+            lr=1e-3, batch_size=128, gradient_steps=8, replay_size=30_000,
+            network=dataclasses.replace(TD3Config.network, hidden_dim=64),
+        ),
     )  # fmt: skip
 
 
@@ -297,7 +310,7 @@ def driving() -> Run:
         Driving(),
         PPOConfig(
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
-            num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
+            num_minibatches=8, update_epochs=4, network=NetworkConfig(torso="deepset", hidden_dim=128),
         ),
         total_steps=6_000_000,
         num_envs=256,
@@ -319,8 +332,7 @@ def driving_bc() -> Run:
         "driving-bc",
         Driving(),
         BCConfig(
-            lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8,
-            expert_share=0.5,
+            lr=1e-3, num_minibatches=8, expert_share=0.5, network=NetworkConfig(torso="deepset", hidden_dim=128),
         ),
         total_steps=3_000_000,
         num_envs=256,
@@ -341,7 +353,8 @@ def driving_sac() -> Run:
         Driving(simulator=SimulatorConfig(actions="continuous")),
         SACConfig(
             lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
-            replay_size=400_000, replay_precision="bf16", torso="deepset", hidden_dim=128, num_layers=2,
+            replay_size=400_000, replay_precision="bf16",
+            network=dataclasses.replace(SACConfig.network, torso="deepset", hidden_dim=128),
         ),
         total_steps=1_000_000,
         num_envs=64,
@@ -358,11 +371,7 @@ def driving_bcsac() -> Run:
     `driving-sac` was measured in, so that the two can't be told apart by these figures, but for the comfort. On seven
     real logs, unseen: accuracy 0.429, collisions 0.286.
     """
-    base = driving_sac()
-    assert isinstance(base.algorithm, SACConfig)
-    return dataclasses.replace(
-        base, recipe="driving-bcsac", algorithm=dataclasses.replace(base.algorithm, imitation=0.1, expert_share=0.25)
-    )
+    return dataclasses.replace(replaced(driving_sac(), imitation=0.1, expert_share=0.25), recipe="driving-bcsac")
 
 
 def selfplay() -> Run:
@@ -377,10 +386,7 @@ def selfplay() -> Run:
     return Run(
         "driving-selfplay",
         Driving(scenarios=2048, least=12, simulator=SimulatorConfig(agents=16)),
-        PPOConfig(
-            lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
-            num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
-        ),
+        driving().algorithm,
         total_steps=40_000_000,
         num_envs=64,
         num_steps=32,
@@ -398,10 +404,7 @@ def logged() -> Run:
     return Run(
         "driving-log",
         Driving(scenarios=4096, objects=64, simulator=SimulatorConfig(neighbours=16)),
-        PPOConfig(
-            lr=3e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
-            num_minibatches=8, update_epochs=4, hidden_dim=256, num_layers=2, activation="tanh", torso="deepset",
-        ),
+        replaced(driving().algorithm, lr=3e-4, hidden_dim=256),
         total_steps=100_000_000,
         num_envs=512,
         num_steps=32,
@@ -419,7 +422,8 @@ def large() -> Run:
         Driving(scenarios=10_000, simulator=SimulatorConfig(neighbours=16, waypoints=20, road_points=200)),
         PPOConfig(
             lr=2e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
-            num_minibatches=8, update_epochs=3, torso="wayformer", model_size=10.0, precision="bf16", chunk=2048,
+            num_minibatches=8, update_epochs=3, chunk=2048,
+            network=NetworkConfig(torso="wayformer", model_size=10.0, precision="bf16"),
         ),
         total_steps=200_000_000,
         num_envs=1024,
@@ -429,10 +433,8 @@ def large() -> Run:
 
 def driving_scaling() -> Grid:
     """A law: failure of driving over a model's size and the number of scenarios it was trained in."""
-    single = driving()
-    assert isinstance(single.algorithm, PPOConfig)
-    algorithm = dataclasses.replace(single.algorithm, model_size=0.3)
-    base = dataclasses.replace(single, recipe="driving-scaling", evaluation_episodes=1024, algorithm=algorithm)
+    base = replaced(driving(), model_size=0.3, evaluation_episodes=1024)
+    base = dataclasses.replace(base, recipe="driving-scaling")
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)
 
 
@@ -451,8 +453,8 @@ def hackmatrix() -> Run:
         "hackmatrix",
         Named("hackmatrix"),
         PPOConfig(
-            lr=2.5e-4, anneal=False, ent_coef=0.15, clip_value=False, hidden_dim=256, num_layers=2, activation="relu",
-            shared=True, init="lecun", adam_eps=1e-8, num_minibatches=None, update_epochs=None,
+            lr=2.5e-4, anneal=False, ent_coef=0.15, clip_value=False, adam_eps=1e-8, num_minibatches=None,
+            update_epochs=None, network=NetworkConfig(hidden_dim=256, activation="relu", shared=True, init="lecun"),
         ),
         total_steps=10_000_000,
         num_envs=256,
@@ -474,16 +476,11 @@ def hackmatrix_best() -> Run:
     Measured after 20 M steps of seed 0: return 0.47 on 100 games by the likeliest action, mean stage 1.61 in training
     and 6 the highest; 1.7 % of the actions are siphons, 0.1 % programs. Curve: benchmarks/results/hackmatrix-best.json.
     """
-    theirs = hackmatrix()
-    assert isinstance(theirs.algorithm, PPOConfig)
-    return dataclasses.replace(
-        theirs, recipe="hackmatrix-best", environment=Named("hackmatrix-fixed"), num_steps=32,
-        algorithm=dataclasses.replace(
-            theirs.algorithm, lr=1e-3, anneal=True, ent_coef=0.05, ent_coef_final=0.005,
-            reward_scale=0.1,
-        ),
-        total_steps=20_000_000,
+    run = replaced(
+        hackmatrix(), env="hackmatrix-fixed", num_steps=32, total_steps=20_000_000, lr=1e-3, anneal=True, ent_coef=0.05,
+        ent_coef_final=0.005, reward_scale=0.1,
     )  # fmt: skip
+    return dataclasses.replace(run, recipe="hackmatrix-best")
 
 
 def reasoning_arithmetic() -> Run:

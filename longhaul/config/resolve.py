@@ -166,7 +166,7 @@ def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
     config = run.algorithm
     if isinstance(config, OffPolicy | Reasoner | APGConfig):
         return config
-    rows = columns if config.memory else columns * run.num_steps
+    rows = columns if config.network.memory else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
     minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *given)
     return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)

@@ -49,7 +49,7 @@ class Driving:
     horizon: int | None = setting(None, "most steps of a scenario; none: to the log's end", least=2)
     objects: int = setting(128, "most agents of a scenario, the nearest to the ego's path")
     least: int = setting(1, "agents that a generated scenario must have to control, to be trained in", least=1)
-    simulator: sim.Config = nested(sim.Config)
+    simulator: sim.Config = nested(sim.Config())
 
 
 SAVING = {"resume": FREE, "group": "saving"}
@@ -61,11 +61,11 @@ class Run:
 
     recipe: str
     environment: Named | Driving | Reasoning
-    algorithm: AlgorithmConfig = nested(PPOConfig)
+    algorithm: AlgorithmConfig = nested(PPOConfig())
     topology: str = setting("fused", "layout of acting and learning", choices=TOPOLOGIES)
-    acting: ActorConfig = nested(ActorConfig)
-    central: ServerConfig = nested(ServerConfig)
-    population: Population = nested(Population)  # sizes and steps are of each member
+    acting: ActorConfig = nested(ActorConfig())
+    central: ServerConfig = nested(ServerConfig())
+    population: Population = nested(Population())  # sizes and steps are of each member
     total_steps: int = setting(1_000_000, "agent steps to train for", least=1, aliases=("total-timesteps",))
     num_envs: int = setting(64, "worlds that are stepped at once", least=1, resume=CHANGEABLE)
     num_steps: int = setting(128, "steps of each world between two updates", least=1, resume=CHANGEABLE)
@@ -114,7 +114,7 @@ class Run:
     evaluation_episodes: int | None = setting(
         None, "episodes, or scenarios never trained in, of the evaluation at the end", least=1, auto=True
     )
-    health: Bounds = nested(Bounds, "health_")
+    health: Bounds = nested(Bounds(), "health_")
 
     @property
     def mesh(self) -> MeshShape:

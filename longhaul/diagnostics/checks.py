@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.config import LR_RULES
+from longhaul.algorithms.config import LR_RULES, precision
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
@@ -184,7 +184,7 @@ def still(run: Run) -> Check:
     progress = program.start(run.seed)
     _, rows = program.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
     kl = float(abs(rows[f"{registry.of(run.algorithm).name}/approx_kl"]).max())
-    bound = STILL if run.algorithm.precision == "fp32" else COARSE * STILL
+    bound = STILL if precision(run.algorithm) == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
     remedy = {
         PASS: "",

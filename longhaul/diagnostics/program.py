@@ -126,7 +126,7 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
     while envs * run.num_steps > batch and run.num_steps > 16:
         run = dataclasses.replace(run, num_steps=run.num_steps // 2)
     learner = registry.on_policy(run.algorithm)
-    rows = envs // share if learner.memory else envs // share * run.num_steps
+    rows = envs // share if learner.network.memory else envs // share * run.num_steps
     wanted = learner.num_minibatches or 4
     minibatches = next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
     config = dataclasses.replace(learner, num_minibatches=minibatches, **algorithm)

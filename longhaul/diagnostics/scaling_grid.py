@@ -28,8 +28,9 @@ from longhaul.config.run import Driving, Run
 from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics import scaling_law, scaling_page
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.training import loop
-from longhaul.training.run_dir import alone, load_run, write_json
+from longhaul.training.run_dir import alone, as_now, load_run, write_json
 
 FORMAT = 1
 """Version of grid.json; others are refused."""
@@ -59,7 +60,7 @@ def run_of(grid: Grid, cell: Cell) -> Run:
     """Resolved Run of a cell. Raises RunError."""
     task = grid.base.environment
     assert isinstance(task, Driving)
-    algorithm = dataclasses.replace(registry.on_policy(grid.base.algorithm), model_size=cell.size)
+    algorithm = replaced(registry.on_policy(grid.base.algorithm), model_size=cell.size)
     environment = dataclasses.replace(task, scenarios=cell.scenarios)
     return resolve(dataclasses.replace(grid.base, algorithm=algorithm, environment=environment, seed=cell.seed))
 
@@ -90,7 +91,7 @@ def load_grid(folder: Path) -> Grid:
         stored = json.loads((folder / "grid.json").read_text())
         if stored["format"] != FORMAT:
             raise TypeError(f"format {stored['format']}, and this version reads {FORMAT}")
-        grid: Grid = from_dict(Grid, stored["grid"])
+        grid: Grid = from_dict(Grid, stored["grid"] | {"base": as_now(stored["grid"]["base"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder / 'grid.json'} can't be read ({error}); use the version that wrote it") from error
     return grid

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from longhaul.runtime.errors import FieldError
 
 FIXED, FREE, CHANGEABLE = "fixed", "free", "changeable"
 """Rules of a resume: the value stays; it may differ, since no number depends on it; it may differ and changes numbers,
 since it says how much is done at once or how it is learnt, not what."""
+
+Config = TypeVar("Config")
 
 
 class Setting(NamedTuple):
@@ -69,9 +71,12 @@ def setting(default: Any, help: str, **rest: Any) -> Any:
     return Setting(help, **rest).field(default)
 
 
-def nested(config: Callable[[], Any], prefix: str = "") -> Any:
-    """A field that is a config itself; `prefix` stands before the names of its flags."""
-    return dataclasses.field(default_factory=config, metadata={"prefix": prefix})
+def nested(default: Any, prefix: str = "", without: Sequence[str] = ()) -> Any:
+    """A field that is a config itself, frozen; `prefix` stands before the names of its flags.
+
+    Fields `without` are no flags here and keep their default.
+    """
+    return dataclasses.field(default=default, metadata={"prefix": prefix, "without": without})
 
 
 class Leaf(NamedTuple):
@@ -92,10 +97,34 @@ def walk(config: Any, path: Sequence[str] = (), prefix: str = "") -> Iterator[Le
         if described is not None:
             yield Leaf(described.flag or prefix + field.name, where, described, value, type(config))
         elif dataclasses.is_dataclass(value):
-            yield from walk(value, where, field.metadata.get("prefix", prefix))
+            without, inner = field.metadata.get("without", ()), field.metadata.get("prefix", prefix)
+            yield from (leaf for leaf in walk(value, where, inner) if leaf.path[-1] not in without)
+
+
+def values(config: Any) -> dict[str, Any]:
+    """Values of the described fields, at any depth, by the names of their flags."""
+    return {leaf.name: leaf.value for leaf in walk(config)}
+
+
+def replaced(config: Config, **changes: Any) -> Config:
+    """A config with other values of described fields, at any depth, by the names of their flags; else KeyError."""
+    paths = {leaf.name: leaf.path for leaf in walk(config)}
+    for name, value in changes.items():
+        config = _with(config, paths[name], value)
+    return config
+
+
+def _with(config: Any, path: Sequence[str], value: Any) -> Any:
+    inner = _with(getattr(config, path[0]), path[1:], value) if len(path) > 1 else value
+    return dataclasses.replace(config, **{path[0]: inner})
 
 
 def check(config: Any) -> None:
     """Raises FieldError where a described field is no choice or out of bounds."""
     for leaf in walk(config):
         leaf.setting.check(leaf.name, leaf.value)
+    for field in dataclasses.fields(config):
+        for name in field.metadata.get("without", ()):
+            value, default = (getattr(inner, name) for inner in (getattr(config, field.name), field.default))
+            if value != default:
+                raise FieldError(name, repr(value), f"{type(config).__name__} takes {default!r} alone")

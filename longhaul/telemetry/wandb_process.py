@@ -108,6 +108,7 @@ def config(about: Mapping[str, Any]) -> dict[str, Any]:
     """Config of W&B: run.json, and the settings by the names of HackMatrix's own trainer."""
     run = about.get("run", {})
     algorithm = run.get("algorithm", {})
+    algorithm = {**algorithm, **algorithm.get("network", {})}
     flat = {name: run[mine] for mine, name in SETTINGS.items() if mine in run}
     return {**about, **flat, **{name: algorithm[mine] for mine, name in ALGORITHM.items() if mine in algorithm}}
 

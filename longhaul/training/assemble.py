@@ -180,7 +180,7 @@ def decisions(run: Run) -> list[str]:
     if isinstance(config, APGConfig):
         return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
+    rows = steps // parts(run, run.devices) // (run.num_steps if config.network.memory else 1)
     chosen = batch_scaling.Passes(config.num_minibatches, config.update_epochs)
     return batch_scaling.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
 

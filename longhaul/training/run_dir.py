@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from longhaul.algorithms.config import NAMES
 from longhaul.config.population import Population
 from longhaul.config.run import Run
 from longhaul.config.serialize import from_dict, to_dict
@@ -131,7 +132,7 @@ def asked(folder: Path) -> dict[str, Any]:
     return given
 
 
-def _as_now(run: dict[str, Any]) -> dict[str, Any]:
+def as_now(run: dict[str, Any]) -> dict[str, Any]:
     """Run of an older run.json with the fields of this version; a missing field gets its old behaviour."""
     algorithm = run["algorithm"]
     if not isinstance(algorithm, dict):
@@ -140,6 +141,11 @@ def _as_now(run: dict[str, Any]) -> dict[str, Any]:
         algorithm = {"accumulate": None} | algorithm
     if isinstance(algorithm.get("remat"), bool):  # once a switch
         algorithm["remat"] = "full" if algorithm["remat"] else "none"
+    if "torso" in algorithm:  # the network's fields once stood among the algorithm's
+        kinds: dict[str, Any] = {name: kind for kind, name in NAMES.items()}
+        network = to_dict(kinds[algorithm.get("kind", "ppo")].network)
+        network |= {name: value for name, value in algorithm.items() if name in network}
+        algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
     return {"population": to_dict(Population())} | run | {"algorithm": algorithm}
 
 
@@ -167,7 +173,7 @@ def read_run(folder: Path) -> Run:
     if found != FORMAT:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
-        run: Run = from_dict(Run, _as_now(data["run"]))
+        run: Run = from_dict(Run, as_now(data["run"]))
         settings.check(run)
         if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
             raise TypeError(UNDECIDED)

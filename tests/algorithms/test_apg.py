@@ -18,6 +18,7 @@ from longhaul.config.run import Named, Run
 from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
+from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import pathwise
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
@@ -65,7 +66,7 @@ def cost(gain: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def collected() -> Any:
     """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
-    config = APGConfig(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
+    config = APGConfig(lr=2e-2, gamma=GAMMA, network=NetworkConfig(hidden_dim=16, num_layers=1))
     algorithm = registry.make(REGULATOR.spec, config, Context(updates=300, mean=meshes.identity))
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))

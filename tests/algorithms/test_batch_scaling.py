@@ -18,7 +18,9 @@ from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.envs import classic_control
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.training import assemble
 from tests.helpers.quick import quick
 
@@ -81,7 +83,7 @@ def _run(**changes: object) -> Run:
 
 
 def test_with_memory_columns_are_divided() -> None:
-    config = PPOConfig(memory=8, num_minibatches=None, update_epochs=None)
+    config = PPOConfig(num_minibatches=None, update_epochs=None, network=NetworkConfig(memory=8))
     run = runs.resolve(_run(algorithm=config, num_envs=600, num_steps=128, devices=2))
     assert (run.algorithm.num_minibatches, run.algorithm.update_epochs) == (10, 2)  # of 300 columns; wanted: 8
 
@@ -148,7 +150,7 @@ def test_a_warm_up_rises_to_the_rate() -> None:
     spec = classic_control.cartpole().spec
     found: dict[int, list[float]] = {}
     for warmup in (0, 4):
-        config = PPOConfig(hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
+        config = replaced(PPOConfig(), hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
         algorithm = ppo.ppo(spec, config, Context(updates=10, mean=lambda x: x))
         state = algorithm.init(jax.random.key(0))
         data = _rollout(algorithm, state)

@@ -22,9 +22,11 @@ from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import advising, vectorise
 from longhaul.envs.probes import PROBES
+from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import Guide, collector
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.topologies import fused
 from longhaul.training import assemble, offline_data
@@ -113,7 +115,8 @@ SETTINGS: dict[str, Any] = {"lr": 2e-2, "num_minibatches": 2, "hidden_dim": 16, 
 def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     probe = PROBES["successor"]()  # one of four places has a positive first number
     environment = Shown(probe.environment, jnp.int32(2), jnp.int32(1), Discrete(3))
-    algorithm = registry.make(environment.spec, BCConfig(**SETTINGS), Context(updates=1, mean=meshes.identity))
+    config = replaced(BCConfig(), **SETTINGS)
+    algorithm = registry.make(environment.spec, config, Context(updates=1, mean=meshes.identity))
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
     policy = algorithm.policy(algorithm.init(jax.random.key(0)))
@@ -135,7 +138,7 @@ def test_a_vector_is_cloned_where_it_is_known() -> None:
     best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
     known = seen[..., 3] == 0.0
     spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
-    algorithm = registry.make(spec, BCConfig(**SETTINGS), Context(updates=200, mean=meshes.identity))
+    algorithm = registry.make(spec, replaced(BCConfig(), **SETTINGS), Context(updates=200, mean=meshes.identity))
     nothing, never = jnp.zeros((4, 16)), jnp.zeros((4, 16), bool)
     extras = Guided((), seen @ jnp.where(jnp.isnan(best), 0.0, best), known, known)
     extras = extras._replace(action=jnp.where(known[..., None], extras.action, jnp.nan))
@@ -169,7 +172,7 @@ def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
     for name, array in (("observation", seen[0]), ("action", action[0])):
         np.save(tmp_path / "b" / f"{name}.npy", array)
     files = (str(tmp_path / "a.npz"), str(tmp_path / "b"))
-    config = BCConfig(recorded=files, lr=1e-2, hidden_dim=16, num_layers=1)
+    config = BCConfig(recorded=files, lr=1e-2, network=NetworkConfig(hidden_dim=16, num_layers=1))
     run = Run("small", Named("cartpole"), config, total_steps=64 * 200, num_envs=8, num_steps=8, devices=1)
     run = runs.resolve(run)
     found = offline_data.read(files, runs.named(run.environment).spec)
@@ -229,7 +232,7 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
         (Run("x", Driving(), BCConfig(recorded=("a.npz",))), "--recorded is a.npz"),
         (Run("x", Driving(), BCConfig(), topology="actors"), "--topology is actors"),
         (Run("x", Driving(), BCConfig(expert_share=1.5)), "--expert-share is 1.5; it must lie in 0 to 1"),
-        (Run("x", Named("cartpole"), BCConfig(recorded=("a.npz",), memory=8)), "--memory is 8"),
+        (Run("x", Named("cartpole"), BCConfig(recorded=("a.npz",), network=NetworkConfig(memory=8))), "--memory is 8"),
     ],
 )
 def test_a_run_that_has_nobody_to_imitate_is_refused(run: Run, message: str) -> None:

@@ -11,6 +11,7 @@ from longhaul.algorithms import dqn
 from longhaul.algorithms.config import DQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Masked
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
@@ -22,7 +23,7 @@ def config(probe: Probe, **changes: Any) -> DQNConfig:
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
         "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return DQNConfig(**(settings | changes))
+    return replaced(DQNConfig(), **(settings | changes))
 
 
 def told(probe: Probe) -> Probe:

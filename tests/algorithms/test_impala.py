@@ -20,9 +20,11 @@ from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
+from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry import health, wandb_process
 from longhaul.types import Algorithm, Rollout
 from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
@@ -30,12 +32,14 @@ from tests.helpers.checkable_environment import BOX, Chaos
 from tests.helpers.quick import quick
 from tests.test_returns_vtrace import oracle
 
-SMALL = IMPALAConfig(hidden_dim=8, num_layers=1, lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8)
+SMALL = IMPALAConfig(
+    lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8, network=NetworkConfig(hidden_dim=8, num_layers=1)
+)
 KINDS = {
     "categorical": (Chaos(interval=4), replace(SMALL, reward_scale=0.5)),
-    "shared-appo": (Chaos(masked=True), replace(SMALL, shared=True, clip_eps=0.2, num_minibatches=2, update_epochs=2)),
-    "tanh_gaussian-memory": (Chaos(BOX), replace(SMALL, memory=6, rho_clip=None, c_clip=None)),
-    "agents-memory": (Chaos(agents=2), replace(SMALL, memory=6, clip_eps=0.3)),
+    "shared-appo": (Chaos(masked=True), replaced(SMALL, shared=True, clip_eps=0.2, num_minibatches=2, update_epochs=2)),
+    "tanh_gaussian-memory": (Chaos(BOX), replaced(SMALL, memory=6, rho_clip=None, c_clip=None)),
+    "agents-memory": (Chaos(agents=2), replaced(SMALL, memory=6, clip_eps=0.3)),
 }
 VERSION = 2
 """Updates that made the parameters that learn; those that acted had none."""
@@ -240,8 +244,8 @@ def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
     """A reduction: with what this very policy did, ratios are 1, and V-trace's advantages GAE's."""
     data = case("categorical").own
     theirs = PPOConfig(
-        hidden_dim=8, num_layers=1, lr=1e-2, anneal=False, gamma=0.9, gae_lambda=1.0, num_minibatches=1,
-        update_epochs=1, clip_value=False, vf_coef=0.7, ent_coef=0.3, max_grad_norm=1e9, normalise_advantage=False,
+        lr=1e-2, anneal=False, gamma=0.9, gae_lambda=1.0, num_minibatches=1, update_epochs=1, clip_value=False,
+        vf_coef=0.7, ent_coef=0.3, max_grad_norm=1e9, normalise_advantage=False, network=SMALL.network,
     )  # fmt: skip
     ours = step_of(ONE_STEP, data)
     reference = step_of(theirs, data)
@@ -258,7 +262,7 @@ def test_accumulated_and_computed_again_it_is_the_gradient_of_one_big_batch(monk
         return chunk_of(n, most)
 
     monkeypatch.setattr(minibatch, "chunk_of", noted)
-    pieces = step_of(replace(ONE_STEP, accumulate=4, remat="full"), case("categorical").old)
+    pieces = step_of(replaced(ONE_STEP, accumulate=4, remat="full"), case("categorical").old)
     assert largest == [STEPS * WORLDS // 4]
     assert_close(gradient(pieces), gradient(one_step()), 1e-6)
     assert_close(pieces.params, one_step().params, 1e-6)
@@ -316,12 +320,12 @@ def test_rewards_are_shaped_as_the_paper_has_it() -> None:
 )
 def test_impossible_settings_are_named_with_the_remedy(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        registry.check(replace(SMALL, **change), Sizes(1, WORLDS, STEPS))
+        registry.check(replaced(SMALL, **change), Sizes(1, WORLDS, STEPS))
     assert "\n" not in str(error.value)
 
 
 def test_possible_settings_pass() -> None:
-    config = replace(SMALL, rho_clip=None, c_clip=0.0, clip_eps=None, memory=4, num_minibatches=8)
+    config = replaced(SMALL, rho_clip=None, c_clip=0.0, clip_eps=None, memory=4, num_minibatches=8)
     registry.check(config, Sizes(1, 8, 9))
 
 

@@ -16,8 +16,10 @@ from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.config.resolve import resolve
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Discrete
 from longhaul.types import Rollout, Spec, Successors
 from tests.helpers.quick import quick
@@ -43,16 +45,17 @@ STEPS, COLUMNS = 6, 8
 
 
 STEP = PPOConfig(
-    hidden_dim=16, num_layers=1, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, chunk=4096
+    num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, chunk=4096,
+    network=NetworkConfig(hidden_dim=16, num_layers=1),
 )  # fmt: skip
 """One step on the whole batch: Adam's first moment is then a tenth of the gradient."""
 
 
 LEARNERS = {
     "mlp": STEP,
-    "memory": replace(STEP, memory=6),
-    "encoder": replace(STEP, torso="latent", hidden_dim=32),
-    "lean": replace(STEP, shared=True, precision="bf16", remat="full"),
+    "memory": replaced(STEP, memory=6),
+    "encoder": replaced(STEP, torso="latent", hidden_dim=32),
+    "lean": replaced(STEP, shared=True, precision="bf16", remat="full"),
 }
 
 
@@ -127,7 +130,7 @@ def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
 def test_pieces_that_do_not_divide_are_named_with_those_that_do(change: dict[str, Any], words: str) -> None:
     run = small()
     with pytest.raises(RunError, match=words):
-        resolve(replace(run, algorithm=replace(run.algorithm, **change)))
+        resolve(replaced(run, **change))
 
 
 def test_an_optimisers_state_as_one_vector_is_that_of_optax() -> None:

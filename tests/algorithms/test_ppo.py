@@ -21,16 +21,20 @@ from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.networks import actor_critic as networks
 from longhaul.networks.actor_critic import actor_critic
+from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Discrete, Masked
 from longhaul.types import Algorithm, Rollout, Spec
 from tests.helpers.checkable_environment import BOX, PAIR, Chaos
 from tests.helpers.quick import quick
 
 STEPS, WORLDS = 12, 8
-SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=2, gamma=0.9, gae_lambda=0.8)
+SMALL = PPOConfig(
+    num_minibatches=2, update_epochs=2, gamma=0.9, gae_lambda=0.8, network=NetworkConfig(hidden_dim=8, num_layers=1)
+)
 
 
 def gather(environment: Chaos, algorithm: Algorithm, state: Any) -> Rollout:
@@ -71,10 +75,10 @@ NORMALISED = replace(SMALL, normalise_observation=True, reward_scale=0.5)
 KINDS = {
     "categorical": (Chaos(interval=4), SMALL),
     "masked": (Chaos(masked=True), SMALL),
-    "shared": (Chaos(interval=4), replace(SMALL, shared=True)),
+    "shared": (Chaos(interval=4), replaced(SMALL, shared=True)),
     "multi_categorical-normalised": (Chaos(PAIR), NORMALISED),
-    "tanh_gaussian-memory": (Chaos(BOX), replace(SMALL, memory=6)),
-    "agents-memory": (Chaos(agents=2), replace(SMALL, memory=6)),
+    "tanh_gaussian-memory": (Chaos(BOX), replaced(SMALL, memory=6)),
+    "agents-memory": (Chaos(agents=2), replaced(SMALL, memory=6)),
 }
 
 
@@ -119,7 +123,7 @@ def values_by_hand(
     for t in range(STEPS):
         seen = jax.tree.map(lambda x: x[t], data.observation)  # noqa: B023
         value.append(critic(policy, memory, seen))
-        memory = act(memory, seen) if config.memory else memory
+        memory = act(memory, seen) if config.network.memory else memory
         following = data.successors.last
         if t + 1 < STEPS:
             following = jax.tree.map(lambda x: x[t + 1], data.observation)  # noqa: B023
@@ -385,16 +389,16 @@ def test_illegal_actions_are_never_taken():
 )
 def test_impossible_settings_are_named_with_the_remedy(change, words):
     with pytest.raises(ValueError, match=words) as error:
-        registry.check(replace(SMALL, **change), Sizes(1, WORLDS, STEPS))
+        registry.check(replaced(SMALL, **change), Sizes(1, WORLDS, STEPS))
     assert "\n" not in str(error.value)
 
 
 def test_possible_settings_pass():
     """Minibatches with memory are whole columns: their number divides them, one more does not."""
     registry.check(SMALL, Sizes(1, WORLDS, STEPS))
-    registry.check(replace(SMALL, memory=4, num_minibatches=WORLDS), Sizes(1, WORLDS, STEPS))
+    registry.check(replaced(SMALL, memory=4, num_minibatches=WORLDS), Sizes(1, WORLDS, STEPS))
     with pytest.raises(ValueError, match="does not divide"):
-        registry.check(replace(SMALL, memory=4, num_minibatches=WORLDS + 1), Sizes(1, WORLDS, STEPS))
+        registry.check(replaced(SMALL, memory=4, num_minibatches=WORLDS + 1), Sizes(1, WORLDS, STEPS))
 
 
 SET = Spec(
@@ -403,7 +407,7 @@ SET = Spec(
 
 
 def test_a_model_size_decides_width_and_depth():
-    config = PPOConfig(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9)
+    config = PPOConfig(network=NetworkConfig(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9))
     algorithm = ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     assert networks.count(state.params) == pytest.approx(0.3e6, rel=0.1)
@@ -411,7 +415,7 @@ def test_a_model_size_decides_width_and_depth():
 
 def test_presence_is_not_normalised():
     """An item's last feature says whether it is there: normalised, one that always is would not be."""
-    config = PPOConfig(torso="deepset", normalise_observation=True)
+    config = PPOConfig(normalise_observation=True, network=NetworkConfig(torso="deepset"))
     with pytest.raises(ValueError, match="normalise_observation is on, and torso deepset reads"):
         ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
-    ppo.ppo(SET, replace(config, torso="mlp"), Context(updates=1, mean=meshes.identity))
+    ppo.ppo(SET, replaced(config, torso="mlp"), Context(updates=1, mean=meshes.identity))

@@ -12,13 +12,14 @@ from longhaul.algorithms.config import PQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
+from longhaul.runtime.settings import replaced
 from tests.helpers.quick import quick
 
 
 def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
     settings: dict[str, Any] = {"hidden_dim": 8, "num_layers": 1}
     places = {name: changes.pop(name) for name in ("first", "done") if name in changes}
-    config = PQNConfig(**(settings | changes))
+    config = replaced(PQNConfig(), **(settings | changes))
     return pqn.pqn(probe.environment.spec, config, Context(updates=updates, mean=lambda x: x, **places))
 
 
@@ -60,6 +61,6 @@ def test_what_can_not_work_is_refused() -> None:
         ({"lr": -1.0}, "lr"),
     ):
         with pytest.raises(ValueError, match=word):
-            registry.check(PQNConfig(**changes), Sizes(1, 8, 8))
+            registry.check(replaced(PQNConfig(), **changes), Sizes(1, 8, 8))
     with pytest.raises(ValueError, match="PQN learns one choice"):
         made(PROBES["continuous"]())

@@ -18,6 +18,7 @@ from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.rollout import collector, play, starts
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Box
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Key, Rollout, Spec, Successors, TimeStep
@@ -58,7 +59,7 @@ def config(probe: Probe, **changes: Any) -> SACConfig:
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "temperature": 0.0, "batch_size": 128, "gradient_steps": 8,
         "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return SACConfig(**(settings | changes))
+    return replaced(SACConfig(), **(settings | changes))
 
 
 def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = None) -> tuple[Any, Algorithm, Any]:
@@ -178,7 +179,7 @@ def test_before_learning_actions_are_drawn_evenly_and_parameters_rest() -> None:
 def test_an_update_copies_nothing_of_the_replay() -> None:
     """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
     spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)
-    settings = replace(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
+    settings = replaced(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
     algorithm = registry.make(spec, settings, Context(updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS)))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

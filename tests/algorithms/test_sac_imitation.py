@@ -16,6 +16,7 @@ from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES
 from longhaul.replay import Sizes, Transitions
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Box, Discrete
 from longhaul.types import Guided, Rollout, Spec, Successors
 
@@ -49,7 +50,7 @@ def test_what_can_not_work_is_refused() -> None:
         ({"imitation": 1.0, "expert_share": 0.0}, "expert_share"),
     ):
         with pytest.raises(ValueError, match=word):
-            registry.check(SACConfig(learning_starts=64, **changes), sizes)
+            registry.check(replaced(SACConfig(), learning_starts=64, **changes), sizes)
     spec = replace(SPEC, action=Discrete(3))
     with pytest.raises(ValueError, match="--actions continuous"):
         registry.make(spec, SACConfig(imitation=1.0), Context(updates=1, mean=meshes.identity, sizes=sizes))
@@ -61,7 +62,7 @@ def test_what_can_not_work_is_refused() -> None:
 def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
     """Without rewards, and with an entropy that weighs nothing, only likelihood is left to learn from."""
     columns, steps, updates = 8, 8, 150
-    config = SACConfig(
+    config = replaced(SACConfig(),
         lr=1e-2, imitation=1.0, temperature=0.0, batch_size=64, gradient_steps=4, learning_starts=64, replay_size=256,
         hidden_dim=16, num_layers=1,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from longhaul.algorithms.config import TD3Config
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
+from longhaul.runtime.settings import replaced
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
 
@@ -19,7 +20,7 @@ def config(probe: Probe, **changes: Any) -> TD3Config:
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "batch_size": 128, "gradient_steps": 8, "target_noise": 0.1,
         "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return TD3Config(**(settings | changes))
+    return replaced(TD3Config(), **(settings | changes))
 
 
 def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:

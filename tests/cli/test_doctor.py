@@ -11,6 +11,7 @@ import pytest
 
 from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import doctor, main
+from longhaul.networks.config import NetworkConfig
 from longhaul.telemetry import health, health_log, sinks
 from longhaul.training import data, loop
 from longhaul.training.run_dir import save_run
@@ -27,7 +28,7 @@ def test_who_learns_from_a_replay_is_refused_in_one_line(capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_a_learning_rate_of_ten_is_a_run_that_fails(longhaul: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy that no longer looks: found while it trains, by the doctor afterwards, and on the report's page."""
-    ill = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=10.0)
+    ill = PPOConfig(num_minibatches=2, update_epochs=1, lr=10.0, network=NetworkConfig(hidden_dim=8))
     folder = Path("runs/ill")
     folder.mkdir(parents=True)
     loop.train(small(algorithm=ill), folder, resumed=False)

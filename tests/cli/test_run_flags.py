@@ -18,7 +18,7 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.config.serialize import to_dict
-from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, walk
+from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, replaced, walk
 from longhaul.telemetry import wandb
 from longhaul.training import loop, run_dir
 from longhaul.training.run_dir import save_run
@@ -80,9 +80,12 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
         return [name]
 
     for make in recipes.RECIPES.values():
-        found = run_flags.run_flags(make())
+        run = make()
+        found = run_flags.run_flags(run)
         assert all(flag.help for flag in found)
-        fields = [name for name in leaves(to_dict(make())) if name not in HIDDEN]
+        network = type(run.algorithm).__dataclass_fields__.get("network")
+        hidden = HIDDEN.union(network.metadata["without"] if network else ())
+        fields = [name for name in leaves(to_dict(run)) if name not in hidden]
         assert len(fields) == len(found) == len({flag.name for flag in found})
 
 
@@ -133,9 +136,7 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, begun: list[tuple
     )
     assert longhaul("train", "pendulum", *words.split())[0] == 75
     base = recipes.recipe("pendulum")
-    algorithm = dataclasses.replace(
-        base.algorithm, lr=1e-3, anneal=False, ent_coef=-0.1, kl_stop=0.02, memory=16, clip_value=True
-    )
+    algorithm = replaced(base.algorithm, lr=1e-3, anneal=False, ent_coef=-0.1, kl_stop=0.02, memory=16, clip_value=True)
     expected = dataclasses.replace(
         base, total_steps=1_000_000, num_envs=16, num_steps=16, seed=3, devices=2, save_interval=7, keep=2,
         evaluation_episodes=5, log_interval=3, save_interval_minutes=0.5, algorithm=algorithm,

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.config import PPOConfig, PQNConfig, SACConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import MOST, Driving, Named, Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.driving.sim import simulator
-from longhaul.runtime import devices
+from longhaul.networks.config import NetworkConfig
+from longhaul.runtime import devices, settings
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.training import run_dir
 from tests.helpers import installed_recipes
 
@@ -54,7 +57,7 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"topology": "fuse"}, "--topology is 'fuse'; it must be one of fused"),
         ({"algorithm": PPOConfig(num_minibatches=3)}, "--num-minibatches is 3, which does not divide the 8192 steps"),
         ({"algorithm": PPOConfig(num_minibatches=0)}, "--num-minibatches is 0; it must be at least 1"),
-        ({"algorithm": PPOConfig(memory=8, num_minibatches=7)}, "which does not divide the 64 environments"),
+        ({"algorithm": replaced(PPOConfig(), memory=8, num_minibatches=7)}, "does not divide the 64 environments"),
         ({"algorithm": PPOConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
         ({"algorithm": PPOConfig(lr=math.nan)}, "--lr is nan; it must be finite"),
         ({"algorithm": PPOConfig(vf_coef=math.inf)}, "--vf-coef is inf; it must be finite"),
@@ -184,6 +187,25 @@ def test_a_run_says_by_which_algorithm_and_one_that_does_not_is_of_the_first(tmp
         path.write_text(json.dumps(about))
         with pytest.raises(RunError, match="kind 'sarsa' is unknown"):
             run_dir.load_run(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_a_run_file_from_before_the_network_was_nested_is_read(recipe: str) -> None:
+    run = recipes.recipe(recipe)
+    written = to_dict(run)
+    flags = {leaf.path[-1] for leaf in settings.walk(run.algorithm)}
+    network = written["algorithm"].pop("network", {})
+    written["algorithm"] |= {name: value for name, value in network.items() if name in flags}
+    assert from_dict(Run, run_dir.as_now(written)) == run
+
+
+def test_fields_of_a_network_that_an_algorithm_does_not_have_are_refused() -> None:
+    for config, words in (
+        (SACConfig(network=NetworkConfig(memory=8)), "--memory is 8; SACConfig takes 0 alone"),
+        (PQNConfig(network=NetworkConfig()), "--shared is False; PQNConfig takes True alone"),
+    ):
+        with pytest.raises(RunError, match=words):
+            runs.resolve(dataclasses.replace(BASE, algorithm=config))
 
 
 def _damages() -> dict[str, Any]:

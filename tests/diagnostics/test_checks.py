@@ -21,13 +21,14 @@ from longhaul.diagnostics import checks, hlo
 from longhaul.diagnostics.checks import Check
 from longhaul.diagnostics.hlo import Crossing
 from longhaul.diagnostics.program import Program, compiled, fresh_cache, smaller
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import device_memory
 from longhaul.training import assemble
 
 
 def tiny(**changes: Any) -> Run:
     """CartPole at a size that compiles and trains in seconds."""
-    config = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=3, lr=3e-3)
+    config = PPOConfig(num_minibatches=2, update_epochs=3, lr=3e-3, network=NetworkConfig(hidden_dim=8, num_layers=1))
     settings: dict[str, Any] = {
         "num_envs": 8, "num_steps": 32, "total_steps": 256 * 400, "devices": 2, "block": 4, "log_interval": 4,
         "algorithm": config,

@@ -106,8 +106,8 @@ class Trainer:
         if len(self.trained) == self.stop_at:
             return loop.Outcome(loop.STOPPED, None)
         assert isinstance(run.environment, Driving)
-        assert run.algorithm.model_size is not None
-        parameters = round(run.algorithm.model_size * 1e6)
+        assert run.algorithm.network.model_size is not None
+        parameters = round(run.algorithm.network.model_size * 1e6)
         goal = 1.0 - float(TRUE.at(parameters, run.environment.scenarios)) / 4
         scores = {"trained": {"goal": goal, "accuracy": 0.5, "episodes": 10_000}}
         result = {"parameters": parameters, "agent_steps": run.total_steps, "evaluation": scores}
@@ -157,7 +157,7 @@ def test_each_cell_is_its_own_run() -> None:
     assert len(runs) == 18
     for cell, run in runs.items():
         assert isinstance(run.environment, Driving)
-        assert (run.algorithm.model_size, run.environment.scenarios, run.seed) == cell
+        assert (run.algorithm.network.model_size, run.environment.scenarios, run.seed) == cell
     assert from_dict(Grid, json.loads(json.dumps(to_dict(grid)))) == grid
 
 

@@ -20,6 +20,7 @@ from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.types import Algorithm
 
@@ -33,7 +34,7 @@ class Learner:
 
 
 def ppo_config(probe: Probe, **options: Any) -> PPOConfig:
-    return PPOConfig(
+    return replaced(PPOConfig(),
         lr=1e-2, gamma=probe.gamma, gae_lambda=probe.gae_lambda, hidden_dim=32, num_layers=1, ent_coef=0.0,
         clip_value=False, num_minibatches=2, max_grad_norm=1.0, **options,
     )  # fmt: skip
@@ -51,7 +52,7 @@ def ppo_learner(**options: Any) -> Learner:
 
 def impala_config(probe: Probe, **options: Any) -> IMPALAConfig:
     settings = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "ent_coef": 0.0, "max_grad_norm": 1.0}
-    return IMPALAConfig(gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
+    return replaced(IMPALAConfig(), gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
 
 
 def impala_learner(**options: Any) -> Learner:
@@ -66,7 +67,7 @@ def pqn_learner(**options: Any) -> Learner:
         settings: dict[str, Any] = {
             "lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "epsilon_final": 0.0, "exploration": 0.5
         }  # fmt: skip
-        return PQNConfig(gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
+        return replaced(PQNConfig(), gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
 
     def make(probe: Probe, mean: Callable) -> Algorithm:
         return pqn.pqn(probe.environment.spec, config(probe), Context(UPDATES, mean))

@@ -25,10 +25,12 @@ from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes, serialize
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import batch_shards
 from longhaul.runtime import devices as machine
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training.data import Feeding, feed
@@ -37,15 +39,16 @@ from tests.runtime.test_process_group import together
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = PPOConfig(
-    hidden_dim=8, num_minibatches=3, update_epochs=2, lr=3e-2, normalise_observation=True, kl_stop=1e-3, chunk=5
-)
+    num_minibatches=3, update_epochs=2, lr=3e-2, normalise_observation=True, kl_stop=1e-3, chunk=5,
+    network=NetworkConfig(hidden_dim=8),
+)  # fmt: skip
 """So that sums have lengths which are no powers of two, and each kind of mean is taken."""
 
 
 def run_of(name: str, devices: int | None, *, deterministic: bool = True) -> Run:
     sizes: dict[str, Any] = {"devices": devices, "deterministic": deterministic, "block": 3, "log_interval": 3}
     if name in ("cartpole", "memory"):
-        config = dataclasses.replace(CONFIG, memory=8, kl_stop=None) if name == "memory" else CONFIG
+        config = replaced(CONFIG, memory=8, kl_stop=None) if name == "memory" else CONFIG
         return small(algorithm=config, num_envs=24, num_steps=15, total_steps=24 * 15 * 6, **sizes)
     made = recipes.recipe(name)
     assert made.algorithm.num_minibatches is None or name == "driving"

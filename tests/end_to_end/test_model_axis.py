@@ -22,9 +22,11 @@ from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo
 from longhaul.diagnostics.program import Program, compiled
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training import data as feeds
@@ -52,7 +54,7 @@ class Made(NamedTuple):
 
 
 def cartpole(**changes: Any) -> Run:
-    config = PPOConfig(hidden_dim=32, num_minibatches=2, update_epochs=2, lr=3e-3, shared=True)
+    config = PPOConfig(num_minibatches=2, update_epochs=2, lr=3e-3, network=NetworkConfig(hidden_dim=32, shared=True))
     return small(**{"algorithm": config, "devices": 2, "block": UPDATES, "log_interval": UPDATES, **changes})
 
 
@@ -62,7 +64,7 @@ def driving(**changes: Any) -> Run:
     assert isinstance(recipe.environment, Driving)
     seen = dataclasses.replace(recipe.environment.simulator, agents=2, neighbours=4, waypoints=4, road_points=8)
     task = dataclasses.replace(recipe.environment, scenarios=4, objects=8, horizon=20, simulator=seen)
-    config = PPOConfig(hidden_dim=32, num_minibatches=1, update_epochs=1, lr=3e-3, torso="deepset")
+    config = replaced(PPOConfig(), num_minibatches=1, update_epochs=1, lr=3e-3, hidden_dim=32, torso="deepset")
     settled = {"environment": task, "algorithm": config, "num_envs": 4, "num_steps": 8, "total_steps": 640}
     return cartpole(**(settled | changes))
 
@@ -270,7 +272,8 @@ def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -
 
 
 def test_a_network_that_cannot_be_split_is_refused() -> None:
-    for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=PPOConfig(hidden_dim=8))):
+    narrow = PPOConfig(network=NetworkConfig(hidden_dim=8))
+    for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=narrow)):
         source = feeds.feed(run)
         with pytest.raises(ValueError, match=r"no parameters of this network can be split into [23] parts: choose"):
             assemble.assemble(run, source.within, ())
@@ -305,14 +308,16 @@ def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
     ],
 )
 def test_other_networks_agree_too(settled: dict[str, Any]) -> None:
-    config = PPOConfig(**{"hidden_dim": 32, "num_minibatches": 2, "update_epochs": 2, "lr": 3e-3, **settled})
+    settled = {"hidden_dim": 32, "num_minibatches": 2, "update_epochs": 2, "lr": 3e-3} | settled
+    config = replaced(PPOConfig(), **settled)
     whole, split = (make(cartpole(algorithm=config, model=model)) for model in (1, 2))
-    close(whole.progress.state, split.progress.state, 2e-3 if config.precision == "bf16" else 1e-5)
+    close(whole.progress.state, split.progress.state, 2e-3 if config.network.precision == "bf16" else 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torso", ["latent", "mtr"])
 def test_encoders_agree_too(torso: str) -> None:
-    config = PPOConfig(hidden_dim=32, num_layers=2, num_minibatches=1, update_epochs=1, torso=torso, remat="full")
+    network = NetworkConfig(hidden_dim=32, num_layers=2, torso=torso, remat="full")
+    config = PPOConfig(num_minibatches=1, update_epochs=1, network=network)
     whole, split = (make(driving(algorithm=config, model=model)) for model in (1, 2))
     close(whole.progress.state, split.progress.state, 1e-5)

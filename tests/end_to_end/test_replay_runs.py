@@ -11,6 +11,7 @@ from longhaul.algorithms.config import DQNConfig, SACConfig
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.training import assemble, loop
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -20,8 +21,8 @@ LITTLE: dict[str, Any] = {
     "hidden_dim": 8, "num_layers": 1, "batch_size": 16, "gradient_steps": 2, "learning_starts": 64, "replay_size": 256
 }  # fmt: skip
 LEARNERS = {
-    "sac": ("pendulum", SACConfig(**LITTLE)),
-    "dqn": ("cartpole", DQNConfig(**LITTLE, replay_precision="bf16")),
+    "sac": ("pendulum", replaced(SACConfig(), **LITTLE)),
+    "dqn": ("cartpole", replaced(DQNConfig(), **LITTLE, replay_precision="bf16")),
 }
 
 

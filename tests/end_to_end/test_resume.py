@@ -20,6 +20,7 @@ import pytest
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import serialize as runs
 from longhaul.config.run import Named, Run
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
@@ -154,7 +155,8 @@ def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_game_killed_ends_bit_identical(tmp_path: Path) -> None:
     """HackMatrix, whose observations are packed and whose actions are masked: a kill after the first save."""
-    config = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, shared=True, init="lecun")
+    network = NetworkConfig(hidden_dim=8, shared=True, init="lecun")
+    config = PPOConfig(num_minibatches=2, update_epochs=1, network=network)
     run = small(environment=Named("hackmatrix"), algorithm=config, total_steps=8 * 16 * 40, threads=1)
     folder, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(run, whole).code == 0

@@ -13,6 +13,7 @@ import pytest
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import resolve as runs
 from longhaul.config.run import BEGINNING, Named, Origin, Run
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.topologies import fused
@@ -27,7 +28,7 @@ TIMES = ("wall_seconds", "sps")
 def small(**changes: Any) -> Run:
     """CartPole, 60 updates of 8 worlds in calls of 2; a record every 4, a checkpoint every 6."""
     settings: dict[str, Any] = {
-        "algorithm": PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=3e-3),
+        "algorithm": PPOConfig(num_minibatches=2, update_epochs=1, lr=3e-3, network=NetworkConfig(hidden_dim=8)),
         "environment": Named("cartpole"),
         "total_steps": 8 * 16 * 60,
         "num_envs": 8,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from longhaul.networks import actor_critic
 from longhaul.networks.config import REMATS
 from longhaul.networks.layers import POLICIES
 from longhaul.runtime import device_memory
+from longhaul.runtime.settings import replaced
 from longhaul.training import run_dir
 from tests.helpers.quick import QUICK, quick
 from tests.helpers.small_runs import small
@@ -128,7 +128,7 @@ def test_every_policy_has_a_flag_and_an_unknown_one_is_named() -> None:
 def test_flags_as_they_are_and_as_a_switch_once_was(words: list[str], remat: str, accumulate: int | None) -> None:
     recipe = recipes.recipe("driving")
     run = run_flags.chosen(recipe, flags.parse("train driving", "", run_flags.table(recipe), words))
-    assert (run.algorithm.remat, run.algorithm.accumulate) == (remat, accumulate)
+    assert (run.algorithm.network.remat, run.algorithm.accumulate) == (remat, accumulate)
 
 
 @pytest.mark.parametrize(("then", "now"), [(False, "none"), (True, "full")])
@@ -136,10 +136,11 @@ def test_run_files_from_before_still_say_how_to_go_on(tmp_path: Path, then: bool
     run = small()
     run_dir.save_run(tmp_path, run, {})
     written = json.loads((tmp_path / "run.json").read_text())
-    written["run"]["algorithm"]["remat"] = then
-    del written["run"]["algorithm"]["accumulate"]
+    algorithm = written["run"]["algorithm"]
+    algorithm |= algorithm.pop("network") | {"remat": then}
+    del algorithm["accumulate"]
     (tmp_path / "run.json").write_text(json.dumps(written))
-    assert run_dir.load_run(tmp_path) == replace(run, algorithm=replace(run.algorithm, remat=now, accumulate=None))
+    assert run_dir.load_run(tmp_path) == replaced(run, remat=now, accumulate=None)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from longhaul.config.run import Driving
 from longhaul.networks import attention
 from longhaul.networks.attention import HEAD, NEIGHBOURS, Encoder, encoder
 from longhaul.networks.config import ENCODERS
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.training import loop
 from tests.helpers.quick import quick
@@ -287,10 +288,10 @@ def test_the_large_recipe_trains_when_it_is_made_small(tmp_path: Path) -> None:
         dataclasses.replace(
             whole, environment=dataclasses.replace(whole.environment, scenarios=2), total_steps=96, num_envs=4,
             num_steps=8, devices=1, threads=1, evaluation_episodes=2, log_interval=1, block=1,
-            algorithm=dataclasses.replace(whole.algorithm, model_size=0.1, num_minibatches=2, update_epochs=1, lr=1e-2),
+            algorithm=replaced(whole.algorithm, model_size=0.1, num_minibatches=2, update_epochs=1, lr=1e-2),
         )
     )  # fmt: skip
-    assert (run.algorithm.torso, run.algorithm.precision) == ("wayformer", "bf16")
+    assert (run.algorithm.network.torso, run.algorithm.network.precision) == ("wayformer", "bf16")
     folder = tmp_path / "large"
     folder.mkdir()
     outcome = loop.train(run, folder, resumed=False)

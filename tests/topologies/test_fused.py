@@ -13,6 +13,7 @@ from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.environment import vectorise
+from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
@@ -201,7 +202,7 @@ def test_one_all_reduce_a_step_of_the_optimiser(agents):
     The loops are: updates (1), epochs (2), minibatches (3).
     """
     environment, mesh = Chaos(agents=agents), meshes.make_mesh(2)
-    config = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=3, update_epochs=2)
+    config = PPOConfig(num_minibatches=3, update_epochs=2, network=NetworkConfig(hidden_dim=8, num_layers=1))
     algorithm = ppo.ppo(environment.spec, config, Context(updates=4, mean=meshes.mean_over_data))
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=4)
     made = algorithm, lambda context: collect, mesh

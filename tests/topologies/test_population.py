@@ -21,6 +21,7 @@ from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.training import loop, run_dir
 from longhaul.training import population as training_population
@@ -238,7 +239,9 @@ def test_evolution_finds_the_learning_rate_that_learns(tmp_path: Path) -> None:
     evolving = Population(sweep=("lr=1e-7..1e-2:10",), pbt_interval=5)
     run = resolve(
         Run(
-            "pbt", Named("probe/action"), PPOConfig(hidden_dim=8, num_minibatches=1, update_epochs=2, anneal=False),
+            "pbt", Named("probe/action"), replaced(
+                PPOConfig(), hidden_dim=8, num_minibatches=1, update_epochs=2, anneal=False
+            ),
             population=evolving, total_steps=8 * 8 * 60, num_envs=8, num_steps=8, log_interval=5, evaluation_episodes=2,
         )
     )  # fmt: skip

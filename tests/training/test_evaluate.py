@@ -27,6 +27,7 @@ from longhaul.driving.render import recording
 from longhaul.driving.sim import simulator
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving
@@ -128,7 +129,7 @@ def test_what_may_never_end_is_refused() -> None:
 
 def driving(**changes: Any) -> Run:
     recipe = recipes.recipe("driving")
-    algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=8, num_layers=1)
+    algorithm = replaced(recipe.algorithm, hidden_dim=8, num_layers=1)
     return runs.resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1, **changes))
 
 

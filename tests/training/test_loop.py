@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import math
@@ -26,6 +25,7 @@ from longhaul.driving.sim import simulator
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
@@ -360,7 +360,7 @@ def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None
     ("change", "message"),
     [
         ({"environment": Named("cartpol")}, "no environment is named 'cartpol'; did you mean cartpole"),
-        ({"algorithm": dataclasses.replace(small().algorithm, activation="tanhh")}, "activation is 'tanhh'"),
+        ({"algorithm": replaced(small().algorithm, activation="tanhh")}, "activation is 'tanhh'"),
         ({"environment": Driving(("nowhere",))}, "nowhere: no such file or folder"),
     ],
 )

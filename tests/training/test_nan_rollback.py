@@ -16,6 +16,7 @@ import pytest
 
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config.run import Named, Run
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop, nan_rollback
@@ -149,7 +150,7 @@ def test_where_it_comes_again_and_again_the_run_fails_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    config = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=1e38)
+    config = PPOConfig(num_minibatches=2, update_epochs=1, lr=1e38, network=NetworkConfig(hidden_dim=8))
     with pytest.raises(RunError, match=r"update \d+ made numbers .*after 2 detours of 2; lower --lr") as raised:
         begin(small(algorithm=config, rollbacks=2), folder)
     assert "\n" not in str(raised.value)

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from longhaul import rollout
-from longhaul.algorithms import registry
 from longhaul.bench import harness
 from longhaul.bench.cases import training
 from longhaul.bench.cases.training import Prepared
@@ -37,6 +36,7 @@ from longhaul.config.run import Run
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import settings
 from longhaul.runtime.devices import prepare_devices
 from longhaul.spaces import Masked
 from longhaul.topologies import fused
@@ -74,7 +74,7 @@ class Cell(NamedTuple):
             dataclasses.replace(
                 recipe, num_envs=self.num_envs, num_steps=self.num_steps, devices=self.devices,
                 total_steps=max(recipe.total_steps, 2 * steps), block=1, base_batch=recipe.base_batch or base,
-                algorithm=dataclasses.replace(registry.on_policy(recipe.algorithm), precision=self.precision),
+                algorithm=settings.replaced(recipe.algorithm, precision=self.precision),
             )
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ def serve() -> None:
     ready, progress = prepare(cell)
     names = ("num_envs", "num_steps", "devices", "threads")
     config = {"recipe": cell.recipe} | {name: getattr(ready.run, name) for name in names}
-    config |= dataclasses.asdict(ready.run.algorithm)
+    config |= settings.values(ready.run.algorithm)
     compiled = ready.start["trace_seconds"] + ready.start["compile_seconds"]
 
     def work(_: Any) -> dict[str, float]:

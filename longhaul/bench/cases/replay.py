@@ -145,8 +145,9 @@ def sac(
         return training(made, "env steps", {})
     total_steps = total_steps or 256 * num_envs // gradient_steps
     settings = SACConfig(
-        batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
-        replay_size=size or max(total_steps, 65_536), precision=precision,
+        batch_size=batch, gradient_steps=gradient_steps, learning_starts=num_envs,
+        replay_size=size or max(total_steps, 65_536),
+        network=dataclasses.replace(SACConfig.network, precision=precision),
     )  # fmt: skip
     made = Run(
         "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1

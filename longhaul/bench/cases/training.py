@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul import prng
-from longhaul.algorithms import registry
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config.population import Population
@@ -39,6 +38,7 @@ from longhaul.environment import vectorise
 from longhaul.envs import hackmatrix
 from longhaul.envs.hackmatrix import state as world
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import settings
 from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
 from longhaul.topologies import fused
@@ -96,7 +96,7 @@ def hackmatrix_ppo(
     """The recipe `hackmatrix`; without `total_steps` a repeat is 131,072 steps, or one update where that is more."""
     recipe = recipes.recipe("hackmatrix")
     batch = num_envs * num_steps
-    algorithm = dataclasses.replace(registry.on_policy(recipe.algorithm), precision=precision)
+    algorithm = settings.replaced(recipe.algorithm, precision=precision)
     made = dataclasses.replace(
         recipe, algorithm=algorithm, num_envs=num_envs,
         num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
@@ -171,7 +171,7 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
         return {"mean_return": float(total / ended) if ended else float("nan")}
 
     names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
-    config = {name: getattr(made, name) for name in names} | more | dataclasses.asdict(made.algorithm)
+    config = {name: getattr(made, name) for name in names} | more | settings.values(made.algorithm)
     config |= {"together": made.population.together} if made.many else {}
     steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
     return Prepared(config, steps, unit, compiled, begin, work)
@@ -402,8 +402,8 @@ def _key(mesh: Any, number: int) -> jax.Array:
 
 def _prepare(batch: int, devices: int | None) -> int:
     """Devices: as many as a training run with so many environments takes, if it is not said."""
-    settings = PPOConfig(num_minibatches=1)
-    run = Run("bench", Named(), settings, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
+    learner = PPOConfig(num_minibatches=1)
+    run = Run("bench", Named(), learner, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
     found = resolve(run).devices
     assert found is not None
     prepare_devices(found)

@@ -21,6 +21,7 @@ import numpy as np
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import PPOConfig
+from longhaul.networks.config import NetworkConfig
 from longhaul.spaces import Discrete
 from longhaul.types import Params, Spec
 
@@ -170,7 +171,9 @@ def load(path: Path, spec: Spec) -> tuple[PPOConfig, Policy]:
 
 def config_of(weights: Weights) -> PPOConfig:
     """The network of `weights`, as ours is configured."""
-    return PPOConfig(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
+    return PPOConfig(
+        network=NetworkConfig(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
+    )
 
 
 def params_of(weights: Weights) -> Params:

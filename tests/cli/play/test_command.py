@@ -32,6 +32,7 @@ from longhaul.envs import registry
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
@@ -255,7 +256,7 @@ def test_watching_takes_legal_actions_only_and_the_table_counts_the_same_games(l
 def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> Policy:
     """A run that was saved after no update: its folder and a checkpoint. -> its policy."""
     recipe = recipes.recipe("hackmatrix" if env == "hackmatrix" else "cartpole")
-    algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=4, num_layers=1)
+    algorithm = replaced(recipe.algorithm, hidden_dim=4, num_layers=1)
     run = resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1))
     folder = runs_dir / name
     folder.mkdir(parents=True)

@@ -88,7 +88,7 @@ def seen(game: Game) -> Any:
 def test_our_network_gives_what_theirs_gives(width: int, depth: int, game: Game, seen: Any, tmp_path: Path) -> None:
     made = arrays(width, depth)
     config, policy = legacy_params.load(save(tmp_path / "params_40.npz", made), game.spec)
-    assert (config.hidden_dim, config.num_layers) == (width, depth)
+    assert (config.network.hidden_dim, config.network.num_layers) == (width, depth)
     logits, value, _ = algorithms_actor_critic.network(game.spec, config).apply(policy, (), seen)
     assert game.spec.expand is not None
     x = np.asarray(game.spec.expand(seen.observation), np.float64)

@@ -25,7 +25,9 @@ from longhaul.envs.hackmatrix import state as world
 from longhaul.envs.hackmatrix.environment import FIXES, Game, hackmatrix
 from longhaul.envs.hackmatrix.state import CELLS, CORNERS, SIPHON, UNDO, UP, WAIT, State
 from longhaul.networks import actor_critic
+from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import collector
+from longhaul.runtime.settings import replaced
 from longhaul.spaces import Masked
 from longhaul.types import Environment
 from tests.helpers.hackmatrix_games import LANES, World, game, looker, stepper
@@ -294,7 +296,7 @@ class Expanded:
         return getattr(self.inner, name)
 
 
-SMALL = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
+SMALL = PPOConfig(num_minibatches=2, update_epochs=2, chunk=16, anneal=False, network=NetworkConfig(hidden_dim=8))
 
 
 def _trained(environment: Environment, config: PPOConfig = SMALL) -> Any:
@@ -383,14 +385,14 @@ def test_the_recipes_network_is_the_trainers() -> None:
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     assert actor_critic.count(shapes) == 469_021
     assert shapes["torso"]["layer_0"]["kernel"].shape == (1545, 256)
-    assert (settings.adam_eps, settings.init) == (1e-8, "lecun")
+    assert (settings.adam_eps, settings.network.init) == (1e-8, "lecun")
 
 
 @pytest.mark.slow
 def test_without_a_learning_rate_the_policy_stays_what_acted() -> None:
     """The trainer's own approx_kl is then 1e-5 to 4e-5: it pairs actions with other observations."""
     changes = {"lr": 0.0, "hidden_dim": 32, "num_minibatches": 2, "chunk": 32}
-    settings = replace(recipes.recipe("hackmatrix").algorithm, **changes)
+    settings = replaced(recipes.recipe("hackmatrix").algorithm, **changes)
     _, _, metrics = _trained(hackmatrix(64), settings)
     assert abs(float(metrics["ppo/approx_kl"])) < 1e-6
     assert float(metrics["ppo/clip_fraction"]) == 0.0

@@ -23,6 +23,7 @@ from longhaul.algorithms.config import PPOConfig
 from longhaul.config.run import Named
 from longhaul.environment import vectorise
 from longhaul.envs import probes
+from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import collector, join
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
@@ -245,8 +246,8 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
     config: Any = impala_config(probe, **(APPO if algorithm == "appo" else {}))
     if algorithm == "ppo":
         config = PPOConfig(
-            lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, hidden_dim=32,
-            num_minibatches=2,
+            lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, num_minibatches=2,
+            network=NetworkConfig(hidden_dim=32),
         )  # fmt: skip
     made = small(
         environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=ActorConfig(2, "thread", bound),

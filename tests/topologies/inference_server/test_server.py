@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,9 @@ from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import heartbeat
+from longhaul.runtime.settings import replaced
 from longhaul.topologies.inference_server import wire
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
@@ -28,7 +29,7 @@ from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
 from tests.helpers import checkable_environment
 from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, site
 
-SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=1, lr=1e-2)
+SMALL = PPOConfig(num_minibatches=2, update_epochs=1, lr=1e-2, network=NetworkConfig(hidden_dim=8, num_layers=1))
 
 
 def poles(actor: int, slot: int) -> HostVector:
@@ -44,7 +45,7 @@ def of_poles() -> tuple[Any, Algorithm]:
 @cache
 def of_poles_remembered() -> tuple[Any, Algorithm]:
     spec = specification(poles(0, 0).spec)
-    return spec, ppo.ppo(spec, dataclasses.replace(SMALL, memory=8), Context(updates=100, mean=lambda tree: tree))
+    return spec, ppo.ppo(spec, replaced(SMALL, memory=8), Context(updates=100, mean=lambda tree: tree))
 
 
 def learnt(
