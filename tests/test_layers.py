@@ -46,8 +46,8 @@ NO_JAX = (
         "runtime/settings",
     ),
     *("spaces", "reasoning/tasks", "reasoning/tokenizer"),
-    *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),
-    *("envs/host/numpy_vector", "envs/host/numpy_cartpole", "envs/host/torch_vector", "envs/gymnasium_export"),
+    *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/numpy_cartpole"),
+    *("envs/host/torch_vector", "envs/gymnasium_export"),
     *("topologies/actor_process", "topologies/staleness"),
     *(f"topologies/actor_learner/{name}" for name in ("actor", "actor_pool", "config", "shared_buffers")),
     *(

@@ -117,10 +117,7 @@ def _cartpole_score(physics: jax.Array, action: jax.Array, terminated: jax.Array
 
 
 def cartpole(max_steps: int = 500) -> Classic:
-    """CartPole-v1: keep a pole upright by pushing its cart left (0) or right (1); 1 a step.
-
-    Raises ValueError where `max_steps` < 1.
-    """
+    """CartPole-v1: keep a pole upright by pushing its cart left (0) or right (1); 1 a step."""
     spec = _spec(4, Discrete(2), max_steps)
     return Classic(spec, _cartpole_start, _cartpole_advance, _cartpole_ended, _cartpole_score, _identity, max_steps)
 
@@ -159,10 +156,7 @@ def _pendulum_observe(physics: jax.Array) -> jax.Array:
 
 
 def pendulum(max_steps: int = 200) -> Classic:
-    """Pendulum-v1: swing a rod up and hold it by a torque in [-2, 2] N m; never terminates.
-
-    Raises ValueError where `max_steps` < 1.
-    """
+    """Pendulum-v1: swing a rod up and hold it by a torque in [-2, 2] N m; never terminates."""
     spec = _spec(3, Box((-TORQUE_MAX,), (TORQUE_MAX,)), max_steps)
     return Classic(
         spec, _pendulum_start, _pendulum_advance, _pendulum_ended, _pendulum_score, _pendulum_observe, max_steps
@@ -200,10 +194,7 @@ def _mountaincar_score(physics: jax.Array, action: jax.Array, terminated: jax.Ar
 
 
 def mountaincar(max_steps: int = 200) -> Classic:
-    """MountainCar-v0: rock a weak car out of a valley by pushing left (0), not (1) or right (2); -1 a step.
-
-    Raises ValueError where `max_steps` < 1.
-    """
+    """MountainCar-v0: rock a weak car out of a valley by pushing left (0), not (1) or right (2); -1 a step."""
     spec = _spec(2, Discrete(3), max_steps)
     return Classic(spec, _car_start, _mountaincar_advance, _mountaincar_ended, _mountaincar_score, _identity, max_steps)
 
@@ -221,10 +212,7 @@ def _continuous_score(physics: jax.Array, action: jax.Array, terminated: jax.Arr
 
 
 def mountaincar_continuous(max_steps: int = 999) -> Classic:
-    """MountainCarContinuous-v0: the same valley, a force in [-1, 1]; 100 at the goal, less 0.1 action^2 a step.
-
-    Raises ValueError where `max_steps` < 1.
-    """
+    """MountainCarContinuous-v0: the same valley, a force in [-1, 1]; 100 at the goal, less 0.1 action^2 a step."""
     spec = _spec(2, Box((-1.0,), (1.0,)), max_steps)
     return Classic(spec, _car_start, _continuous_advance, _continuous_ended, _continuous_score, _identity, max_steps)
 
@@ -260,22 +248,16 @@ def _acrobot_advance(physics: jax.Array, action: jax.Array) -> jax.Array:
     torque = (action - 1) * jnp.float32(1.0)
 
     def ahead(slope: Motion, time: float) -> Motion:
-        return (
-            start[0] + time * slope[0],
-            start[1] + time * slope[1],
-            start[2] + time * slope[2],
-            start[3] + time * slope[3],
-        )
+        angle_1, angle_2, spin_1, spin_2 = (s + time * rate for s, rate in zip(start, slope, strict=True))
+        return angle_1, angle_2, spin_1, spin_2
 
     start: Motion = (physics[0], physics[1], physics[2], physics[3])
     k_1 = _acrobot_derivative(start, torque)
     k_2 = _acrobot_derivative(ahead(k_1, 0.5 * ACROBOT_DT), torque)
     k_3 = _acrobot_derivative(ahead(k_2, 0.5 * ACROBOT_DT), torque)
     k_4 = _acrobot_derivative(ahead(k_3, ACROBOT_DT), torque)
-    moved = [
-        s + ACROBOT_DT / 6.0 * (a + 2.0 * b + 2.0 * c + d)
-        for s, a, b, c, d in zip(start, k_1, k_2, k_3, k_4, strict=True)
-    ]
+    slopes = zip(start, k_1, k_2, k_3, k_4, strict=True)
+    moved = [s + ACROBOT_DT / 6.0 * (a + 2.0 * b + 2.0 * c + d) for s, a, b, c, d in slopes]
     spins = jnp.clip(moved[2], -SPIN_MAX_1, SPIN_MAX_1), jnp.clip(moved[3], -SPIN_MAX_2, SPIN_MAX_2)
     return jnp.stack([_wrap(moved[0]), _wrap(moved[1]), *spins])
 
@@ -294,9 +276,6 @@ def _acrobot_observe(physics: jax.Array) -> jax.Array:
 
 
 def acrobot(max_steps: int = 500) -> Classic:
-    """Acrobot-v1: swing a two-link arm 1 m above its pivot by a torque of -1, 0 or 1 N m (0, 1, 2); -1 a step.
-
-    Raises ValueError where `max_steps` < 1.
-    """
+    """Acrobot-v1: swing a two-link arm 1 m above its pivot by a torque of -1, 0 or 1 N m (0, 1, 2); -1 a step."""
     spec = _spec(6, Discrete(3), max_steps)
     return Classic(spec, _acrobot_start, _acrobot_advance, _acrobot_ended, _acrobot_score, _acrobot_observe, max_steps)

@@ -349,16 +349,10 @@ def continuous() -> Probe:
 
 
 PROBES = {
-    "constant": constant,
-    "time_limit": time_limit,
-    "terminal_reward": terminal_reward,
-    "two_step": two_step,
-    "action": action,
-    "memory": memory,
-    "masked": masked,
-    "successor": successor,
-    "agents": agents,
-    "continuous": continuous,
-    "multi_discrete": multi_discrete,
-}
+    probe.__name__: probe
+    for probe in (
+        constant, time_limit, terminal_reward, two_step, action, memory, masked, successor, agents, continuous,
+        multi_discrete,
+    )
+}  # fmt: skip
 """Every probe by name."""

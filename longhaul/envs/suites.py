@@ -19,6 +19,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,9 +119,19 @@ class Suite(NamedTuple):
     module: str  # what must be importable
     package: str  # what pip calls it
     make: Callable[..., World]  # (name, options of the suite's own)
-    names: Callable[[], list[str]]
+    listing: str | tuple[str, ...]  # names of its environments, or "module:attribute" that has or returns them
     example: str
     about: str
+
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+    def names(self) -> list[str]:
+        if isinstance(self.listing, tuple):
+            return list(self.listing)
+        module, _, attribute = self.listing.partition(":")
+        listing = operator.attrgetter(attribute)(_import(module))
+        return list(listing() if callable(listing) else listing)
 
 
 @functools.lru_cache(maxsize=8)
@@ -136,7 +147,7 @@ def make(name: str, **given: Any) -> Environment:
     if kind not in SUITES:
         raise ValueError(f"no suite is named {kind!r}; there are {', '.join(SUITES)}")
     suite = SUITES[kind]
-    if importlib.util.find_spec(suite.module) is None:
+    if not suite.installed():
         raise ValueError(f"{name} needs {suite.package}: pip install {suite.package}")
     options: dict[str, Any] = dict(part.partition("=")[::2] for part in query.split("&")) if query else {}
     options |= given
@@ -174,7 +185,7 @@ def rows() -> list[tuple[str, str]]:
     """An example of each suite, with its version, or what to install."""
     lines = []
     for kind, suite in SUITES.items():
-        if importlib.util.find_spec(suite.module) is None:
+        if not suite.installed():
             lines.append((suite.example, f"{suite.about}; pip install {suite.package}"))
             continue
         try:
@@ -190,12 +201,9 @@ def names(kind: str) -> list[str]:
     if kind not in SUITES:
         raise ValueError(f"no suite is named {kind!r}; there are {', '.join(SUITES)}")
     suite = SUITES[kind]
-    if importlib.util.find_spec(suite.module) is None:
+    if not suite.installed():
         raise ValueError(f"{kind} is not installed: pip install {suite.package}")
     return [f"{kind}/{name}" for name in suite.names()]
-
-
-# ------------------------------------------------------------------------------------------------------ one suite each
 
 
 def _import(module: str) -> Any:
@@ -209,9 +217,6 @@ def _box(low: Any, high: Any, shape: tuple[int, ...]) -> Box:
     sides = [np.broadcast_to(np.asarray(bound, np.float32), shape).reshape(-1) for bound in (low, high)]
     finite = [np.where(np.isfinite(side), side, sign) for side, sign in zip(sides, (-1.0, 1.0), strict=True)]
     return Box(*(tuple(float(x) for x in side) for side in finite))
-
-
-# ----------------------------------------------------------------------------------------------------------- gymnax
 
 
 def gymnax(name: str) -> World:
@@ -237,21 +242,10 @@ def gymnax(name: str) -> World:
     return World(action, begin, step, limit, limit)
 
 
-def gymnax_names() -> list[str]:
-    return list(_import("gymnax").registered_envs)
-
-
-# ------------------------------------------------------------------------------------------------ Brax and Playground
-
-
 def brax(name: str, backend: str | None = None) -> World:
     """Brax without its wrappers, of which the one for episodes cuts after 1,000 steps, as we do."""
     env = _import("brax.envs").get_environment(name, **({"backend": backend} if backend else {}))
     return _physics(env, lambda seen: seen, 1000)
-
-
-def brax_names() -> list[str]:
-    return list(_import("brax.envs")._envs)
 
 
 def playground(name: str, impl: str = "jax") -> World:
@@ -265,10 +259,6 @@ def playground(name: str, impl: str = "jax") -> World:
     env = registry.load(name, config=config, config_overrides=overrides)
     repeat = int(config.get("action_repeat", 1))
     return _physics(env, lambda seen: seen["state"] if isinstance(seen, dict) else seen, config.episode_length, repeat)
-
-
-def playground_names() -> list[str]:
-    return list(_import("mujoco_playground").registry.ALL_ENVS)
 
 
 def _physics(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -> World:
@@ -293,9 +283,6 @@ def _physics(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -
 
 def _unless(over: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(over, y, x), new, old)
-
-
-# ---------------------------------------------------------------------------------------------------------- Jumanji
 
 
 def jumanji(name: str) -> World:
@@ -337,13 +324,6 @@ def jumanji(name: str) -> World:
     return World(action, begin, step, limit, limit or 1)
 
 
-def jumanji_names() -> list[str]:
-    return list(_import("jumanji").registered_environments())
-
-
-# ------------------------------------------------------------------------------------------------------- grid worlds
-
-
 def navix(name: str) -> World:
     """Navix, whose `step` begins anew after an end, and gives nothing of the step asked for: its inner one does not."""
     env = _import("navix").make(name)
@@ -361,8 +341,7 @@ def navix(name: str) -> World:
     return World(Discrete(len(env.action_set)), begin, step, int(env.max_steps), int(env.max_steps))
 
 
-def navix_names() -> list[str]:
-    return list(_import("navix").registry())
+CRAFTAX = tuple(f"{kind}-{form}-v1" for kind in ("Craftax", "Craftax-Classic") for form in ("Symbolic", "Pixels"))
 
 
 def craftax(name: str) -> World:
@@ -381,11 +360,6 @@ def craftax(name: str) -> World:
 
     limit = int(params.max_timesteps)
     return World(Discrete(int(env.action_space(params).n)), begin, step, limit, limit)
-
-
-def craftax_names() -> list[str]:
-    kinds = ("Craftax", "Craftax-Classic")
-    return [f"{kind}-{form}-v1" for kind in kinds for form in ("Symbolic", "Pixels")]
 
 
 def minigrid(name: str) -> World:
@@ -408,13 +382,6 @@ def minigrid(name: str) -> World:
     return World(Discrete(int(env.num_actions(params))), begin, step, limit, limit)
 
 
-def minigrid_names() -> list[str]:
-    return list(_import("xminigrid").registered_environments())
-
-
-# -------------------------------------------------------------------------------------------------------------- Pgx
-
-
 def pgx(name: str) -> World:
     """Pgx's games of one player, with the mask of what is legal. A step that finds a game over gives no reward."""
     env = _import("pgx").make(name)
@@ -435,33 +402,29 @@ def pgx(name: str) -> World:
     return World(Discrete(int(env.num_actions)), begin, step, None, 1)
 
 
-def pgx_names() -> list[str]:
-    return list(_import("pgx").available_envs())
-
-
 SUITES: dict[str, Suite] = {
     "gymnax": Suite(
-        "gymnax", "gymnax", gymnax, gymnax_names, "gymnax/CartPole-v1", "classic control, bsuite, MinAtar"
+        "gymnax", "gymnax", gymnax, "gymnax:registered_envs", "gymnax/CartPole-v1", "classic control, bsuite, MinAtar"
     ),
     "brax": Suite(
-        "brax", "brax", brax, brax_names, "brax/ant", "robots; ?backend=spring, positional, generalized"
+        "brax", "brax", brax, "brax.envs:_envs", "brax/ant", "robots; ?backend=spring, positional, generalized"
     ),
     "playground": Suite(
-        "mujoco_playground", "playground", playground, playground_names, "playground/CartpoleBalance",
-        "robots by MuJoCo MJX",
+        "mujoco_playground", "playground", playground, "mujoco_playground:registry.ALL_ENVS",
+        "playground/CartpoleBalance", "robots by MuJoCo MJX",
     ),
     "jumanji": Suite(
-        "jumanji", "jumanji", jumanji, jumanji_names, "jumanji/Snake-v1", "games, packing, routing"
+        "jumanji", "jumanji", jumanji, "jumanji:registered_environments", "jumanji/Snake-v1",
+        "games, packing, routing",
     ),
-    "navix": Suite("navix", "navix", navix, navix_names, "navix/Navix-Empty-5x5-v0", "MiniGrid"),
+    "navix": Suite("navix", "navix", navix, "navix:registry", "navix/Navix-Empty-5x5-v0", "MiniGrid"),
     "craftax": Suite(
-        "craftax", "craftax", craftax, craftax_names, "craftax/Craftax-Classic-Symbolic-v1",
-        "Crafter and NetHack",
+        "craftax", "craftax", craftax, CRAFTAX, "craftax/Craftax-Classic-Symbolic-v1", "Crafter and NetHack"
     ),
     "xminigrid": Suite(
-        "xminigrid", "xminigrid", minigrid, minigrid_names, "xminigrid/MiniGrid-Empty-5x5",
+        "xminigrid", "xminigrid", minigrid, "xminigrid:registered_environments", "xminigrid/MiniGrid-Empty-5x5",
         "MiniGrid and XLand",
     ),
-    "pgx": Suite("pgx", "pgx", pgx, pgx_names, "pgx/minatar-breakout", "board games of one player"),
+    "pgx": Suite("pgx", "pgx", pgx, "pgx:available_envs", "pgx/minatar-breakout", "board games of one player"),
 }  # fmt: skip
 """A plain table: to add a suite, write its function and one row here."""

@@ -214,7 +214,7 @@ def make(name):
     return World(Discrete(2), lambda key: (jnp.int32(0), jnp.zeros(1)),
                  lambda key, state, action: Step(state, jnp.zeros(1), jnp.float32(0), jnp.bool_(False)))
 
-suites.SUITES["eager"] = suites.Suite("json", "eager", make, lambda: ["one"], "eager/one", "")
+suites.SUITES["eager"] = suites.Suite("json", "eager", make, ("one",), "eager/one", "")
 run = runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2)
 commands._there(runs.resolve(run))
 assert len(jax.devices()) == 2

@@ -83,7 +83,7 @@ class World:
         return type(slots)(*(np.where(own, np.asarray(v, x.dtype), x) for x, v in zip(slots, values, strict=True)))
 
     def enemy(self, slot: int, kind: int, row: int, col: int, hp: int | None = None) -> World:
-        new = (True, kind, row, col, hp or int(world.HEALTH[kind]), False, False)
+        new = (True, kind, row, col, hp or (3 if kind == world.DAEMON else 2), False, False)
         self.state = self.state._replace(enemies=self._put(self.state.enemies, slot, new))
         return self
 

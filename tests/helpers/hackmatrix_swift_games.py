@@ -134,7 +134,7 @@ class World:
         foes = np.array(self.state.foes)
         slot = int((foes[0] > 0).sum())
         code = kind | row << 2 | col << 5 | siphoned << 8 | scheduled << 9
-        foes[:, slot] = code | (hp or int(world.HEALTH[kind])) << 10
+        foes[:, slot] = code | (hp or (3 if kind == world.DAEMON else 2)) << 10
         self.state = self.state._replace(foes=foes)
         return self
 

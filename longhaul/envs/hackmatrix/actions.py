@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ MOST_SENT = 9
 class Cells(NamedTuple):
     """The board of a game, as it is now; each [CELLS]."""
 
-    block: jax.Array  # int32: NONE, DATA, PROGRAM, QUESTION
+    kind: jax.Array  # int32: NONE, DATA, PROGRAM, QUESTION
     points: jax.Array  # int32
     program: jax.Array  # int32
     credits: jax.Array  # int32, 0 where taken
@@ -35,7 +35,7 @@ def unpack(code: jax.Array, state: State) -> Cells:
     taken = w.spread_bits(state.collected)
     blocks = w.gather_bits(block > 0)
     return Cells(
-        block=block,
+        kind=block,
         points=(code >> 2) & 15,
         program=(code >> 6) & 31,
         credits=jnp.where(taken, 0, (code >> 15) & 3),
@@ -67,26 +67,41 @@ def legal(state: State, cells: Cells) -> jax.Array:
 
     place = SIDE * e.row + e.col
     near = _neighbours(state, np.arange(w.CELLS) // SIDE, np.arange(w.CELLS) % SIDE)
-    around = jnp.any(near & (cells.block > 0))
+    around = jnp.any(near & (cells.kind > 0))
     around |= jnp.any(e.alive & _neighbours(state, e.row, e.col))
     around |= jnp.any(waiting & _neighbours(state, p.row, p.col))
     anyone, sent = jnp.any(e.alive), jnp.any(waiting)
     walls = w.spread_bits(cells.walls)
-    yes = jnp.bool_(True)
     able = {
+        w.CRASH: around,
+        w.DEBUG: jnp.any(e.alive & w.has(cells.blocks, place)),
+        w.UNDO: state.undo,
+        w.EXCH: state.credits > 0,
+        w.REDUC: jnp.any(walls & (state.spawn > 0)),
+        w.ATK: (state.attacks < 2) & (state.attack < 3),
+        w.HACK: jnp.any((cells.blocks & state.siphoned) > 0),
+    }
+    return mask(state, anyone, sent, able, {action: moves[action] for action in range(4)})
+
+
+def mask(
+    state: Any, anyone: jax.Array, sent: jax.Array, own: dict[int, jax.Array], moves: dict[int, jax.Array]
+) -> jax.Array:
+    """bool [ACTIONS]: the legal actions of a game of either rule set.
+
+    `anyone`: there is an enemy, `sent`: a transmission. `own`: programs whose condition is the rule set's own.
+    """
+    e, yes = state.enemies, jnp.bool_(True)
+    able = own | {
         w.PUSH: anyone,
         w.PULL: anyone,
-        w.CRASH: around,
         w.WARP: anyone | sent,
         w.POLY: anyone,
         w.WAIT: yes,
-        w.DEBUG: jnp.any(e.alive & w.has(cells.blocks, place)),
         w.ROW: jnp.any(e.alive & (e.row == state.row)),
         w.COL: jnp.any(e.alive & (e.col == state.col)),
-        w.UNDO: state.undo,
         w.STEP: yes,
         w.SIPH: yes,
-        w.EXCH: state.credits > 0,
         w.SHOW: ~state.show,
         w.RESET: state.hp < w.MOST_HP,
         w.CALM: ~state.calm,
@@ -94,14 +109,11 @@ def legal(state: State, cells: Cells) -> jax.Array:
         w.DELAY: sent,
         w.ANTI_V: jnp.any(e.alive & (e.kind == w.VIRUS)),
         w.SCORE: state.stage < w.STAGES,
-        w.REDUC: jnp.any(walls & (state.spawn > 0)),
-        w.ATK: (state.attacks < 2) & (state.attack < 3),
-        w.HACK: jnp.any((cells.blocks & state.siphoned) > 0),
     }
     # A word of bits instead of a concatenation, which the compiler would build element by element.
     can = word(able) & (state.programs << w.FIRST_PROGRAM)
     can &= paid(state.credits, w.CREDITS) & paid(state.energy, w.ENERGY)
-    can |= word({action: moves[action] for action in range(4)} | {w.SIPHON: state.siphons > 0})
+    can |= word(moves | {w.SIPHON: state.siphons > 0})
     can = jnp.where(can == 0, jnp.uint32(1 << w.UP), can)
     return ((can >> np.arange(w.ACTIONS, dtype=np.uint32)) & 1).astype(bool)
 
@@ -197,13 +209,13 @@ def _siphon(state: State, cells: Cells, action: jax.Array, words: jax.Array) -> 
     row, col = state.row + w.DROW, state.col + w.DCOL
     inside = (row >= 0) & (row < SIDE) & (col >= 0) & (col < SIDE)
     cell = jnp.where(inside, SIDE * row + col, 0)
-    value = jnp.where(cells.block == w.PROGRAM, 100, jnp.where(cells.block == w.DATA, cells.points, 0))
+    value = jnp.where(cells.kind == w.PROGRAM, 100, jnp.where(cells.kind == w.DATA, cells.points, 0))
     worth = jnp.where(inside & w.has(cells.walls, cell), value[cell], 0)
     best = jnp.argmax(worth)  # the first of equals
     found = siphons & (worth[best] > 0)
     chosen = cell[best]
-    is_data = found & (cells.block[chosen] == w.DATA)
-    is_program = found & (cells.block[chosen] == w.PROGRAM)
+    is_data = found & (cells.kind[chosen] == w.DATA)
+    is_program = found & (cells.kind[chosen] == w.PROGRAM)
     taken = jnp.where(found, w.bits(chosen), jnp.uint32(0))
     number = jnp.where(found, jnp.minimum(state.spawn[chosen].astype(jnp.int32), MOST_SENT), 0)
     place = chosen
@@ -265,19 +277,12 @@ def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) ->
     walls = w.spread_bits(cells.walls)
     fewer = (action == w.REDUC) & walls & (state.spawn > 0)
     return state._replace(
+        **bought(state, action),
         row=jnp.where(warps, cell >> 3 & 7, state.row),
         col=jnp.where(warps, cell & 7, state.col),
-        hp=jnp.where(action == w.RESET, w.MOST_HP, state.hp),
         # UNDO restores what was before its cost
         credits=state.credits + jnp.where(action == w.UNDO, 1, 0),
-        energy=state.energy + jnp.where(action == w.EXCH, 4, 0),
-        siphons=state.siphons + (action == w.SIPH),
         attack=jnp.where(action == w.ATK, jnp.minimum(state.attack + 1, 3), state.attack),
-        attacks=state.attacks + (action == w.ATK),
-        score=state.score + jnp.where(action == w.SCORE, w.STAGES - state.stage, 0),
-        show=state.show | (action == w.SHOW),
-        calm=state.calm | (action == w.CALM),
-        step=state.step | (action == w.STEP),
         undo=action != w.UNDO,
         spawn=state.spawn - fewer.astype(jnp.int8),
         enemies=e._replace(
@@ -291,6 +296,20 @@ def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) ->
             turns=jnp.where(warps & to_sent, 0, p.turns + jnp.where((action == w.DELAY) & (p.turns > 0), 3, 0))
         ),
     )
+
+
+def bought(state: Any, action: jax.Array) -> dict[str, jax.Array]:
+    """What programs change alike by either rule set, and is neither a place nor an enemy: fields of the state."""
+    return {
+        "hp": jnp.where(action == w.RESET, w.MOST_HP, state.hp),
+        "energy": state.energy + jnp.where(action == w.EXCH, 4, 0),
+        "siphons": state.siphons + (action == w.SIPH),
+        "attacks": state.attacks + (action == w.ATK),
+        "score": state.score + jnp.where(action == w.SCORE, w.STAGES - state.stage, 0),
+        "show": state.show | (action == w.SHOW),
+        "calm": state.calm | (action == w.CALM),
+        "step": state.step | (action == w.STEP),
+    }
 
 
 def warp_to(state: State, words: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -25,10 +25,6 @@ from longhaul.types import Key, Spec, TimeStep, transition
 WORDS = 8
 """Random words of a step."""
 
-CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
-"""The sets of the single corners."""
-
-
 FIXES = {
     "start": "the first stage has a board, too, with one transmission and two data siphons (D1)",
     "undo": "UNDO goes back to before the last step of this stage, for a credit if one is left (D2)",
@@ -71,7 +67,7 @@ class Game:
             tally=Tally(jnp.zeros(len(reward.PARTS), jnp.float32), zero, zero, zero, zero + 1), past=(),
         )  # fmt: skip
         if "start" in self.fixes:
-            state = self._enter(state, prng.bits(key, (1,))[0], CORNER_BITS[1] | CORNER_BITS[2])
+            state = self._enter(state, prng.bits(key, (1,))[0], w.CORNER_BITS[1] | w.CORNER_BITS[2])
         if "undo" in self.fixes:
             state = state._replace(past=state)
         return state, self._see(state)
@@ -82,7 +78,7 @@ class Game:
         # (llvm::vputils::onlyFirstLaneUsed follows each of the 2^20 paths through its rounds).
         words = lax.optimization_barrier(prng.bits(key, (WORDS + (w.CELLS if "spread" in self.fixes else 0),)))
         cells = self._cells(state)
-        missed = reward.missed(state, cells)
+        missed = reward.missed(state, cells, w.spread_bits(cells.walls))
         before, way = state, self._way(state)
         acted = act(state, cells, action, jnp.concatenate([words[:4], words[WORDS:]]))
         now = cells._replace(walls=cells.walls & ~acted.siphoned)
@@ -121,20 +117,19 @@ class Game:
         if "health" in self.fixes:
             lost = acted.hp - turned.hp
             won = change + lost
-        return reward.Events(turned.hp <= 0, completed, way, way_after, killed, lost, won, missed)
+        return reward.Events(
+            turned.hp <= 0, completed, after.stage > w.STAGES, before.stage, killed, after.siphons - before.siphons,
+            way - way_after, lost, won, missed,
+        )  # fmt: skip
 
     def advance(self, state: State, words: jax.Array) -> State:
         """The next stage, on a board of the bank; `words`: 2 random uint32."""
-        others = SIDE * state.row + state.col != w.CORNERS
-        order = jnp.sum(np.tri(4, k=-1, dtype=np.int32) * others.astype(jnp.int32)[None], axis=-1)
-        number = (words[1] % jnp.sum(others).astype(jnp.uint32)).astype(jnp.int32)
-        leads = others & (order == number)
-        pickup = jnp.where((others & ~leads)[:, None], CORNER_BITS, np.uint32(0))
+        exit_, pickup = w.next_exit(state.row, state.col, words[1])
         state = state._replace(
             hp=jnp.minimum(state.hp + 1, w.MOST_HP), stage=state.stage + 1, attacks=jnp.zeros_like(state.attacks),
-            show=jnp.zeros_like(state.show), step=jnp.zeros_like(state.step), exit=jnp.argmax(leads).astype(jnp.int32),
+            show=jnp.zeros_like(state.show), step=jnp.zeros_like(state.step), exit=exit_,
         )  # fmt: skip
-        return self._enter(state, words[0], jnp.sum(pickup, axis=0, dtype=jnp.uint32))
+        return self._enter(state, words[0], pickup)
 
     def _enter(self, state: State, word: jax.Array, pickup: jax.Array | np.ndarray) -> State:
         """`state` on a board of its own, drawn by a random word; data siphons lie at `pickup`, uint32 [2]."""

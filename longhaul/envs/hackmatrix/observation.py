@@ -65,7 +65,7 @@ def about(state: Any) -> jax.Array:
 def observe(state: State, cells: Cells) -> Packed:
     """The packed observation of a game."""
     corner = jnp.asarray(w.CORNERS)[state.exit]
-    board = cells.block | cells.points << 2 | cells.program << 6 | state.spawn.astype(jnp.int32) << 11
+    board = cells.kind | cells.points << 2 | cells.program << 6 | state.spawn.astype(jnp.int32) << 11
     board = board | cells.credits << 15 | cells.energy << 17
     for place, words in ((19, state.siphoned), (20, state.centre), (21, state.pickup)):
         board = board | w.spread_bits(words).astype(jnp.int32) << place

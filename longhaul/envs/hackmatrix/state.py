@@ -20,12 +20,12 @@ SLOTS = 20
 """Slots of enemies, and of transmissions."""
 
 CORNERS = np.array([0, 5, 30, 35], np.int32)
+CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
+"""The sets of the single corners."""
+
 STAGES = 8
 
 VIRUS, DAEMON, GLITCH, CRYPTOG = 0, 1, 2, 3
-HEALTH = np.array([2, 3, 2, 2], np.int32)
-"""Health of a fresh enemy by kind."""
-
 NONE, DATA, PROGRAM, QUESTION = 0, 1, 2, 3
 """Kinds of block."""
 
@@ -170,6 +170,15 @@ def occupied(row: jax.Array, col: jax.Array, there: jax.Array) -> jax.Array:
     bit = jnp.uint32(1) << (SIDE * (row - jnp.where(upper, 3, 0)) + col).astype(jnp.uint32)
     halves = (jnp.where(there & ~upper, bit, jnp.uint32(0)), jnp.where(there & upper, bit, jnp.uint32(0)))
     return join([jnp.bitwise_or.reduce(half) for half in halves])
+
+
+def next_exit(row: jax.Array, col: jax.Array, random: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(one of the corners where the player is not, 0 .. 3, by a random uint32; uint32 [2]: the set of the others)."""
+    others = SIDE * row + col != CORNERS
+    order = jnp.sum(np.tri(4, k=-1, dtype=np.int32) * others.astype(jnp.int32)[None], axis=-1)
+    leads = others & (order == (random % jnp.sum(others).astype(jnp.uint32)).astype(jnp.int32))
+    pickup = jnp.where((others & ~leads)[:, None], CORNER_BITS, np.uint32(0))
+    return jnp.argmax(leads).astype(jnp.int32), jnp.sum(pickup, axis=0, dtype=jnp.uint32)
 
 
 def join(values: Sequence[jax.Array]) -> jax.Array:

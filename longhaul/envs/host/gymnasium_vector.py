@@ -4,11 +4,13 @@ With SAME_STEP the true last observation is in `infos["final_obs"]`; with NEXT_S
 the step after it is none; with DISABLED we reset ourselves, by `reset_mask`. Where there is a choice we take the first
 or the last, whose steps are all real. Environments that exist one by one only are stepped in a loop of ours, straight
 into the caller's memory.
+
+Gymnasium's spaces become forms of ours: 64-bit numbers become 32-bit ones, `start` of a discrete space becomes 0, and a
+dict of exactly "observation" and "action_mask" becomes a `Masked`. Isaac Lab and EnvPool speak of the same spaces.
 """
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,23 +18,108 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.envs.host import gymnasium_spaces
 from longhaul.envs.host.vector import (
     Finals,
     HostSpec,
     HostStep,
+    Interval,
     Slot,
     check_action,
+    load,
     no_finals,
+    no_restore,
+    no_state,
     seeds,
     slot,
     take,
+    typed,
     write,
 )
-from longhaul.spaces import Leaf, Masked, Tree, mapped
+from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, mapped
 
 SAME_STEP, NEXT_STEP, DISABLED = "SameStep", "NextStep", "Disabled"
 """Values of gymnasium.vector.AutoresetMode."""
+
+
+MASKED = {"observation", "action_mask"}
+"""The keys of an observation with legal actions, after PettingZoo."""
+
+
+class Way(NamedTuple):
+    """One space in our words."""
+
+    form: Any  # a tree of Leaf, or an Action
+    convert: Callable[[Any], Any]  # observations: theirs -> ours; actions: ours [B, ...] -> theirs
+
+
+def observation_way(space: Any) -> Way:
+    """A space of observations; `convert` takes one or a batch. ValueError where arrays of fixed size can't hold it."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        parts = {key: observation_way(space.spaces[key]) for key in sorted(space.spaces)}
+        read = {key: part.convert for key, part in parts.items()}
+        if set(parts) == MASKED:
+            inner, legal = parts["observation"], parts["action_mask"]
+            if not isinstance(legal.form, Leaf) or len(legal.form.shape) != 1:
+                raise ValueError(f"action_mask is {legal.form}; it must be a vector with a number an action")
+            masked = Masked(inner.form, Leaf(legal.form.shape, np.dtype(bool)))
+            return Way(masked, lambda value: Masked(inner.convert(value["observation"]), value["action_mask"]))
+        return Way(
+            {key: part.form for key, part in parts.items()},
+            lambda value: {key: convert(value[key]) for key, convert in read.items()},
+        )
+    if isinstance(space, spaces.Tuple):
+        ways = [observation_way(part) for part in space.spaces]
+        return Way(
+            tuple(way.form for way in ways),
+            lambda value: tuple(way.convert(part) for way, part in zip(ways, value, strict=True)),
+        )
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        sizes = np.atleast_1d(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+        start = space.start
+        leaf = Leaf(tuple(space.shape or ()), np.dtype(np.int32), tuple(int(n) for n in sizes.ravel()))
+        return Way(leaf, lambda value: value - start if np.any(start) else value)
+    if isinstance(space, (spaces.Box, spaces.MultiBinary)):
+        kind = np.dtype(space.dtype)
+        narrow = {"f": np.float32, "i": np.int32, "u": np.uint32}
+        dtype = np.dtype(narrow[kind.kind]) if kind.itemsize > 4 else kind
+        return Way(Leaf(tuple(space.shape), dtype), lambda value: value)
+    raise ValueError(f"observations are {space}, and arrays of a fixed size can't hold them; wrap the environment")
+
+
+def action_way(space: Any, bound: float | None = None) -> Way:
+    """A space of actions. `bound` stands in for infinite bounds, within which no policy could choose."""
+    from gymnasium import spaces
+
+    shape, dtype = space.shape, space.dtype
+    if isinstance(space, spaces.Discrete):
+        first = int(space.start)
+        return Way(Discrete(int(space.n)), lambda given: (given + first).astype(dtype))
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
+        sizes, start = (space.nvec, space.start) if isinstance(space, spaces.MultiDiscrete) else (np.full(shape, 2), 0)
+        form: Action = MultiDiscrete(tuple(int(n) for n in np.ravel(sizes)))
+        return Way(form, lambda given: (given.reshape(len(given), *shape) + start).astype(dtype))
+    if isinstance(space, spaces.Box) and np.issubdtype(dtype, np.floating):
+        low, high = (np.ravel(side).astype(np.float64) for side in (space.low, space.high))
+        if not np.isfinite([low, high]).all():
+            if bound is None:
+                raise ValueError(f"actions are {space}, without bounds; the option action_bound=1.0 gives them some")
+            low, high = np.maximum(low, -bound), np.minimum(high, bound)
+        form = Box(tuple(low.tolist()), tuple(high.tolist()))
+        return Way(form, lambda given: np.asarray(given, dtype).reshape(len(given), *shape))
+    raise ValueError(f"actions are {space}; they must be Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+
+
+def choices(action: Action) -> int:
+    """The length of a mask of legal actions; ValueError where none can be."""
+    match action:
+        case Discrete(n):
+            return n
+        case MultiDiscrete(sizes):
+            return sum(sizes)
+        case Box():
+            raise ValueError("a mask of legal actions for actions that are a Box; leave the option mask away")
 
 
 class Form(NamedTuple):
@@ -51,11 +138,11 @@ def form(
 
     `mask`: infos have the legal actions under this key. `bound`: of actions that have none.
     """
-    seen, done = gymnasium_spaces.observation(observations), gymnasium_spaces.action(actions, bound)
+    seen, done = observation_way(observations), action_way(actions, bound)
     spec = HostSpec(seen.form, done.form, truncation_interval=interval or limit or 1, max_steps=limit)
     if mask is None:
         return Form(spec, lambda value, infos: seen.convert(value), done.convert)
-    legal = Leaf((gymnasium_spaces.choices(spec.action),), np.dtype(bool))
+    legal = Leaf((choices(spec.action),), np.dtype(bool))
 
     def read(value: Any, infos: dict[str, Any]) -> Tree:
         if mask not in infos:
@@ -68,27 +155,6 @@ def form(
 
 
 Begin = Callable[[int], tuple[Any, Any, dict[str, Any]]]
-
-
-class Interval:
-    """Holds an environment to its `truncation_interval`, by which memory is measured."""
-
-    def __init__(self, spec: HostSpec, columns: int) -> None:
-        self._interval = spec.truncation_interval or 2**31
-        self._now, self._last = 0, np.full(columns, -self._interval, np.int64)  # steps; that of the last truncation
-
-    def check(self, truncated: np.ndarray) -> None:
-        """After a step; ValueError where the promise is broken."""
-        self._now += 1
-        if self._interval == 1 or not np.count_nonzero(truncated):  # a third of what `any` costs
-            return
-        least = self._now - int(self._last[truncated].max())
-        if least < self._interval:
-            raise ValueError(
-                f"the environment truncates an episode {least} steps after another; its limit promises "
-                f"{self._interval}: give the option truncation_interval={least}, or 1, which is always right"
-            )
-        self._last[truncated] = self._now
 
 
 class Vector:
@@ -139,20 +205,16 @@ class Vector:
         else:
             last, of_last = infos["final_obs"], infos.get("final_info", {})
             if isinstance(last, np.ndarray) and last.dtype == object:
-                last = gymnasium_spaces.stack([last[row] for row in rows])
+                last = _stack([last[row] for row in rows])
                 of_last = {
                     key: np.asarray(value)[rows] for key, value in of_last.items() if not isinstance(value, dict)
                 }
                 found = self._form.read(last, of_last)
             else:
                 found = take(self._form.read(last, of_last), rows)
-        return mapped(lambda leaf, value: np.asarray(value, leaf.dtype), self.spec.observation, found)
+        return typed(self.spec, found)
 
-    def state(self) -> None:
-        return None
-
-    def restore(self, state: Tree) -> None:
-        raise ValueError("this environment can't be put back into a state; reset it")
+    state, restore = no_state, no_restore
 
     def close(self) -> None:
         self._inner.close()
@@ -197,16 +259,9 @@ class Loop:
         self._interval.check(out.truncated)
         if not ended:
             return HostStep(*out, self._none)
-        last = mapped(
-            lambda leaf, value: np.array(value, leaf.dtype), self.spec.observation, gymnasium_spaces.stack(lasts)
-        )
-        return HostStep(*out, Finals(np.asarray(ended, np.int32), last, {}))
+        return HostStep(*out, Finals(np.asarray(ended, np.int32), typed(self.spec, _stack(lasts)), {}))
 
-    def state(self) -> None:
-        return None
-
-    def restore(self, state: Tree) -> None:
-        raise ValueError("this environment can't be put back into a state; reset it")
+    state, restore = no_state, no_restore
 
     def close(self) -> None:
         for inner in self._inner:
@@ -291,6 +346,11 @@ def envpool(
     return Vector(begin, first, num_envs, spaces, NEXT_STEP)
 
 
+def _stack(rows: list[Tree]) -> Tree:
+    """Single observations as a batch."""
+    return mapped(lambda *parts: np.stack([np.asarray(part) for part in parts]), rows[0], *rows[1:])
+
+
 def _vector(
     made: Any, limit: int | None, interval: int | None, mask: str | None, bound: float | None, many: bool = False
 ) -> Vector:
@@ -304,20 +364,6 @@ def _vector(
         made.single_observation_space, made.single_action_space, limit=limit, interval=interval, mask=mask, bound=bound
     )
     return Vector(begin, made, made.num_envs, spaces, made.metadata["autoreset_mode"].value)
-
-
-def load(name: str) -> Callable[..., Any]:
-    """Object that "module:function" names; ValueError, one line, where there is none."""
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"{name!r} names no function; write module:function")
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{module} can't be imported: {error}") from error
-    if function not in vars(found):
-        raise ValueError(f"{module} has no {function}")
-    return vars(found)[function]
 
 
 class _plainly:

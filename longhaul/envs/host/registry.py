@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
         "torch/my_package:make", "vector environments of torch tensors, as Isaac Lab has them",
     ),
     "numpy": Kind(
-        "longhaul.envs.host.numpy_vector", "numpy", (), "", "numpy/longhaul.envs.host.numpy_cartpole:cartpole",
+        "longhaul.envs.host.vector", "numpy", (), "", "numpy/longhaul.envs.host.numpy_cartpole:cartpole",
         "any batched NumPy environment that keeps the protocol Batched",
     ),
     "jax": Kind(

@@ -16,8 +16,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.envs.host.gymnasium_vector import Form, Interval, form, load
-from longhaul.envs.host.vector import Finals, HostStep, Slot, check_action, no_finals, slot, take, write
+from longhaul.envs.host.gymnasium_vector import Form, form
+from longhaul.envs.host.vector import (
+    Finals,
+    HostStep,
+    Interval,
+    Slot,
+    check_action,
+    load,
+    no_finals,
+    no_restore,
+    no_state,
+    slot,
+    take,
+    typed,
+    write,
+)
 from longhaul.spaces import Tree, mapped
 
 POLICY = "policy"
@@ -56,7 +70,9 @@ class TorchVector:
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
         import torch
 
-        given = torch.from_dlpack(_writable(self._form.act(check_action(self.spec, self.columns, action))))
+        chosen = self._form.act(check_action(self.spec, self.columns, action))
+        # DLPack gives nothing away that must not be written.
+        given = torch.from_dlpack(chosen if chosen.flags.writeable else chosen.copy())
         observation, reward, terminated, truncated, extras = self._inner.step(given.to(self._inner.device))
         out = slot(self.spec, self.columns) if out is None else out
         write(out[1:4], tuple(_numpy(tensor) for tensor in (reward, terminated, truncated)))
@@ -66,9 +82,8 @@ class TorchVector:
         finals = self._none
         if ended.any():
             rows = np.flatnonzero(ended)
-            last = self._before if not self.spec.true_successors else self._read(_final(extras))
-            known = mapped(lambda leaf, value: value.astype(leaf.dtype), self.spec.observation, take(last, rows))
-            finals = Finals(rows.astype(np.int32), known, {})
+            last = self._read(_final(extras)) if self.spec.true_successors else self._before
+            finals = Finals(rows.astype(np.int32), typed(self.spec, take(last, rows)), {})
         write(out.observation, self._read(observation))
         self._remember(out.observation)
         return HostStep(*out, finals)
@@ -92,11 +107,7 @@ class TorchVector:
         if not self.spec.true_successors:
             self._before = mapped(np.copy, observation)
 
-    def state(self) -> None:
-        return None
-
-    def restore(self, state: Tree) -> None:
-        raise ValueError("this environment can't be put back into a state; reset it")
+    state, restore = no_state, no_restore
 
     def close(self) -> None:
         self._inner.close()
@@ -137,8 +148,3 @@ def _numpy(tensor: Any) -> np.ndarray:
     """The tensor's own memory where that is the host's, else a copy."""
     tensor = tensor.detach()
     return np.from_dlpack(tensor if tensor.device.type == "cpu" else tensor.cpu())
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """DLPack gives nothing away that must not be written."""
-    return array if array.flags.writeable else array.copy()

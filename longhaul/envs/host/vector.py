@@ -1,8 +1,8 @@
 """Environments on the host, many at a time, as actors step them: NumPy arrays in, NumPy arrays out.
 
 A `HostVector` is W worlds that reset themselves, B = W x A columns. Who makes one says what was wanted as plain data
-(`Description`), so that another process can make it; `envs.host.make` does. This file and it import no JAX: a process
-that steps Atari starts without.
+(`Description`), so that another process can make it; `registry.make` does. This file and it import no JAX: a process
+that steps Atari starts without. `NumpyVector` is the vector of any batched NumPy environment that keeps `Batched`.
 
 Worlds that reset themselves do it in three ways, and only the adapters know which: in the step that ended the episode,
 in the step after it, or when told. A vector looks the same in all three cases:
@@ -23,6 +23,8 @@ Example, one column that resets in the same step, and one that does it in the ne
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -95,7 +97,7 @@ class HostStep(NamedTuple):
 class HostVector(Protocol):
     """W worlds that reset themselves; see this file's head. One thread at a time may use one.
 
-    Actions are [B, ...] as `forms.action_shape(spec.action)` says. `state` is everything that decides what comes, as
+    Actions are [B, ...] as `spaces.action_shape(spec.action)` says. `state` is everything that decides what comes, as
     a tree of arrays that `restore` of any vector of the same description and size takes; None where the environment can
     not tell it. Two vectors of one description, size and seed give the same bits for the same actions.
     """
@@ -163,6 +165,19 @@ def check_action(spec: HostSpec, columns: int, action: Any) -> np.ndarray:
     return given
 
 
+def typed(spec: HostSpec, observation: Tree) -> Tree:
+    """Observations with the types that the spec says."""
+    return mapped(lambda leaf, value: np.asarray(value, leaf.dtype), spec.observation, observation)
+
+
+def no_state(vector: HostVector) -> None:
+    """State of a vector whose environment can't tell it."""
+
+
+def no_restore(vector: HostVector, state: Tree) -> None:
+    raise ValueError("this environment can't be put back into a state; reset it")
+
+
 def specification(spec: HostSpec) -> types.Spec:
     """The same for algorithms; of a whole vector `envs.host.specification` knows more.
 
@@ -196,3 +211,102 @@ def specification(spec: HostSpec) -> types.Spec:
         max_steps=spec.max_steps,
         expand=expand if any(form.choices is not None for form in forms) else None,
     )
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Object that "module:function" names; ValueError, one line, where there is none."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{name!r} names no function; write module:function")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{module} can't be imported: {error}") from error
+    if function not in vars(found):
+        raise ValueError(f"{module} has no {function}")
+    return vars(found)[function]
+
+
+class Interval:
+    """Holds an environment to its `truncation_interval`, by which memory is measured."""
+
+    def __init__(self, spec: HostSpec, columns: int) -> None:
+        self._interval = spec.truncation_interval or 2**31
+        self._now, self._last = 0, np.full(columns, -self._interval, np.int64)  # steps; that of the last truncation
+
+    def check(self, truncated: np.ndarray) -> None:
+        """After a step; ValueError where the promise is broken."""
+        self._now += 1
+        if self._interval == 1 or not np.count_nonzero(truncated):  # a third of what `any` costs
+            return
+        least = self._now - int(self._last[truncated].max())
+        if least < self._interval:
+            raise ValueError(
+                f"the environment truncates an episode {least} steps after another; its limit promises "
+                f"{self._interval}: give the option truncation_interval={least}, or 1, which is always right"
+            )
+        self._last[truncated] = self._now
+
+
+class Batched(Protocol):
+    """W worlds as NumPy computes them, all at once; arrays are [W, ...]. Example: `numpy_cartpole.CartPole`."""
+
+    @property
+    def spec(self) -> HostSpec: ...
+
+    def reset(self, seed: int) -> Tree:
+        """Begins anew everywhere -> observations."""
+
+    def step(self, action: np.ndarray) -> tuple[Tree, np.ndarray, np.ndarray, np.ndarray]:
+        """-> observation, reward, terminated, truncated: what the step truly led to. It resets nothing."""
+
+    def restart(self, which: np.ndarray) -> Tree:
+        """Begins anew in the worlds `which`, bool [W] -> observations of all."""
+
+    def state(self) -> Tree | None:
+        """All that decides what comes, as arrays; None where it can't be told."""
+
+    def restore(self, state: Tree) -> None: ...
+
+
+class NumpyVector:
+    """A `Batched` that is reset in the step that ended an episode."""
+
+    def __init__(self, batched: Batched, worlds: int) -> None:
+        self.spec, self.worlds, self.columns, self._inner = batched.spec, worlds, worlds, batched
+        self._interval, self._none = Interval(self.spec, worlds), no_finals(self.spec)
+
+    def reset(self, seed: int, out: Slot | None = None) -> Tree:
+        out = slot(self.spec, self.columns) if out is None else out
+        self._interval = Interval(self.spec, self.columns)
+        write(out.observation, self._inner.reset(seed))
+        return out.observation
+
+    def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
+        out = slot(self.spec, self.columns) if out is None else out
+        observation, reward, terminated, truncated = self._inner.step(check_action(self.spec, self.columns, action))
+        out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
+        out.valid.fill(True)
+        self._interval.check(out.truncated)
+        ended, finals = out.terminated | out.truncated, self._none
+        rows = ended.nonzero()[0]
+        if len(rows):
+            finals = Finals(rows.astype(np.int32), typed(self.spec, take(observation, rows)), {})
+            observation = self._inner.restart(ended)
+        write(out.observation, observation)
+        return HostStep(*out, finals)
+
+    def state(self) -> Tree | None:
+        return self._inner.state()
+
+    def restore(self, state: Tree) -> None:
+        self._interval = Interval(self.spec, self.columns)
+        self._inner.restore(state)
+
+    def close(self) -> None:
+        pass
+
+
+def numpy(name: str, num_envs: int, seed: int, **options: Any) -> NumpyVector:
+    """`name` is module:factory, called with the number of worlds and the options; it gives a `Batched`."""
+    return NumpyVector(load(name)(num_envs, **options), num_envs)

@@ -17,7 +17,7 @@ from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs import registry
-from longhaul.envs.host import gymnasium_spaces, gymnasium_vector, numpy_cartpole, torch_vector
+from longhaul.envs.host import gymnasium_vector, numpy_cartpole, torch_vector
 from longhaul.envs.host import registry as host
 from longhaul.envs.host import vector as vectors
 from longhaul.envs.host.vector import Description, HostStep, HostVector
@@ -285,31 +285,31 @@ def test_options_may_stand_in_a_name_and_other_question_marks_are_a_path() -> No
 
 def test_spaces_become_forms() -> None:
     spaces = gym.spaces
-    box = gymnasium_spaces.observation(spaces.Box(0, 255, (4, 5), np.uint8))
+    box = gymnasium_vector.observation_way(spaces.Box(0, 255, (4, 5), np.uint8))
     assert box.form == Leaf((4, 5), np.dtype(np.uint8))
-    assert gymnasium_spaces.observation(spaces.Box(0, 1, (2,), np.float64)).form.dtype == np.float32
-    pair = gymnasium_spaces.observation(spaces.MultiDiscrete([2, 3], start=[5, 1]))
+    assert gymnasium_vector.observation_way(spaces.Box(0, 1, (2,), np.float64)).form.dtype == np.float32
+    pair = gymnasium_vector.observation_way(spaces.MultiDiscrete([2, 3], start=[5, 1]))
     assert pair.form == Leaf((2,), np.dtype(np.int32), (2, 3))
     assert pair.convert(np.array([[6, 3]])).tolist() == [[1, 2]]
     legal = spaces.Dict({"observation": spaces.Discrete(3), "action_mask": spaces.Box(0, 1, (4,), np.int8)})
-    assert isinstance(gymnasium_spaces.observation(legal).form, Masked)
+    assert isinstance(gymnasium_vector.observation_way(legal).form, Masked)
     with pytest.raises(ValueError, match="arrays of a fixed size can't hold them"):
-        gymnasium_spaces.observation(spaces.Text(4))
+        gymnasium_vector.observation_way(spaces.Text(4))
 
-    torque = gymnasium_spaces.action(spaces.Box(-2, 3, (1, 2), np.float64))
+    torque = gymnasium_vector.action_way(spaces.Box(-2, 3, (1, 2), np.float64))
     assert torque.form == Box((-2.0, -2.0), (3.0, 3.0))
     assert torque.convert(np.zeros((7, 2), np.float32)).shape == (7, 1, 2)
     assert torque.convert(np.zeros((7, 2), np.float32)).dtype == np.float64
-    assert gymnasium_spaces.action(spaces.MultiBinary(2)).form == MultiDiscrete((2, 2))
-    grid = gymnasium_spaces.action(spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [0, 0]]))
+    assert gymnasium_vector.action_way(spaces.MultiBinary(2)).form == MultiDiscrete((2, 2))
+    grid = gymnasium_vector.action_way(spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [0, 0]]))
     assert grid.form == MultiDiscrete((2, 3, 4, 5))
     assert grid.convert(np.array([[1, 2, 3, 4]], np.int32)).tolist() == [[[2, 3], [3, 4]]]
     free = spaces.Box(-np.inf, np.inf, (2,))
     with pytest.raises(ValueError, match=r"action_bound=1\.0 gives them some"):
-        gymnasium_spaces.action(free)
-    assert gymnasium_spaces.action(free, 1.5).form == Box((-1.5, -1.5), (1.5, 1.5))
+        gymnasium_vector.action_way(free)
+    assert gymnasium_vector.action_way(free, 1.5).form == Box((-1.5, -1.5), (1.5, 1.5))
     with pytest.raises(ValueError, match="they must be Discrete"):
-        gymnasium_spaces.action(spaces.Dict({"a": spaces.Discrete(2)}))
+        gymnasium_vector.action_way(spaces.Dict({"a": spaces.Discrete(2)}))
 
 
 def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
@@ -400,7 +400,7 @@ def test_a_spoiled_vector_fails_the_check() -> None:
 
 
 def test_interval_starts_anew() -> None:
-    interval = gymnasium_vector.Interval(made(COUNT, truncation_interval=4).spec, 1)
+    interval = vectors.Interval(made(COUNT, truncation_interval=4).spec, 1)
     interval.check(np.array([True]))
     for _ in range(3):
         interval.check(np.array([False]))

@@ -29,43 +29,21 @@ def legal(state: State, ground: Ground) -> jax.Array:
 
     No game comes to that by itself: each board is joined, so that one neighbour of each cell is free.
     """
-    e, player = state.enemies, c.cell_at(state.row, state.col)
+    player = c.cell_at(state.row, state.col)
     manned, sent = c.places(state.foes), c.places(state.sent)
     open_ = ~ground.blocks | manned
     near = c.around(player)
-    anyone, coming = manned.any(), sent.any()
-    yes = jnp.bool_(True)
     able = {
-        w.PUSH: anyone,
-        w.PULL: anyone,
         w.CRASH: (near & (ground.blocks | manned | sent)).any(),
-        w.WARP: anyone | coming,
-        w.POLY: anyone,
-        w.WAIT: yes,
         w.DEBUG: (manned & ground.blocks).any(),
-        w.ROW: jnp.any(e.alive & (e.row == state.row)),
-        w.COL: jnp.any(e.alive & (e.col == state.col)),
         w.UNDO: state.history.depth > 0,
-        w.STEP: yes,
-        w.SIPH: yes,
-        w.EXCH: yes,  # which costs the 4 credits that it asks for
-        w.SHOW: ~state.show,
-        w.RESET: state.hp < w.MOST_HP,
-        w.CALM: ~state.calm,
-        w.D_BOM: jnp.any(e.alive & (e.kind == w.DAEMON)),
-        w.DELAY: coming,
-        w.ANTI_V: jnp.any(e.alive & (e.kind == w.VIRUS)),
-        w.SCORE: state.stage < w.STAGES,
+        w.EXCH: jnp.bool_(True),  # which costs the 4 credits that it asks for
         w.REDUC: c.total(ground.spawn) > 0,
         w.ATK: state.attacks < 2,
         w.HACK: c.cells(state.siphoned).any(),
     }
-    can = actions.word(able) & (state.programs << w.FIRST_PROGRAM)
-    can &= actions.paid(state.credits, w.CREDITS) & actions.paid(state.energy, w.ENERGY)
     moves = {action: (move(player) & open_).any() for action, move in enumerate(c.MOVES)}
-    can |= actions.word(moves | {w.SIPHON: state.siphons > 0})
-    can = jnp.where(can == 0, jnp.uint32(1 << w.UP), can)
-    return ((can >> np.arange(w.ACTIONS, dtype=np.uint32)) & 1).astype(bool)
+    return actions.mask(state, manned.any(), sent.any(), able, moves)
 
 
 def act(state: State, ground: Ground, action: jax.Array, words: jax.Array) -> tuple[State, Outcome]:
@@ -81,7 +59,11 @@ def act(state: State, ground: Ground, action: jax.Array, words: jax.Array) -> tu
         row=jnp.where(warps, codes >> 2 & 7, walked.row), col=jnp.where(warps, codes >> 5 & 7, walked.col)
     )
     siphoned = _siphon(warped, ground, action)
-    bought = _buy(siphoned, action)
+    bought = siphoned._replace(
+        **actions.bought(siphoned, action),
+        attack=siphoned.attack + (action == w.ATK),
+        reduced=siphoned.reduced + (action == w.REDUC),
+    )
     player = c.cell_at(state.row, state.col)
     crash = c.around(player).only(action == w.CRASH)
     mass = crash | c.cell_at(warped.row, warped.col).only(warps & jnp.any(to_enemy))
@@ -167,22 +149,6 @@ def _siphon(state: State, ground: Ground, action: jax.Array) -> State:
         centre=(c.cells(state.centre) | player.only(siphons)).words(),
         interval=jnp.where(siphons, jnp.maximum(state.interval - 1, c.LEAST_INTERVAL), state.interval),
         next_task=state.next_task + jnp.where(siphons, 5, 0),
-    )
-
-
-def _buy(state: State, action: jax.Array) -> State:
-    """Changes by programs that is neither a place nor an enemy."""
-    return state._replace(
-        hp=jnp.where(action == w.RESET, w.MOST_HP, state.hp),
-        energy=state.energy + jnp.where(action == w.EXCH, 4, 0),
-        siphons=state.siphons + (action == w.SIPH),
-        attack=state.attack + (action == w.ATK),
-        attacks=state.attacks + (action == w.ATK),
-        score=state.score + jnp.where(action == w.SCORE, w.STAGES - state.stage, 0),
-        show=state.show | (action == w.SHOW),
-        calm=state.calm | (action == w.CALM),
-        step=state.step | (action == w.STEP),
-        reduced=state.reduced + (action == w.REDUC),
     )
 
 

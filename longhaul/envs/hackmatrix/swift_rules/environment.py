@@ -21,7 +21,6 @@ from longhaul.envs.hackmatrix.state import CORNERS, SIDE, SLOTS, Tally
 from longhaul.envs.hackmatrix.swift_rules import actions as player
 from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
 from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
-from longhaul.envs.hackmatrix.swift_rules import reward as rewards
 from longhaul.envs.hackmatrix.swift_rules import state as c
 from longhaul.envs.hackmatrix.swift_rules.state import Cells, Ground, State
 from longhaul.spaces import Masked, Measure
@@ -46,10 +45,6 @@ EXIT_SIDES = np.array(
      [[0, (1 << 6) | (1 << 13)], [0, 1 << 7]], [[0, (1 << 11) | (1 << 16)], [0, 1 << 10]]], np.uint32,
 )  # fmt: skip
 """Sides by corner: the set of the two cells beside it, and that of the cell diagonal to it."""
-
-CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
-"""The sets of the single corners."""
-
 
 SHORT = observation.compact(
     frozenset({*observation.OF_BLOCKS, observation.SIPHONED}), frozenset({observation.PICKUP, observation.EXIT})
@@ -113,14 +108,15 @@ class Canonical:
             kept = state.history._replace(depth=jnp.where(enters, 0, state.history.depth))
             state = state._replace(history=kept)
         died = state.hp <= 0
-        parts = rewards.parts(
-            before, state, action,
-            rewards.Events(
-                valid, died, valid & ended, won, way, self._way(state, after_ground), outcome.killed,
-                outcome.collected, rewards.missed(before, ground),
-            ),
-            "victory" in self.fixes,
+        completed = valid & ended
+        approach = jnp.where(died, 0, way - jnp.where(completed, 0, self._way(state, after_ground)))
+        # The Swift game, which leaves the number of the stage at 8, pays the 64 of the seventh for the last.
+        paid = before.stage if "victory" in self.fixes else jnp.minimum(before.stage, w.STAGES - 1)
+        events = reward.Events(
+            died, completed, won, paid, outcome.killed, outcome.collected, approach,
+            jnp.maximum(before.hp - state.hp, 0), jnp.maximum(state.hp - before.hp, 0), self._missed(before, ground),
         )  # fmt: skip
+        parts = jnp.where(valid, reward.parts(before, state, action, events), 0.0)
         over = ~valid | died | won
         tally = state.tally.add(parts, action, state.stage + won)
         late = tally.late(over, self.spec.max_steps)
@@ -129,11 +125,7 @@ class Canonical:
 
     def _enter(self, state: State, words: jax.Array) -> State:
         """`state` on a new board around the enemies and transmissions that it has; `words`: 3 random uint32."""
-        others = SIDE * state.row + state.col != CORNERS
-        order = jnp.sum(np.tri(4, k=-1, dtype=np.int32) * others.astype(jnp.int32)[None], axis=-1)
-        leads = others & (order == (words[0] % 3).astype(jnp.int32))
-        exit_ = jnp.argmax(leads).astype(jnp.int32)
-        pickup = jnp.where((others & ~leads)[:, None], CORNER_BITS, np.uint32(0))
+        exit_, pickup = w.next_exit(state.row, state.col, words[0])
         number = (words[1] % drawn.NUMBERS).astype(jnp.int32)
         shelf = (words[1] // drawn.NUMBERS % self.bank.shelves).astype(jnp.int32)
         shelf = (exit_ * drawn.NUMBERS + number) * self.bank.shelves + shelf
@@ -144,7 +136,7 @@ class Canonical:
         return state._replace(
             board=drawn.SHELF * shelf + place, exit=exit_, door=exit_, turn=zero, next_task=state.interval,
             show=no, calm=no, step=no, attacks=zero, reduced=zero, siphoned=empty, centre=empty,
-            removed=removed.words(), pickup=jnp.sum(pickup, axis=0, dtype=jnp.uint32),
+            removed=removed.words(), pickup=pickup,
         )  # fmt: skip
 
     def _clear(self, shelf: jax.Array, exit_: jax.Array, taken: Cells, word: jax.Array) -> tuple[jax.Array, Cells]:
@@ -178,8 +170,13 @@ class Canonical:
     def _ground(self, state: State) -> Ground:
         return c.ground(jnp.asarray(self.bank.cell)[state.board], jnp.asarray(self.bank.blocks)[state.board], state)
 
+    def _missed(self, state: State, ground: Ground) -> jax.Array:
+        walls = (ground.blocks & ~c.cells(state.siphoned)).flags()
+        player = c.cell_at(state.row, state.col)
+        return reward.missed(state, ground, walls, (player | c.beside(player)).flags() & walls)
+
     def _way(self, state: State, ground: Ground) -> jax.Array:
-        corner = c.cells(jnp.asarray(CORNER_BITS)[state.exit])
+        corner = c.cells(jnp.asarray(w.CORNER_BITS)[state.exit])
         return turn.way(ground.blocks, c.cell_at(state.row, state.col), corner)
 
     def _see(self, state: State) -> Masked:
@@ -204,7 +201,7 @@ def observe(state: State, ground: Ground) -> observation.Packed:
     board = jnp.where(ground.hidden, w.QUESTION | 31 << 6, ground.kind | known)
     board = board | ground.credits << 15 | ground.energy << 17
     siphoned = c.cells(state.siphoned) & ground.blocks
-    door = c.cells(jnp.asarray(CORNER_BITS)[state.door])
+    door = c.cells(jnp.asarray(w.CORNER_BITS)[state.door])
     sets = (siphoned, c.cells(state.centre), c.cells(state.pickup), door)
     for place, which in zip((19, 20, 21, 22), sets, strict=True):
         board = board | which.flags().astype(jnp.int32) << place
