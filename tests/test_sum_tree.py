@@ -36,7 +36,7 @@ def test_weights_are_chances(n: int) -> None:
 
 def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
     """Weights set in places and in rows, a quarter of a million of each: leaves equal NumPy's, sums are theirs."""
-    n, rounds, k = 5000, 250, 1000
+    n, rounds, k = 10_000, 50, 5000
 
     def both(i: jax.Array, tree: sum_tree.Tree) -> sum_tree.Tree:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4)

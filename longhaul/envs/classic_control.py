@@ -42,7 +42,6 @@ class Classic:
     max_steps: int
 
     def reset(self, key: Key) -> tuple[ClassicState, jax.Array]:
-        """-> (state, observation) of a fresh episode."""
         physics = self.start(key)
         return ClassicState(physics, jnp.zeros((), jnp.int32)), self.observe(physics)
 
@@ -55,11 +54,9 @@ class Classic:
         return ClassicState(physics, steps), transition(self.observe(physics), reward, terminated, truncated)
 
     def active(self, state: ClassicState) -> jax.Array:
-        """True if an episode is running."""
         return ~self.ended(state.physics) & (state.steps < self.max_steps)
 
     def metrics(self, state: ClassicState) -> dict[str, Measure]:
-        """Nothing beside the return."""
         return {}
 
 

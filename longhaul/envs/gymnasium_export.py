@@ -151,9 +151,14 @@ def exported(inner: HostVector) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
             if len(columns):
                 ended = np.zeros(self.num_envs, bool)
                 ended[columns] = True
-                infos |= {"final_obs": _objects(seen(step.finals.observation), columns, self.num_envs)}
-                infos |= {"_final_obs": ended, "final_info": _scores(step.finals.scores, columns, self.num_envs)}
-                infos["_final_info"] = ended
+                last, objects = seen(step.finals.observation), np.full(self.num_envs, None, object)
+                for row, column in enumerate(columns):
+                    objects[column] = mapped(lambda leaf, row=row: leaf[row], last)
+                scores: dict[str, np.ndarray] = {}  # each a value and, with an underscore, whether it is one
+                for name, measure in step.finals.scores.items():
+                    scores[name], scores[f"_{name}"] = np.zeros(self.num_envs, np.float32), np.zeros_like(ended)
+                    scores[name][columns], scores[f"_{name}"][columns] = measure.value, measure.valid
+                infos |= {"final_obs": objects, "_final_obs": ended, "final_info": scores, "_final_info": ended}
             return seen(step.observation), step.reward, step.terminated, step.truncated, infos
 
         def close_extras(self, **kwargs: Any) -> None:
@@ -170,24 +175,6 @@ def _narrow(actions: Any) -> np.ndarray:
     """Actions of 32 bits."""
     given = np.asarray(actions)
     return given.astype(np.int32 if given.dtype.kind in "iu" else np.float32)
-
-
-def _objects(batch: Any, columns: np.ndarray, count: int) -> np.ndarray:
-    """The rows of a batch as objects at these places, as Gymnasium keeps final observations."""
-    found = np.full(count, None, object)
-    for row, column in enumerate(columns):
-        found[column] = mapped(lambda leaf, row=row: leaf[row], batch)
-    return found
-
-
-def _scores(scores: dict[str, Any], columns: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    """Scores of episodes, as Gymnasium's infos have it: a value and, with an underscore, whether it is one."""
-    found: dict[str, np.ndarray] = {}
-    for name, measure in scores.items():
-        value, valid = np.zeros(count, np.float32), np.zeros(count, bool)
-        value[columns], valid[columns] = measure.value, measure.valid
-        found |= {name: value, f"_{name}": valid}
-    return found
 
 
 def single(name: str, **options: Any) -> gymnasium.Env[Any, Any]:

@@ -81,7 +81,6 @@ class Walk:
     starts: np.ndarray  # int32 [...]
 
     def reset(self, key: Key) -> tuple[WalkState, Any]:
-        """-> (state, observation) of a fresh episode."""
         starts = jnp.asarray(self.starts)
         place = starts if self.spec.agents else starts[jax.random.randint(key, (), 0, len(self.starts))]
         return WalkState(place, jnp.ones(place.shape, bool)), self._observe(place)
@@ -97,11 +96,9 @@ class Walk:
         return WalkState(place, playing), transition(self._observe(place), reward, terminated, truncated)
 
     def active(self, state: WalkState) -> jax.Array:
-        """Which agents still play."""
         return state.playing
 
     def metrics(self, state: WalkState) -> dict[str, Measure]:
-        """Nothing beside the return."""
         return {}
 
     def _observe(self, place: jax.Array) -> Any:
@@ -316,7 +313,6 @@ class Aim:
     target: tuple[float, ...]
 
     def reset(self, key: Key) -> tuple[AimState, jax.Array]:
-        """-> (state, observation) of a fresh episode."""
         sign = jnp.where(jax.random.bernoulli(key), jnp.float32(1.0), jnp.float32(-1.0))
         return AimState(sign, jnp.ones((), bool)), sign[None]
 
@@ -328,11 +324,9 @@ class Aim:
         return AimState(state.sign, never), transition(state.sign[None], reward, state.playing, never)
 
     def active(self, state: AimState) -> jax.Array:
-        """True if the episode runs."""
         return state.playing
 
     def metrics(self, state: AimState) -> dict[str, Measure]:
-        """Nothing beside the return."""
         return {}
 
 

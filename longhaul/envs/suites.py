@@ -75,12 +75,10 @@ class Adapted:
         return jax.eval_shape(self.world.begin, jax.random.key(0))[0]
 
     def reset(self, key: Key) -> tuple[State, PyTree]:
-        """-> (state, observation) of a fresh episode."""
         inner, observation = self.world.begin(key)
         return State(_formed(inner, self.form), jnp.int32(0), jnp.bool_(False)), _clean(observation)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
-        """One step, which never resets."""
         led_to = self.world.step(key, state.inner, action)
         steps = state.steps + 1
         terminated = jnp.asarray(led_to.terminated, bool).reshape(())
@@ -90,11 +88,9 @@ class Adapted:
         return after, transition(_clean(led_to.observation), reward, terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
-        """True if an episode is running."""
         return ~state.over
 
     def metrics(self, state: State) -> dict[str, Measure]:
-        """Nothing beside the return."""
         return {}
 
 

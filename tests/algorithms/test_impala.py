@@ -30,7 +30,7 @@ from longhaul.types import Algorithm, Rollout
 from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
 from tests.helpers.checkable_environment import BOX, Chaos
 from tests.helpers.quick import quick
-from tests.test_returns_vtrace import oracle
+from tests.test_returns import papers_sum
 
 SMALL = IMPALAConfig(
     lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8, network=NetworkConfig(hidden_dim=8, num_layers=1)
@@ -125,7 +125,7 @@ def judged_by_hand(made: Case, data: Rollout) -> tuple[np.ndarray, ...]:
     columns = []
     for b in range(value.shape[1]):
         column = tuple(x[:, b] for x in (log_ratio, reward, value, successor, *ends))
-        columns.append(oracle(column, made.config.gamma, made.config.vtrace_lambda, rho, c, rho))
+        columns.append(papers_sum(column, made.config.gamma, made.config.vtrace_lambda, rho, c, rho))
     target, advantage = (np.stack(each, axis=1) for each in zip(*columns, strict=True))
     return log_prob, log_ratio, value, target, advantage
 

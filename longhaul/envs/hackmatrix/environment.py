@@ -15,9 +15,9 @@ from jax import lax
 
 from longhaul import prng
 from longhaul.envs.hackmatrix import board_generation as drawn
-from longhaul.envs.hackmatrix import enemy_turn, observation, reward
+from longhaul.envs.hackmatrix import observation, reward
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix.actions import Cells, act, ends_turn, legal, unpack
+from longhaul.envs.hackmatrix.actions import INTERVAL, Cells, act, ends_turn, legal, respond, unpack
 from longhaul.envs.hackmatrix.state import SIDE, SLOTS, Enemies, Pending, State, Tally
 from longhaul.spaces import Masked, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
@@ -59,7 +59,7 @@ class Game:
         state = State(
             row=zero, col=zero, hp=zero + w.MOST_HP, credits=zero, energy=zero, siphons=zero, attack=zero + 1,
             score=zero, programs=jnp.zeros((), jnp.uint32), stage=zero + 1, turn=zero,
-            next_task=zero + enemy_turn.INTERVAL, attacks=zero, show=no, calm=no, step=no, undo=no, over=no,
+            next_task=zero + INTERVAL, attacks=zero, show=no, calm=no, step=no, undo=no, over=no,
             board=zero + self.bank.cell.shape[0] + drawn.EMPTY, exit=zero + 3, siphoned=empty, centre=empty,
             collected=empty, pickup=empty,
             spawn=jnp.zeros(w.CELLS, jnp.int8), enemies=Enemies(none, nobody, nobody, nobody, nobody, none, none),
@@ -85,7 +85,7 @@ class Game:
         responds = ends_turn(action)
         if "exit" in self.fixes:
             responds &= ~self._at_exit(acted)
-        after = enemy_turn.respond(acted, now, words[4:6])
+        after = respond(acted, now, words[4:6])
         turned = jax.tree.map(lambda a, b: jnp.where(responds, a, b), after, acted)
         died = turned.hp <= 0
         completed = self._at_exit(turned) & ((action < 4) | (action == w.WARP)) & (turned.stage <= w.STAGES)
@@ -149,7 +149,6 @@ class Game:
         return SIDE * state.row + state.col == jnp.asarray(w.CORNERS)[state.exit]
 
     def active(self, state: State) -> jax.Array:
-        """True if the game goes on."""
         return ~state.over
 
     def _cells(self, state: State) -> Cells:

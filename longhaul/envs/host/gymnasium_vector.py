@@ -11,8 +11,9 @@ dict of exactly "observation" and "action_mask" becomes a `Masked`. Isaac Lab an
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -161,8 +162,6 @@ class Vector:
     """A Gymnasium vector environment `made`. `begin(seed)` -> (environment, observations, infos) of fresh episodes."""
 
     def __init__(self, begin: Begin, made: Any, worlds: int, form: Form, mode: str) -> None:
-        if mode not in (SAME_STEP, NEXT_STEP, DISABLED):
-            raise ValueError(f"autoreset mode {mode!r}; it must be one of {SAME_STEP}, {NEXT_STEP}, {DISABLED}")
         self.spec, self._form, self._mode, self._begin, self._inner = form.spec, form, mode, begin, made
         self.worlds = self.columns = worlds
         self._waits = np.zeros(self.columns, bool)  # whose next step only resets
@@ -366,18 +365,13 @@ def _vector(
     return Vector(begin, made, made.num_envs, spaces, made.metadata["autoreset_mode"].value)
 
 
-class _plainly:
+@contextlib.contextmanager
+def _plainly(name: str) -> Iterator[None]:
     """Warnings of a package's making stay silent, and its errors become one line that names the environment."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._silent = name, warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        self._silent.__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._silent.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
+        try:
+            yield
+        except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{self._name} can't be made: {lines[0]}") from error
+            raise ValueError(f"{name} can't be made: {lines[0]}") from error

@@ -154,7 +154,10 @@ class JaxVector:
         return Finals(rows.astype(np.int32), take(self._flat(successor), rows), scores)
 
     def state(self) -> Tree | None:
-        return None if self._running is None else jax.tree.leaves(jax.tree.map(_plain, self._running))
+        if self._running is None:
+            return None
+        leaves = jax.tree.leaves(self._running)
+        return [np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
 
     def restore(self, state: Tree) -> None:
         """Snapshot of any vector of the same environment and size; ValueError where it is of another."""
@@ -162,8 +165,13 @@ class JaxVector:
         stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in wanted]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:
             raise ValueError("the state is of another environment, or of another number of worlds")
-        again = [_again(x, like) for x, like in zip(state, wanted, strict=True)]
-        self._running = jax.tree.unflatten(form, again)
+
+        def again(value: np.ndarray, like: Any) -> jax.Array:
+            """An array of its own (the next step may reuse its memory), or the key whose data it was."""
+            fresh = jnp.array(value)
+            return jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(like)) if _is_key(like) else fresh
+
+        self._running = jax.tree.unflatten(form, map(again, state, wanted))
 
     def close(self) -> None:
         self._running = None
@@ -183,16 +191,6 @@ def _key(data: jax.Array, stream: int, number: jax.Array) -> Key:
 
 def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _plain(leaf: jax.Array) -> np.ndarray:
-    return np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _again(value: np.ndarray, like: Any) -> jax.Array:
-    """An array of its own (the next step may reuse its memory), or the key whose data it was."""
-    fresh = jnp.array(value)
-    return jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(like)) if _is_key(like) else fresh
 
 
 @functools.cache

@@ -160,7 +160,6 @@ class Canonical:
         return place.astype(jnp.int32), removed | diagonal
 
     def active(self, state: State) -> jax.Array:
-        """True if the game goes on."""
         return ~state.over
 
     def metrics(self, state: State) -> dict[str, Measure]:
