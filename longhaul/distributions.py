@@ -56,10 +56,6 @@ def distribution(action: Action) -> Distribution:
             return _tanh_gaussian(np.asarray(low, np.float32), np.asarray(high, np.float32))
 
 
-def _masked(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    return logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
-
-
 def _columns(logits: jax.Array) -> list[jax.Array]:
     return [logits[..., i] for i in range(logits.shape[-1])]
 
@@ -113,7 +109,7 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
     edges = (0, *itertools.accumulate(sizes))
 
     def parts(parameters: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
-        logits = _masked(parameters, mask)
+        logits = parameters if mask is None else jnp.where(mask, parameters, jnp.finfo(jnp.float32).min)
         return [logits[..., a:b] for a, b in itertools.pairwise(edges)]
 
     def join(choices: list[jax.Array]) -> jax.Array:

@@ -105,11 +105,6 @@ SMALLEST_FACTOR = 16
 """Smallest radix of the Feistel network; with smaller ones the order is not random enough."""
 
 
-def _factor(n: int) -> int:
-    """The largest divisor of n that is at most sqrt(n)."""
-    return next(b for b in range(math.isqrt(n), 0, -1) if n % b == 0)
-
-
 def _mix(x: jax.Array) -> jax.Array:
     """A 32-bit finaliser: every input bit changes every output bit with probability near one half."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
@@ -122,7 +117,7 @@ def permutation(key: Key, n: int) -> jax.Array:
 
     A small n, or one without a divisor of at least 16 near its root (a prime, for example), is sorted by random bits.
     """
-    b = _factor(n)
+    b = next(b for b in range(math.isqrt(n), 0, -1) if n % b == 0)  # the largest divisor that is at most sqrt(n)
     if b < SMALLEST_FACTOR:
         return jnp.argsort(bits(key, (n,))).astype(jnp.int32)
     a = n // b

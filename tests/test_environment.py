@@ -1,4 +1,4 @@
-"""Vectorising: resets, successors, episode statistics, and the columns of many agents."""
+"""Vectorising: resets, successors, episode statistics; columns of many agents are followed in test_rollout."""
 
 from dataclasses import dataclass
 
@@ -90,30 +90,6 @@ def test_termination_is_no_truncation_and_starts_come_round():
     assert tally.episodes[0] == 3
 
 
-@dataclass(frozen=True)
-class Team:
-    """Three agents; agent j plays j + 1 steps; slot 3 is empty. Pays 10 (j + 1) a step."""
-
-    spec = Spec(jax.ShapeDtypeStruct((2,), jnp.float32), Discrete(2), agents=4, truncation_interval=None)
-
-    def observe(self, state):
-        return jnp.stack([jnp.arange(4.0), jnp.full(4, state, jnp.float32)], axis=-1)
-
-    def reset(self, key):
-        return jnp.int32(0), self.observe(jnp.int32(0))
-
-    def step(self, key, state, action):
-        reward = 10.0 * (jnp.arange(4) + 1)
-        state = state + 1
-        return state, transition(self.observe(state), reward, state == jnp.arange(4) + 1, jnp.zeros(4, bool))
-
-    def active(self, state):
-        return (state < jnp.arange(4) + 1) & (jnp.arange(4) < 3)
-
-    def metrics(self, state):
-        return {}
-
-
 def test_a_start_drawn_when_a_world_ends_is_the_one_drawn_ahead():
     """A rollout of one step is given the key of its starts; worlds that go on keep what they have."""
     many = vectorise(Counter(end=2, high=1.25), 8)
@@ -129,24 +105,6 @@ def test_a_start_drawn_when_a_world_ends_is_the_one_drawn_ahead():
         np.testing.assert_array_equal(late[2].observation[::2], late[2].successor[::2])
         np.testing.assert_array_equal(late[2].observation[1::2], many.fresh(key, 1).observation[0, 1::2])
         state = late[0]._replace(state=jnp.where(jnp.arange(8)[:, None] % 2, 1.5, 0.5))
-
-
-def test_agents_are_columns_and_a_world_waits_for_its_last():
-    many = vectorise(Team(), 2)
-    assert many.columns == 8
-    state, observation = many.reset(jax.random.key(0))
-    bank, tally = many.fresh(jax.random.key(1), 1), many.tally()
-    valid, seen = [], []
-    for t in range(6):
-        valid.append(np.asarray(many.valid(state))[:4])
-        seen.append(np.asarray(observation)[:4, 1])
-        state, tally, led_to = many.step(state, tally, jnp.zeros(8, jnp.int32), jax.random.key(t), bank)
-        observation = led_to.observation
-    expected = np.array([[1, 1, 1, 0], [0, 1, 1, 0], [0, 0, 1, 0]] * 2, bool)
-    np.testing.assert_array_equal(valid, expected)
-    np.testing.assert_array_equal(np.array(seen)[:, 0], [0, 1, 2, 0, 1, 2])
-    np.testing.assert_array_equal(tally.episodes.reshape(2, 4), [[2, 2, 2, 0]] * 2)
-    np.testing.assert_array_equal(tally.sums["return"].reshape(2, 4)[0], [20, 80, 180, 0])
 
 
 def test_impossible_sizes_are_named():

@@ -129,67 +129,54 @@ def cells(seen: np.ndarray) -> tuple[Cell, ...]:
 
 # ---------------------------------------------------------------------------------------------------------------- hints
 
-KEYS = {
-    w.SIPHON: "s", w.PUSH: "p", w.PULL: "f", w.CRASH: "c", w.WARP: "w", w.POLY: "y", w.WAIT: ".", w.DEBUG: "d",
-    w.ROW: "r", w.COL: "o", w.UNDO: "u", w.STEP: "t", w.SIPH: "i", w.EXCH: "x", w.SHOW: "v", w.RESET: "e",
-    w.CALM: "m", w.D_BOM: "b", w.DELAY: "z", w.ANTI_V: "a", w.SCORE: "$", w.REDUC: "-", w.ATK: "+", w.HACK: "g",
-}  # fmt: skip
-"""The key of each action but the moves; h, j, k, l, n and q are taken."""
 
-ACTION_OF = {key: action for action, key in KEYS.items()} | {
+class Program(NamedTuple):
+    key: str
+    does: str
+    needs: str = "the rules do not allow it now"  # why it is not legal where it is owned and paid for
+
+
+PROGRAMS = {
+    w.PUSH: Program("p", "every enemy goes one cell away from you", "there is no enemy"),
+    w.PULL: Program("f", "every enemy comes one cell nearer", "there is no enemy"),
+    w.CRASH: Program(
+        "c",
+        "harms enemies; needs something in the eight cells around you",
+        "there is no block, enemy or transmission in the eight cells around you",
+    ),
+    w.WARP: Program(
+        "w", "to a random enemy or transmission, which is removed", "there is no enemy and no transmission"
+    ),
+    w.POLY: Program("y", "every enemy becomes one of another kind", "there is no enemy"),
+    w.WAIT: Program(".", "passes the turn"),
+    w.DEBUG: Program("d", "harms enemies on blocks", "no enemy stands on a block"),
+    w.ROW: Program("r", "harms enemies in your row", "no enemy is in your row"),
+    w.COL: Program("o", "harms enemies in your column", "no enemy is in your column"),
+    w.UNDO: Program("u", "takes the last step back, as far as the rules let it", "there is nothing to take back"),
+    w.STEP: Program("t", "enemies do not move in their next turn"),
+    w.SIPH: Program("i", "a data siphon"),
+    w.EXCH: Program("x", "credits into 4 energy", "there are no credits"),
+    w.SHOW: Program("v", "cryptogs are seen, in this stage", "it is on"),
+    w.RESET: Program("e", "full health", "your health is full"),
+    w.CALM: Program("m", "no more scheduled transmissions", "it is on"),
+    w.D_BOM: Program("b", "the nearest daemon explodes", "there is no daemon"),
+    w.DELAY: Program("z", "transmissions come 3 turns later", "there is no transmission"),
+    w.ANTI_V: Program("a", "harms viruses", "there is no virus"),
+    w.SCORE: Program("$", "points, the more the earlier the stage", "it is the last stage"),
+    w.REDUC: Program(
+        "-", "siphoning unsiphoned blocks sends one transmission fewer", "no unsiphoned block would send anything"
+    ),
+    w.ATK: Program(
+        "+", "stronger attacks, twice a stage", "it was used twice in this stage, or the attack is at its most"
+    ),
+    w.HACK: Program("g", "harms enemies on siphoned blocks", "there is no siphoned block"),
+}
+"""The programs by action; h, j, k, l, n, q and s are other keys."""
+
+ACTION_OF = {program.key: action for action, program in PROGRAMS.items()} | {
     "up": w.UP, "down": w.DOWN, "left": w.LEFT, "right": w.RIGHT,
-    "k": w.UP, "j": w.DOWN, "h": w.LEFT, "l": w.RIGHT, " ": w.SIPHON,
+    "k": w.UP, "j": w.DOWN, "h": w.LEFT, "l": w.RIGHT, "s": w.SIPHON, " ": w.SIPHON,
 }  # fmt: skip
-
-DOES = {
-    w.PUSH: "every enemy goes one cell away from you",
-    w.PULL: "every enemy comes one cell nearer",
-    w.CRASH: "harms enemies; needs something in the eight cells around you",
-    w.WARP: "to a random enemy or transmission, which is removed",
-    w.POLY: "every enemy becomes one of another kind",
-    w.WAIT: "passes the turn",
-    w.DEBUG: "harms enemies on blocks",
-    w.ROW: "harms enemies in your row",
-    w.COL: "harms enemies in your column",
-    w.UNDO: "takes the last step back, as far as the rules let it",
-    w.STEP: "enemies do not move in their next turn",
-    w.SIPH: "a data siphon",
-    w.EXCH: "credits into 4 energy",
-    w.SHOW: "cryptogs are seen, in this stage",
-    w.RESET: "full health",
-    w.CALM: "no more scheduled transmissions",
-    w.D_BOM: "the nearest daemon explodes",
-    w.DELAY: "transmissions come 3 turns later",
-    w.ANTI_V: "harms viruses",
-    w.SCORE: "points, the more the earlier the stage",
-    w.REDUC: "siphoning unsiphoned blocks sends one transmission fewer",
-    w.ATK: "stronger attacks, twice a stage",
-    w.HACK: "harms enemies on siphoned blocks",
-}
-
-NEEDS = {
-    w.PUSH: "there is no enemy",
-    w.PULL: "there is no enemy",
-    w.CRASH: "there is no block, enemy or transmission in the eight cells around you",
-    w.WARP: "there is no enemy and no transmission",
-    w.POLY: "there is no enemy",
-    w.DEBUG: "no enemy stands on a block",
-    w.ROW: "no enemy is in your row",
-    w.COL: "no enemy is in your column",
-    w.UNDO: "there is nothing to take back",
-    w.EXCH: "there are no credits",
-    w.SHOW: "it is on",
-    w.RESET: "your health is full",
-    w.CALM: "it is on",
-    w.D_BOM: "there is no daemon",
-    w.DELAY: "there is no transmission",
-    w.ANTI_V: "there is no virus",
-    w.SCORE: "it is the last stage",
-    w.REDUC: "no unsiphoned block would send anything",
-    w.ATK: "it was used twice in this stage, or the attack is at its most",
-    w.HACK: "there is no siphoned block",
-}
-"""Reason where a program that is owned and paid for is not legal."""
 
 
 def why(view: View, action: int) -> str | None:
@@ -211,7 +198,7 @@ def why(view: View, action: int) -> str | None:
     for what, cost, stock in (("credits", w.CREDITS, view.credits), ("energy", w.ENERGY, view.energy)):
         if stock < cost[action]:
             return f"{name}: it costs {cost[action]} {what}, and you have {stock}"
-    return f"{name}: {NEEDS.get(action, 'the rules do not allow it now')}"
+    return f"{name}: {PROGRAMS[action].needs}"
 
 
 def cost(action: int) -> str:
@@ -403,7 +390,7 @@ def panel(view: View) -> list[Line]:
 def _program(view: View, action: int) -> Line:
     """A program with its key, in brackets where it is legal, and its cost: 15 columns."""
     legal = view.legal[action] and not view.over
-    key = f"[{KEYS[action]}]" if legal else f" {KEYS[action]} "
+    key = f"[{PROGRAMS[action].key}]" if legal else f" {PROGRAMS[action].key} "
     return ((f"{key}{w.NAMES[action]:7}{cost(action):5}", "bold" if legal else "dim"),)
 
 
@@ -459,7 +446,7 @@ def pages(style: Style) -> list[list[Line]]:
     first: list[Line] = [(("HackMatrix: get through 8 stages alive, with a score", "bold"),)]
     first += [((f"  {mark:10}", "bold"), (text, "")) for mark, text in (*keys, *marks)]
     second: list[Line] = [(("Programs: their key, name, cost in credits and energy, and what they do", "bold"),)]
-    for action, text in DOES.items():
+    for action, program in PROGRAMS.items():
         names = f"{w.NAMES[action]:7}{cost(action):5}"
-        second.append(((f"  {KEYS[action]}  ", "bold"), (names, ""), (text, "dim")))
+        second.append(((f"  {program.key}  ", "bold"), (names, ""), (program.does, "dim")))
     return [first, second]

@@ -188,13 +188,12 @@ def test_there_is_a_reason_exactly_where_the_mask_says_no() -> None:
 
 
 def test_each_action_has_one_key_of_its_own_and_none_of_the_games() -> None:
-    keys = list(screen.KEYS.values())
-    assert set(screen.KEYS) == set(range(w.SIPHON, 28))
+    keys = ["s", *(program.key for program in screen.PROGRAMS.values())]
+    assert set(screen.PROGRAMS) == set(range(w.FIRST_PROGRAM, 28))
     assert len(set(keys)) == len(keys) == 24
     assert not set(keys) & set("hjklnq?")
     assert all(key == key.lower() and len(key) == 1 for key in keys)
     assert {action for key, action in screen.ACTION_OF.items()} == set(range(28))
-    assert set(screen.DOES) == set(range(5, 28))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ the same waves from the exit (`way`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,8 @@ def _arrive(state: State) -> State:
     return state._replace(foes=foes, sent=jnp.where(due, 0, sent))
 
 
-class _Round(NamedTuple):
-    """State of the loop over the enemies of a game."""
-
-    number: jax.Array  # int32: enemies that have had their move
-    foes: jax.Array  # int32 [SLOTS]
-    hp: jax.Array
+_Round = tuple[jax.Array, jax.Array, jax.Array]
+"""Loop over the enemies of a game: (int32, how many have had their move; codes int32 [SLOTS]; health)."""
 
 
 def _move(state: State, blocks: Cells, words: jax.Array, found_first: bool) -> State:
@@ -100,11 +96,11 @@ def _move(state: State, blocks: Cells, words: jax.Array, found_first: bool) -> S
         right = jnp.where(steps == w.RIGHT, 1, jnp.where(steps == w.LEFT, -1, 0))
         attacks = acts & beside
         changed = code + (up << 2) + (right << 5) + jnp.where(attacks, ATTACKED, 0)
-        return _Round(number + 1, jnp.where(moving, changed, foes), jnp.maximum(hp - attacks, 0))
+        return number + 1, jnp.where(moving, changed, foes), jnp.maximum(hp - attacks, 0)
 
-    start = _Round(jnp.zeros_like(total), state.foes, state.hp)
-    end = lax.while_loop(lambda carried: carried.number < total, move, start)
-    return state._replace(foes=end.foes, hp=end.hp)
+    start = jnp.zeros_like(total), state.foes, state.hp
+    _, foes, hp = lax.while_loop(lambda carried: carried[0] < total, move, start)
+    return state._replace(foes=foes, hp=hp)
 
 
 def _order(keys: jax.Array, which: jax.Array) -> jax.Array:
