@@ -42,7 +42,6 @@ ELSEWHERE = {
     "driving/generator/roads.py": "driving/generator/test_generate.py",
     "driving/generator/traffic.py": "driving/generator/test_generate.py",
     "driving/render/log_picture.py": "driving/test_inspect_logs.py",
-    "driving/render/polylines.py": "driving/render/test_frames.py",
     "driving/render/recording.py": "driving/render/test_frames.py",
     "driving/render/save.py": "driving/render/test_frames.py",
     "driving/scenario/bank.py": "driving/scenario/test_compile.py",

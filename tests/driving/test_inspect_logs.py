@@ -111,7 +111,7 @@ def test_pictures_show_every_body_and_the_whole_way(tmp_path: Path) -> None:
             assert (picture == COLOURS[role]).all(-1).any(), role
         log_picture.save(shown, tmp_path / "a.svg")
         root = ET.fromstring((tmp_path / "a.svg").read_text())
-        assert len(root) == 2 + len(list(log_picture.visible(drawn)))
+        assert len(root) == 2 + len(list(log_picture.visible(drawn.strokes, drawn.low, drawn.high)))
         log_picture.save(shown, tmp_path / "a.html")
         assert "straight" in (tmp_path / "a.html").read_text()
     with pytest.raises(ValueError, match=r"none of .png, .svg, .html"):

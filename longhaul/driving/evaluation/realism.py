@@ -31,17 +31,13 @@ from longhaul.spaces import Measure
 HORIZON = 5.0
 """Time to collision, s, of who nears nobody: more than this is not looked at."""
 
-
 ALIGNED = np.cos(np.deg2rad(45.0))
 """An object ahead counts as followed where its heading differs by less than 45 degrees."""
-
 
 BEYOND_LINE = 5.0
 """A stop line holds for who passes within this lateral distance, m, of its route, as in `driving.features`."""
 
-
 RED = 1
-
 
 CHUNK = 1 << 19
 """Pairs of an agent and an object that are looked at together."""

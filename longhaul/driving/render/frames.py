@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from longhaul.driving.datasets import log
-from longhaul.driving.render import polylines
-from longhaul.driving.render.recording import GOOD_EVENTS, LIGHT, Recording, camera, speeds
+from longhaul.driving.render.recording import GOOD_EVENTS, LIGHT, Recording, box, camera, clip, dashes, simplify, speeds
 
 VIEW = (80.0, 60.0)
 """Metres that a frame shows, east-west and north-south."""
@@ -40,7 +39,7 @@ class Stroke(NamedTuple):
     """One line or area of the map, ready to be drawn."""
 
     points: np.ndarray  # [P, 2]
-    colour: Colour
+    role: str  # of COLOURS
     width: float  # metres; 0 fills the polygon instead
     low: np.ndarray  # [2], its box with the line's width
     high: np.ndarray
@@ -60,8 +59,15 @@ def frames(recording: Recording, chosen: Sequence[int] | np.ndarray) -> Iterator
     for t in chosen:
         image = Image.new("RGB", (SIZE[0] * FINE, SIZE[1] * FINE), COLOURS["ground"])
         view = View(ImageDraw.Draw(image), centre[t])
-        _draw_strokes(view, strokes)
-        _draw_route(view, recording.route)
+        for each in visible(strokes, view.centre - np.array(VIEW) / 2, view.centre + np.array(VIEW) / 2):
+            if each.width > 0:
+                _line(view, each.points, COLOURS[each.role], each.width)
+            else:
+                view.draw.polygon(_pixels(view, each.points), fill=COLOURS[each.role])
+        near = np.array(VIEW) / 2 + 2.0
+        for run in clip(recording.route.astype(float), view.centre - near, view.centre + near):
+            if len(run) > 1:
+                _line(view, run, COLOURS["route"], 1.0)
         _draw_lights(view, recording, int(t))
         _draw_agents(view, recording, int(t))
         image = image.reduce(FINE)
@@ -75,29 +81,34 @@ def map_strokes(drawing: tuple[tuple[int, np.ndarray], ...]) -> list[Stroke]:
     for kind, points in drawing:
         line = np.asarray(points, float)[:, :2]
         if len(line) > 2:
-            line = polylines.simplify(line, 0.05)
+            line = simplify(line, 0.05)
         if kind in (log.LANE_FREEWAY, log.LANE_STREET) and len(line) > 1:
-            order.append((0, _stroke(line, "road", 4.0)))
+            order.append((0, stroke(line, "road", 4.0)))
         elif kind == log.LANE_BIKE and len(line) > 1:
-            order.append((1, _stroke(line, "bike", 1.8)))
+            order.append((1, stroke(line, "bike", 1.8)))
         elif kind == log.DRIVEWAY and len(line) > 2:
-            order.append((0, _stroke(line, "road", 0.0)))
+            order.append((0, stroke(line, "road", 0.0)))
         elif kind in (log.CROSSWALK, log.SPEED_BUMP) and len(line) > 2:
-            order.append((2, _stroke(line, "crosswalk" if kind == log.CROSSWALK else "bump", 0.0)))
+            order.append((2, stroke(line, "crosswalk" if kind == log.CROSSWALK else "bump", 0.0)))
         elif kind in log.ROAD_LINES and len(line) > 1:
             role = "yellow" if kind in YELLOW_LINES else "line"
-            pieces = polylines.dashes(line, 3.0, 4.5) if kind in BROKEN_LINES else [line]
-            order += [(3, _stroke(piece, role, 0.22)) for piece in pieces]
+            pieces = dashes(line, 3.0, 4.5) if kind in BROKEN_LINES else [line]
+            order += [(3, stroke(piece, role, 0.22)) for piece in pieces]
         elif kind in (log.EDGE_BOUNDARY, log.EDGE_MEDIAN) and len(line) > 1:
-            order.append((4, _stroke(line, "edge", 0.3)))
+            order.append((4, stroke(line, "edge", 0.3)))
         elif kind == log.STOP_SIGN and len(line):
             angles = np.pi / 8 + np.arange(8) * np.pi / 4
-            order.append((5, _stroke(line[0] + 0.8 * np.stack([np.cos(angles), np.sin(angles)], -1), "stop", 0.0)))
-    return [stroke for _, stroke in sorted(order, key=lambda item: item[0])]
+            order.append((5, stroke(line[0] + 0.8 * np.stack([np.cos(angles), np.sin(angles)], -1), "stop", 0.0)))
+    return [drawn for _, drawn in sorted(order, key=lambda item: item[0])]
 
 
-def _stroke(points: np.ndarray, role: str, width: float) -> Stroke:
-    return Stroke(points, COLOURS[role], width, points.min(0) - width, points.max(0) + width)
+def stroke(points: np.ndarray, role: str, width: float) -> Stroke:
+    return Stroke(points, role, width, points.min(0) - width, points.max(0) + width)
+
+
+def visible(strokes: Sequence[Stroke], low: np.ndarray, high: np.ndarray) -> Iterator[Stroke]:
+    """The strokes that reach into a rectangle."""
+    return (each for each in strokes if not (np.any(each.low > high) or np.any(each.high < low)))
 
 
 def _pixels(view: View, points: np.ndarray) -> list[tuple[float, float]]:
@@ -115,24 +126,6 @@ def _line(view: View, points: np.ndarray, colour: Colour, width: float) -> None:
     if thick > 12:
         for x, y in (path[0], path[-1]):
             view.draw.ellipse((x - thick / 2, y - thick / 2, x + thick / 2, y + thick / 2), fill=colour)
-
-
-def _draw_strokes(view: View, strokes: list[Stroke]) -> None:
-    low, high = view.centre - np.array(VIEW) / 2, view.centre + np.array(VIEW) / 2
-    for stroke in strokes:
-        if np.any(stroke.low > high) or np.any(stroke.high < low):
-            continue
-        if stroke.width > 0:
-            _line(view, stroke.points, stroke.colour, stroke.width)
-        else:
-            view.draw.polygon(_pixels(view, stroke.points), fill=stroke.colour)
-
-
-def _draw_route(view: View, route: np.ndarray) -> None:
-    near = np.array(VIEW) / 2 + 2.0
-    for run in polylines.clip(route.astype(float), view.centre - near, view.centre + near):
-        if len(run) > 1:
-            _line(view, run, COLOURS["route"], 1.0)
 
 
 def _draw_lights(view: View, recording: Recording, t: int) -> None:
@@ -167,13 +160,13 @@ def _draw_agents(view: View, recording: Recording, t: int) -> None:
             around = (x - radius, y - radius, x + radius, y + radius)
             view.draw.ellipse(around, fill=COLOURS[role], outline=COLOURS["outline"], width=FINE)
             continue
-        body = _pixels(view, polylines.box(pose, length, width))
+        body = _pixels(view, box(pose, length, width))
         view.draw.polygon(body, fill=COLOURS[role], outline=COLOURS["outline"], width=FINE)
         if width > 1.0:
             _draw_front(view, pose, length, width)
     if recording.expert is not None and np.all(np.isfinite(recording.expert[t])):
         length, width = (float(side) for side in recording.size[recording.ego])
-        outline = polylines.box(recording.expert[t].astype(float), length, width)
+        outline = box(recording.expert[t].astype(float), length, width)
         _line(view, outline[[0, 1, 2, 3, 0]], COLOURS["ghost"], 0.2)
     _draw_rings(view, recording, t)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +15,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from longhaul.driving.datasets.log import Log
-from longhaul.driving.render import polylines
 from longhaul.driving.render import save as render
-from longhaul.driving.render.frames import COLOURS, KINDS, Colour, map_strokes
-from longhaul.driving.render.recording import replay
+from longhaul.driving.render.frames import COLOURS, KINDS, Stroke, map_strokes, stroke, visible
+from longhaul.driving.render.recording import LIGHT, box, replay, runs
 from longhaul.driving.scenario.compile import STATES, compile_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.runtime import files as pages
@@ -32,25 +30,17 @@ SIDE, FINEST, FINE = 1600, 10.0, 2
 AROUND = 15.0
 """Metres around all ways that are shown."""
 
-WAY, EGO_WAY, LIGHT = 0.4, 0.9, 0.8
+WAY, EGO_WAY, LIGHT_RADIUS = 0.4, 0.9, 0.8
 """Metres: widths of ways, and the radius of a light."""
 
 LIGHTS = ("unknown", "red", "amber", "green")
-
-
-class Mark(NamedTuple):
-    """One line, or with a width of 0 one area."""
-
-    points: np.ndarray  # float64 [P, 2], metres
-    colour: Colour
-    width: float  # m
 
 
 class Sketch(NamedTuple):
     """Shapes in drawing order, and the rectangle that is shown."""
 
     id: str
-    marks: tuple[Mark, ...]
+    strokes: list[Stroke]
     low: np.ndarray  # [2]
     high: np.ndarray  # [2]
 
@@ -73,10 +63,12 @@ def save(shown: Log | Scenario, path: Path) -> None:
 def sketch(shown: Log | Scenario) -> Sketch:
     """The map, the ways and the bodies of a log or a scenario, relative to the ego at the current step."""
     if isinstance(shown, Log):
-        tracks, origin = shown.tracks, middle(shown)
+        tracks, ego, now = shown.tracks, shown.sdc, shown.current
+        seen = tracks.valid[ego]  # the middle is where the ego is now, or first where it is not known now
+        origin = tracks.position[ego, now if seen[now] else int(seen.argmax()), :2]
         drawing = tuple((each.kind, each.points[:, :2] - origin) for each in shown.features if len(each.points))
         pose = np.concatenate([tracks.position[..., :2] - origin, tracks.heading[..., None]], -1)
-        valid, size, kind, ego, now = tracks.valid, tracks.size[..., :2], tracks.kind, shown.sdc, shown.current
+        valid, size, kind = tracks.valid, tracks.size[..., :2], tracks.kind
         lights = [
             (place, int(STATES[state]))
             for place, state, known in zip(
@@ -90,39 +82,23 @@ def sketch(shown: Log | Scenario) -> Sketch:
         size = np.broadcast_to(shown.size[:, None], (*valid.shape, 2))
         recording = replay(shown)
         lights = list(zip(recording.light_position, recording.light_state[:, 0].tolist()))
-    ways = pose[valid][:, :2]
-    low, high = (ways.min(0), ways.max(0)) if len(ways) else (np.zeros(2), np.zeros(2))
-    marks = [Mark(stroke.points, stroke.colour, stroke.width) for stroke in map_strokes(drawing)]
+    places = pose[valid][:, :2]
+    low, high = (places.min(0), places.max(0)) if len(places) else (np.zeros(2), np.zeros(2))
+    strokes = map_strokes(drawing)
     order = sorted(range(len(kind)), key=lambda n: n == ego)
+    roles = ["ego" if n == ego else KINDS.get(int(kind[n]), "other") for n in range(len(kind))]
     for n in order:
-        role = "ego" if n == ego else KINDS.get(int(kind[n]), "other")
-        width = EGO_WAY if n == ego else WAY
-        marks += [Mark(pose[n, run, :2], COLOURS[role], width) for run in stretches(valid[n])]
+        ways = (pose[n, run, :2] for run in runs(valid[n]) if run.stop - run.start > 1)
+        strokes += [stroke(way, roles[n], EGO_WAY if n == ego else WAY) for way in ways]
     for n in order:
         if valid[n, now]:
-            role = "ego" if n == ego else KINDS.get(int(kind[n]), "other")
             length, across = (float(side) for side in np.maximum(size[n, now], 0.5))
-            body = polylines.box(pose[n, now], length, across)
-            marks += [Mark(body, COLOURS[role], 0.0), Mark(body[[0, 1, 2, 3, 0]], COLOURS["outline"], 0.15)]
-    marks += [Mark(circle(place), COLOURS[LIGHTS[state]], 0.0) for place, state in lights if np.isfinite(place).all()]
-    return Sketch(shown.id, tuple(marks), low - AROUND, high + AROUND)
-
-
-def middle(log: Log) -> np.ndarray:
-    """Position of the ego at the current step, float64 [2], or first where it is not known then."""
-    known = log.tracks.valid[log.sdc]
-    return log.tracks.position[log.sdc, log.current if known[log.current] else int(known.argmax()), :2]
-
-
-def stretches(valid: np.ndarray) -> Iterator[slice]:
-    """The runs of two valid steps and more."""
-    bounds = np.flatnonzero(np.diff(np.concatenate([[False], valid, [False]]).astype(np.int8)))
-    return (slice(a, b) for a, b in zip(bounds[::2], bounds[1::2]) if b - a > 1)
-
-
-def circle(place: np.ndarray) -> np.ndarray:
+            body = box(pose[n, now], length, across)
+            strokes += [stroke(body, roles[n], 0.0), stroke(body[[0, 1, 2, 3, 0]], "outline", 0.15)]
     angle = np.linspace(0.0, 2.0 * np.pi, 12, endpoint=False)
-    return place + LIGHT * np.stack([np.cos(angle), np.sin(angle)], -1)
+    circle = LIGHT_RADIUS * np.stack([np.cos(angle), np.sin(angle)], -1)
+    strokes += [stroke(place + circle, LIGHTS[state], 0.0) for place, state in lights if np.isfinite(place).all()]
+    return Sketch(shown.id, strokes, low - AROUND, high + AROUND)
 
 
 def scale_of(drawn: Sketch) -> float:
@@ -135,14 +111,14 @@ def png(drawn: Sketch) -> bytes:
     size = np.maximum(np.ceil((drawn.high - drawn.low) * scale / FINE), 1).astype(int) * FINE
     image = Image.new("RGB", (int(size[0]), int(size[1])), COLOURS["ground"])
     draw = ImageDraw.Draw(image)
-    for mark in visible(drawn):
+    for mark in visible(drawn.strokes, drawn.low, drawn.high):
         x = (mark.points[:, 0] - drawn.low[0]) * scale
         y = (drawn.high[1] - mark.points[:, 1]) * scale
         places = list(zip(x.tolist(), y.tolist()))
         if mark.width:
-            draw.line(places, fill=mark.colour, width=max(round(mark.width * scale), 1), joint="curve")
+            draw.line(places, fill=COLOURS[mark.role], width=max(round(mark.width * scale), 1), joint="curve")
         elif len(places) > 2:
-            draw.polygon(places, fill=mark.colour)
+            draw.polygon(places, fill=COLOURS[mark.role])
     buffer = io.BytesIO()
     image.reduce(FINE).save(buffer, "PNG")
     return buffer.getvalue()
@@ -155,25 +131,14 @@ def svg(drawn: Sketch) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.2f} {height:.2f}" '
         f'width="{width * scale:.0f}" height="{height * scale:.0f}" stroke-linecap="round" stroke-linejoin="round">',
         f"<title>{html.escape(drawn.id)}</title>",
-        f'<rect width="100%" height="100%" fill="{code(COLOURS["ground"])}"/>',
+        f'<rect width="100%" height="100%" fill="{LIGHT["ground"]}"/>',
     ]
-    for mark in visible(drawn):
+    for mark in visible(drawn.strokes, drawn.low, drawn.high):
         x, y = mark.points[:, 0] - drawn.low[0], drawn.high[1] - mark.points[:, 1]
         places = " ".join(f"{a:.2f},{b:.2f}" for a, b in zip(x.tolist(), y.tolist()))
         if mark.width:
-            style = f'fill="none" stroke="{code(mark.colour)}" stroke-width="{mark.width:g}"'
+            style = f'fill="none" stroke="{LIGHT[mark.role]}" stroke-width="{mark.width:g}"'
             lines.append(f'<polyline points="{places}" {style}/>')
         else:
-            lines.append(f'<polygon points="{places}" fill="{code(mark.colour)}"/>')
+            lines.append(f'<polygon points="{places}" fill="{LIGHT[mark.role]}"/>')
     return "\n".join([*lines, "</svg>\n"])
-
-
-def visible(drawn: Sketch) -> Iterator[Mark]:
-    """The marks that reach into the rectangle."""
-    for mark in drawn.marks:
-        if not ((mark.points.min(0) > drawn.high + mark.width) | (mark.points.max(0) < drawn.low - mark.width)).any():
-            yield mark
-
-
-def code(colour: Colour) -> str:
-    return "#" + "".join(f"{part:02x}" for part in colour)

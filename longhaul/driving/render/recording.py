@@ -1,11 +1,11 @@
-"""One episode of driving as arrays: what pictures are made of.
+"""One episode of driving as arrays, of which pictures are made; and the polylines that they draw: cut, thinned, dashed.
 
 No JAX here: NumPy in, files out. T frames, N agents, R route points, L lights, P points of one polyline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,44 +78,43 @@ def check(recordings: Sequence[Recording]) -> None:
     """Raises ValueError, naming the recording and the array, where shapes do not fit or there is nothing to draw."""
     if not recordings:
         raise ValueError("nothing to draw: 0 recordings; give at least one")
-    for r in recordings:
-        frames, agents = r.present.shape if r.present.ndim == 2 else (0, 0)
-        if frames == 0 or agents == 0:
-            raise ValueError(
-                f"recording {r.id!r} ({r.label}): present has shape {r.present.shape}, expected [T, N], both > 0"
-            )
-        if not 0 <= r.ego < agents:
-            raise ValueError(f"recording {r.id!r} ({r.label}): ego is {r.ego}, expected 0 .. {agents - 1}")
-        if not r.dt > 0:
-            raise ValueError(f"recording {r.id!r} ({r.label}): dt is {r.dt}, expected seconds > 0")
-        lights = len(r.light_position)
-        expected = {
-            "pose": (r.pose, (frames, agents, 3)),
-            "size": (r.size, (agents, 2)),
-            "kind": (r.kind, (agents,)),
-            "controlled": (r.controlled, (agents,)),
-            "route": (r.route, (len(r.route), 2)),
-            "light_position": (r.light_position, (lights, 2)),
-            "light_state": (r.light_state, (lights, frames)),
-        }
-        if r.expert is not None:
-            expected["expert"] = (r.expert, (frames, 3))
-        for verdict in r.others:
-            if not 0 <= verdict.agent < agents:
-                raise ValueError(
-                    f"recording {r.id!r} ({r.label}): others has agent {verdict.agent}, expected 0 .. {agents - 1}"
-                )
-        everything = [r.events, *(verdict.events for verdict in r.others)]
-        for event, frame in (item for events in everything for item in events.items()):
+    for recording in recordings:
+        for fault in _faults(recording):
+            raise ValueError(f"recording {recording.id!r} ({recording.label}): {fault}")
+
+
+def _faults(r: Recording) -> Iterator[str]:
+    frames, agents = r.present.shape if r.present.ndim == 2 else (0, 0)
+    if frames == 0 or agents == 0:
+        yield f"present has shape {r.present.shape}, expected [T, N], both > 0"
+    if not 0 <= r.ego < agents:
+        yield f"ego is {r.ego}, expected 0 .. {agents - 1}"
+    if not r.dt > 0:
+        yield f"dt is {r.dt}, expected seconds > 0"
+    for verdict in r.others:
+        if not 0 <= verdict.agent < agents:
+            yield f"others has agent {verdict.agent}, expected 0 .. {agents - 1}"
+    for events in (r.events, *(verdict.events for verdict in r.others)):
+        for event, frame in events.items():
             if frame is not None and not 0 <= frame < frames:
-                raise ValueError(
-                    f"recording {r.id!r} ({r.label}): {event} at frame {frame}, expected 0 .. {frames - 1} or None"
-                )
-        for name, (array, shape) in expected.items():
-            if array.shape != shape:
-                raise ValueError(f"recording {r.id!r} ({r.label}): {name} has shape {array.shape}, expected {shape}")
-        if not (np.isfinite(r.pose[r.present]).all() and np.isfinite(r.route).all()):
-            raise ValueError(f"recording {r.id!r} ({r.label}): route or pose of a present agent is not finite")
+                yield f"{event} at frame {frame}, expected 0 .. {frames - 1} or None"
+    lights = len(r.light_position)
+    shapes = {
+        "pose": (frames, agents, 3),
+        "size": (agents, 2),
+        "kind": (agents,),
+        "controlled": (agents,),
+        "route": (len(r.route), 2),
+        "light_position": (lights, 2),
+        "light_state": (lights, frames),
+    }
+    if r.expert is not None:
+        shapes["expert"] = (frames, 3)
+    for name, shape in shapes.items():
+        if getattr(r, name).shape != shape:
+            yield f"{name} has shape {getattr(r, name).shape}, expected {shape}"
+    if not (np.isfinite(r.pose[r.present]).all() and np.isfinite(r.route).all()):
+        yield "route or pose of a present agent is not finite"
 
 
 def replay(scenario: Scenario, label: str = "log") -> Recording:
@@ -127,21 +126,15 @@ def replay(scenario: Scenario, label: str = "log") -> Recording:
     expert = np.where(scenario.present[:, ego, None], scenario.pose[:, ego], np.nan).astype(np.float32)
     points = int(scenario.route_points[0])
     real = np.isfinite(scenario.light_s[0])
-    route = scenario.route[0, :points, :2]
+    route, at = scenario.route[0, :points, :2], ROUTE_SPACING * np.arange(points)
+    lights = np.stack([np.interp(scenario.light_s[0][real], at, xy) for xy in route.T], -1)
     return Recording(
         id=scenario.id, dt=scenario.dt, pose=scenario.pose, size=scenario.size, kind=scenario.kind,
         present=scenario.present & (scenario.kind > 0), controlled=controlled, expert=expert, route=route,
-        light_position=_along(route, scenario.light_s[0][real]), light_state=scenario.light_state[0][real],
+        light_position=lights.astype(np.float32),
+        light_state=scenario.light_state[0][real],
         drawing=scenario.drawing, events={}, label=label, metrics={}, ego=ego,
     )  # fmt: skip
-
-
-def _along(route: np.ndarray, s: np.ndarray) -> np.ndarray:
-    """float32 [L, 2]: the points at arc lengths `s` of a route."""
-    at = np.arange(len(route)) * ROUTE_SPACING
-    if len(s) == 0:
-        return np.zeros((0, 2), np.float32)
-    return np.stack([np.interp(s, at, route[:, 0]), np.interp(s, at, route[:, 1])], -1).astype(np.float32)
 
 
 def speeds(recording: Recording) -> np.ndarray:
@@ -163,3 +156,62 @@ def camera(recording: Recording) -> np.ndarray:
         return np.zeros((len(recording.present), 2), np.float32)
     latest = np.searchsorted(there, np.arange(len(recording.present)), side="right") - 1
     return recording.pose[there[np.maximum(latest, 0)], recording.ego, :2]
+
+
+# ---------------------------------------------------------------------------- polylines [P, 2] and boxes of pictures
+
+
+def runs(chosen: np.ndarray) -> list[slice]:
+    """Where `chosen`, bool [P], is true, run by run."""
+    bounds = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
+    return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
+
+
+def clip(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
+    """The runs of segments whose own boxes meet the box `low` .. `high`; points stay, so ends may stand out."""
+    if len(points) < 2:
+        inside = len(points) == 1 and bool(np.all((points[0] >= low) & (points[0] <= high)))
+        return [points] if inside else []
+    first, second = points[:-1], points[1:]
+    meets = np.all((np.minimum(first, second) <= high) & (np.maximum(first, second) >= low), axis=-1)
+    return [points[run.start : run.stop + 1] for run in runs(meets)]
+
+
+def simplify(points: np.ndarray, tolerance: float) -> np.ndarray:
+    """Fewer points, nowhere further than `tolerance` metres from the line (Ramer, 1972; Douglas and Peucker, 1973)."""
+    keep = np.zeros(len(points), bool)
+    keep[[0, -1]] = True
+    stack = [(0, len(points) - 1)]
+    while stack:
+        start, stop = stack.pop()
+        if stop - start < 2:
+            continue
+        along = points[stop] - points[start]
+        away = points[start + 1 : stop] - points[start]
+        share = np.clip(away @ along / max(float(along @ along), 1e-12), 0.0, 1.0)
+        distance = np.linalg.norm(away - share[:, None] * along, axis=-1)
+        worst = int(np.argmax(distance))
+        if distance[worst] > tolerance:
+            middle = start + 1 + worst
+            keep[middle] = True
+            stack += [(start, middle), (middle, stop)]
+    return points[keep]
+
+
+def dashes(points: np.ndarray, on: float, off: float) -> list[np.ndarray]:
+    """The line's pieces of `on` metres with gaps of `off` metres."""
+    length = np.concatenate([[0.0], np.cumsum(np.linalg.norm(np.diff(points, axis=0), axis=-1))])
+    pieces = []
+    for start in np.arange(0.0, length[-1], on + off):
+        stop = min(start + on, length[-1])
+        inner = points[(length > start) & (length < stop)]
+        ends = np.stack([np.interp([start, stop], length, points[:, axis]) for axis in (0, 1)], -1)
+        pieces.append(np.concatenate([ends[:1], inner, ends[1:]]))
+    return pieces
+
+
+def box(pose: np.ndarray, length: float, width: float) -> np.ndarray:
+    """[4, 2]: the corners of a box at `pose` (x, y, heading): front left, rear left, rear right, front right."""
+    cos, sin = np.cos(pose[2]), np.sin(pose[2])
+    corners = 0.5 * np.array([[length, width], [-length, width], [-length, -width], [length, -width]])
+    return pose[:2] + corners @ np.array([[cos, sin], [-sin, cos]])

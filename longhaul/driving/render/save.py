@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -34,21 +34,21 @@ def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> No
 
     Raises ValueError where the suffix is another one, there is nothing to draw, or ffmpeg is missing for .mp4.
     """
-    writers: dict[str, Callable[[], None]] = {
-        ".gif": lambda: gif(recordings, path, fps),
-        ".mp4": lambda: mp4(recordings, path, fps),
-        ".html": lambda: html(recordings, path),
-        ".png": lambda: png(recordings, path),
-    }
-    suffix = Path(path).suffix.lower()
-    if suffix not in writers:
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in (".gif", ".mp4", ".html", ".png"):
         raise ValueError(f"cannot draw to {str(path)!r}: suffix {suffix!r} is none of .gif, .mp4, .html, .png")
-    writers[suffix]()
-
-
-def gif(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
-    """One animation, recording after recording, every frame shown for 1 / fps seconds (GIF counts hundredths)."""
     check(recordings)
+    if suffix == ".mp4":
+        mp4(recordings, path, fps)
+    elif suffix == ".html":
+        pages.write(path, web_player.document(recordings))
+    else:
+        pages.write(path, gif(recordings, fps) if suffix == ".gif" else png(recordings))
+
+
+def gif(recordings: Sequence[Recording], fps: int) -> bytes:
+    """One animation, recording after recording, every frame shown for 1 / fps seconds (GIF counts hundredths)."""
     if not 1 <= fps <= 50:
         raise ValueError(f"fps is {fps}, a GIF shows 1 .. 50; write a .mp4 for more")
     palette = _palette()
@@ -57,13 +57,11 @@ def gif(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> Non
     next(images).save(
         buffer, "GIF", save_all=True, append_images=images, duration=round(100 / fps) * 10, loop=0, optimize=False
     )
-    pages.write(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
-def mp4(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
+def mp4(recordings: Sequence[Recording], path: Path, fps: int) -> None:
     """The same as a film, by ffmpeg. Raises ValueError where there is no ffmpeg, RuntimeError where it fails."""
-    check(recordings)
-    path = Path(path)
     program = _ffmpeg()
     if program is None:
         raise ValueError(f"{str(path)!r} needs ffmpeg; install it, or longhaul's extra video, or write a .gif")
@@ -91,15 +89,8 @@ def mp4(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> Non
         partial.unlink(missing_ok=True)
 
 
-def html(recordings: Sequence[Recording], path: Path | str) -> None:
-    """A page of its own with a player; it needs nothing from outside."""
-    check(recordings)
-    pages.write(path, web_player.document(recordings))
-
-
-def png(recordings: Sequence[Recording], path: Path | str) -> None:
+def png(recordings: Sequence[Recording]) -> bytes:
     """A film strip: a row a recording, its frames evenly spaced from the first to the last."""
-    check(recordings)
     columns = min(STRIP, max(len(r.present) for r in recordings))
     gap = 8
     step = (SIZE[0] + gap, SIZE[1] + gap)
@@ -111,7 +102,7 @@ def png(recordings: Sequence[Recording], path: Path | str) -> None:
             sheet.paste(image, (column * step[0], row * step[1]))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", optimize=False)
-    pages.write(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _all_frames(recordings: Sequence[Recording]) -> Iterator[Image.Image]:

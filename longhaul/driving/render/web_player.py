@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.driving.render import polylines
-from longhaul.driving.render.recording import DARK, GOOD_EVENTS, LIGHT, Recording, camera, check, speeds
+from longhaul.driving.render.recording import DARK, GOOD_EVENTS, LIGHT, Recording, camera, check, clip, simplify, speeds
 from longhaul.telemetry import html as pages
 
 REACH = 150.0
@@ -92,13 +91,6 @@ def pack(points: np.ndarray) -> Packed:
     return {"o": origin.tolist(), "s": scale, "d": _base64(units)}
 
 
-def unpack(packed: Packed) -> np.ndarray:
-    """float64 [P, 2]: what the player makes of `pack`'s result."""
-    units = np.frombuffer(base64.b64decode(packed["d"]), "<i2").astype(float).reshape(-1, 2)
-    points = np.array(packed["o"]) + units * packed["s"]
-    return np.where(units == NOWHERE, np.nan, points)
-
-
 def _base64(units: np.ndarray) -> str:
     return base64.b64encode(np.asarray(units).astype("<i2").tobytes()).decode("ascii")
 
@@ -116,9 +108,9 @@ def _pack_map(recording: Recording) -> dict[str, Any]:
     runs: list[np.ndarray] = []
     for kind, points in recording.drawing:
         line = np.asarray(points, float)[:, :2]
-        for run in polylines.clip(line, low, high):
+        for run in clip(line, low, high):
             kinds.append(int(kind))
-            runs.append(polylines.simplify(run, 0.05) if len(run) > 2 else run)
+            runs.append(simplify(run, 0.05) if len(run) > 2 else run)
     points = np.concatenate(runs) if runs else np.zeros((0, 2))
     return {"kinds": kinds, "counts": [len(run) for run in runs], "points": pack(points)}
 
@@ -144,7 +136,7 @@ def _pack_episode(r: Recording) -> dict[str, Any]:
         "heading": _pack_headings(r.pose[:, near, 2]),
         "expert": None if r.expert is None else pack(r.expert[:, :2]),
         "expertHeading": None if r.expert is None else _pack_headings(r.expert[:, 2]),
-        "route": pack(polylines.simplify(r.route.astype(float), 0.05) if len(r.route) > 2 else r.route),
+        "route": pack(simplify(r.route.astype(float), 0.05) if len(r.route) > 2 else r.route),
         "lights": pack(r.light_position),
         "lightStates": ["".join(str(int(state)) for state in row) for row in r.light_state],
         "speed": [finite(speed, 2) for speed in speeds(r).tolist()],

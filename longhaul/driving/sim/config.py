@@ -13,13 +13,10 @@ from longhaul.runtime.settings import nested, setting
 
 MAX_WAYPOINTS = 20
 
-
 HELD_OUT = 1_000_000
 """Generated seeds from here on are for evaluation only; a run trains on seeds below."""
 
-
 GOALS = ("remove", "stop", "respawn")
-
 
 CRASHES = ("remove", "stop")
 
@@ -66,7 +63,6 @@ class Weights:
 
 
 ACTIONS = ("discrete", "continuous", "joint")
-
 
 TRAFFICS = ("log", "idm", "constant")
 DRIVERS = ("policy", "log", "idm", "constant")

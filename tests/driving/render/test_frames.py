@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import stat
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from longhaul.driving.datasets import log
-from longhaul.driving.render import frames, polylines, save, web_player
-from longhaul.driving.render.recording import Recording, Verdict, camera, check, replay, speeds
-from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.render import frames, save, web_player
+from longhaul.driving.render.recording import (
+    Recording,
+    Verdict,
+    box,
+    camera,
+    check,
+    clip,
+    dashes,
+    replay,
+    simplify,
+    speeds,
+)
+from tests.helpers import driving_scenarios
 
 CENTRE = (frames.SIZE[0] // 2, frames.SIZE[1] // 2)
 EGO, VEHICLE, GHOST = frames.COLOURS["ego"], frames.COLOURS["vehicle"], frames.COLOURS["ghost"]
@@ -50,6 +63,12 @@ def pixel(image: Image.Image, recorded: Recording, t: int, x: float, y: float) -
     eye = camera(recorded)[t]
     at = (CENTRE[0] + (x - eye[0]) * frames.PIXELS, CENTRE[1] - (y - eye[1]) * frames.PIXELS)
     return image.convert("RGB").getpixel((int(at[0]), int(at[1])))
+
+
+def unpack(packed: dict[str, Any]) -> np.ndarray:
+    """float64 [P, 2]: what the player makes of packed points."""
+    units = np.frombuffer(base64.b64decode(packed["d"]), "<i2").astype(float).reshape(-1, 2)
+    return np.where(units == web_player.NOWHERE, np.nan, np.array(packed["o"]) + units * packed["s"])
 
 
 VOID = {"meta", "input", "br", "line", "path", "circle", "rect"}
@@ -193,7 +212,7 @@ def test_html_holds_the_recording_and_needs_nothing_else(tmp_path: Path) -> None
     assert first["events"] == [{"name": "goal", "frame": 5, "good": True}]
     assert first["metrics"] == {"progress": 0.75, "return": None}
     assert first["speed"] == [5.0] * 6
-    position = web_player.unpack(first["position"]).reshape(6, -1, 2)
+    position = unpack(first["position"]).reshape(6, -1, 2)
     np.testing.assert_allclose(position[:, first["ego"]], wicked.pose[:, 0, :2], atol=0.0051)
     assert first["kinds"] == [1, 1], "padding is not kept"
 
@@ -286,22 +305,15 @@ def test_speed_and_camera_of_an_ego_that_leaves() -> None:
 
 
 def test_replay_shows_the_scenario_as_logged() -> None:
-    made = recording(4)
-    route = np.stack([np.arange(11.0), np.zeros(11), np.zeros(11)], -1).astype(np.float32)
-    scenario = Scenario(
-        id="s", steps=4, dt=0.1, pose=made.pose, velocity=np.zeros((4, 3, 2), np.float32), present=made.present,
-        size=made.size, kind=made.kind, controlled=np.array([0, -1], np.int32), route=np.stack([route, route]),
-        route_length=np.array([8, 0], np.float32), route_points=np.array([9, 0], np.int32),
-        expert_s=np.zeros((2, 4), np.float32), light_s=np.array([[4.5, np.inf], [np.inf, np.inf]], np.float32),
-        light_state=np.ones((2, 2, 4), np.int8), field=np.zeros((0, 0), np.int16), field_origin=np.zeros(2, np.float32),
-        drawing=(),
-    )  # fmt: skip
+    poses = [driving_scenarios.line((0, 0), (5, 0), 4), driving_scenarios.line((0, 20), (0, 0), 4)]
+    one = driving_scenarios.scenario(poses, lights=[(4.5, [1] * 4), (np.inf, [1] * 4)], road=None)
+    scenario = one._replace(kind=np.array([1, 0], np.int8), route_points=np.array([9], np.int32))
     shown = replay(scenario)
     check([shown])
-    np.testing.assert_array_equal(shown.controlled, [True, False, False])
-    np.testing.assert_array_equal(shown.present[:, 2], False)
+    np.testing.assert_array_equal(shown.controlled, [True, False])
+    np.testing.assert_array_equal(shown.present[:, 1], False)
     np.testing.assert_allclose(shown.light_position, [[4.5, 0.0]])
-    np.testing.assert_allclose(shown.expert, made.pose[:, 0])
+    np.testing.assert_allclose(shown.expert, poses[0])
     assert len(shown.route) == 9
 
 
@@ -309,7 +321,7 @@ def test_replay_shows_the_scenario_as_logged() -> None:
 def test_packed_points_come_back_to_a_centimetre_or_the_range_s_share(size: float) -> None:
     points = np.random.default_rng(0).uniform(-size, size, (50, 2)) + 1e4
     points[7] = np.nan
-    back = web_player.unpack(web_player.pack(points))
+    back = unpack(web_player.pack(points))
     known = np.isfinite(points).all(-1)
     np.testing.assert_allclose(back[known], points[known], atol=max(0.0051, 0.52 * size / 32000))
     assert np.isnan(back[7]).all()
@@ -318,18 +330,18 @@ def test_packed_points_come_back_to_a_centimetre_or_the_range_s_share(size: floa
 def test_polylines_are_cut_thinned_and_dashed() -> None:
     line = np.stack([np.arange(0.0, 101.0), np.zeros(101)], -1)
     bent = np.concatenate([line, [[100.0, 50.0]]])
-    np.testing.assert_array_equal(polylines.simplify(bent, 0.1), [[0, 0], [100, 0], [100, 50]])
-    runs = polylines.clip(line, np.array([10.5, -1.0]), np.array([12.5, 1.0]))
-    np.testing.assert_array_equal(np.concatenate(runs)[:, 0], [10, 11, 12, 13])
-    assert polylines.clip(line, np.array([0.0, 5.0]), np.array([100.0, 6.0])) == []
-    pieces = polylines.dashes(line, 3.0, 4.5)
+    np.testing.assert_array_equal(simplify(bent, 0.1), [[0, 0], [100, 0], [100, 50]])
+    cut = clip(line, np.array([10.5, -1.0]), np.array([12.5, 1.0]))
+    np.testing.assert_array_equal(np.concatenate(cut)[:, 0], [10, 11, 12, 13])
+    assert clip(line, np.array([0.0, 5.0]), np.array([100.0, 6.0])) == []
+    pieces = dashes(line, 3.0, 4.5)
     np.testing.assert_allclose([piece[[0, -1], 0] for piece in pieces[:2]], [[0, 3], [7.5, 10.5]])
 
 
 def test_a_thinned_line_stays_within_its_tolerance() -> None:
     angle = np.linspace(0, np.pi, 400)
     circle = 20 * np.stack([np.cos(angle), np.sin(angle)], -1)
-    kept = polylines.simplify(circle, 0.05)
+    kept = simplify(circle, 0.05)
     # a chord of an arc is furthest from it in its middle: r (1 - cos(half the angle))
     halves = np.diff(np.arctan2(kept[:, 1], kept[:, 0])) / 2
     assert (20 * (1 - np.cos(halves))).max() <= 0.0501
@@ -337,5 +349,5 @@ def test_a_thinned_line_stays_within_its_tolerance() -> None:
 
 
 def test_a_box_turns_with_its_heading() -> None:
-    corners = polylines.box(np.array([1.0, 2.0, np.pi / 2]), 4.0, 2.0)
+    corners = box(np.array([1.0, 2.0, np.pi / 2]), 4.0, 2.0)
     np.testing.assert_allclose(corners, [[0, 4], [0, 0], [2, 0], [2, 4]], atol=1e-12)
