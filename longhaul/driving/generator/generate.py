@@ -19,6 +19,7 @@ from longhaul.driving.datasets import log
 from longhaul.driving.datasets.log import Feature, Lights, Log, Tracks
 from longhaul.driving.generator import roads, traffic
 from longhaul.driving.generator.roads import World
+from longhaul.driving.generator.traffic import DT
 from longhaul.driving.scenario.distance_field import Edges, make_edges, signed_distance
 
 CLEARANCE, OFF_EDGE = 0.15, 0.15
@@ -89,8 +90,8 @@ def sift(bodies: Bodies) -> Bodies:
     return Bodies(*(a[keep] for a in bodies))
 
 
-DT = 0.1
-"""Seconds between two steps."""
+STEPS, CURRENT = 91, 10
+"""Steps of a log, and the one at which driving begins."""
 DENSITIES, DENSITY_SHARES = (0.0, 0.25, 0.5, 1.0), (0.1, 0.3, 0.35, 0.25)
 """0 is an empty road, 1 a full one: a vehicle each 25 m of lane or so."""
 NEAR, MOST, MOST_TRACKS = 120.0, 44, 64
@@ -111,34 +112,28 @@ class Scene(NamedTuple):
     waits: bool  # whether the ego may stand throughout
 
 
-def generate(seed: int, *, density: float | None = None, steps: int = 91, current: int = 10) -> Log:
-    """The log of `seed`, of `steps` steps of 0.1 s; `density` 0 .. 1 of the traffic, drawn if None."""
-    if not 0 <= current < steps - 1:
-        raise ValueError(f"current is {current} of {steps} steps: at least 1 step must follow it")
-    if density is not None and not 0.0 <= density <= 1.0:
-        raise ValueError(f"density is {density}, outside of 0 .. 1")
+def generate(seed: int) -> Log:
+    """The log of `seed`, of nine seconds."""
     rng = np.random.Generator(np.random.PCG64(seed))
-    wanted = float(rng.choice(DENSITIES, p=DENSITY_SHARES)) if density is None else density
+    density = float(rng.choice(DENSITIES, p=DENSITY_SHARES))
     for attempt in range(TRIES):
         if attempt % 8 == 0:
-            world = roads.draw_world(rng, max(0, steps - 91) * 20.0 * DT)
+            world = roads.draw_world(rng)
             net, edges = traffic.tabulate(world), make_edges([line for _, line in world.edges])
-            level = wanted
+            level = density
         elif attempt % 3 == 2:
             level *= 0.6
-        scene = draw_scene(rng, world, net, level, steps)
-        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers, steps, DT)
-        if not fit(net, scene, s, v, current):
+        scene = draw_scene(rng, world, net, level)
+        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers)
+        if not fit(net, scene, s, v):
             continue
         bodies = embody(net, scene, s, v)
         if clean(bodies, edges):
-            return write(rng, f"generated-{seed}-{world.kind}", world, scene, sift(bodies), current)
-    raise RuntimeError(
-        f"no clean log in {TRIES} draws for seed {seed}, density {density}, steps {steps}: choose another seed"
-    )
+            return write(rng, f"generated-{seed}-{world.kind}", world, scene, sift(bodies))
+    raise RuntimeError(f"no clean log in {TRIES} draws for seed {seed}, density {density}: choose another seed")
 
 
-def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, level: float, steps: int) -> Scene:
+def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, level: float) -> Scene:
     """Traffic at the first step, the lights' programme, and who walks and stands beside the road."""
     turns = np.array([p.turn for p in world.paths])
     weight = np.choose(turns + 1, (1.8, 1.0, 2.6)) * np.where(net.priority < net.priority.max(), 1.2, 1.0)
@@ -147,7 +142,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         ego_s = net.bound[ego, 0] - float(rng.uniform(6.0, 36.0))
     else:
         ego_s = float(rng.uniform(20.0, 110.0))
-    lights, waits = draw_lights(rng, world, net.leg[ego], steps)
+    lights, waits = draw_lights(rng, world, net.leg[ego])
     lane_s = place_traffic(rng, world, net, level, ego, ego_s)
     path = np.array([ego, *(p for p, _ in lane_s)])
     s = np.array([ego_s, *(x for _, x in lane_s)])
@@ -159,18 +154,18 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     large = (rng.random(len(path)) < 0.1) & (np.arange(len(path)) > 0)
     length = np.where(large, rng.uniform(5.6, 8.5, len(path)), rng.uniform(4.2, 5.1, len(path)))
     width = np.where(large, rng.uniform(2.1, 2.45, len(path)), rng.uniform(1.75, 2.05, len(path)))
-    urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), steps, 1)
+    urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), STEPS, 1)
     provoke(rng, path, s, urge)
     speed = first_speeds(net, path, s, length, urge[:, 0], lights, world)
     cars = traffic.Vehicles(path, s, speed, length, urge)
-    walkers = draw_walkers(rng, world, lights, level, steps)
+    walkers = draw_walkers(rng, world, lights, level)
     start = traffic.pose(net, path[:1], s[:1])[0, :2]
-    beside = [b for b in draw_beside(rng, world, level, steps) if np.hypot(*(b[1][0, :2] - start)) < NEAR]
+    beside = [b for b in draw_beside(rng, world, level) if np.hypot(*(b[1][0, :2] - start)) < NEAR]
     beside.sort(key=lambda b: float(np.hypot(*(b[1][0, :2] - start))))
     return Scene(cars, width, lights, walkers, beside[: MOST_TRACKS - len(path) - len(walkers)], waits)
 
 
-def draw_lights(rng: np.random.Generator, world: World, leg: int, steps: int) -> tuple[np.ndarray | None, bool]:
+def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.ndarray | None, bool]:
     """States [legs, T] of a cycle that shows the ego's leg one of: green, red then green, green then red, red."""
     if world.signals is None:
         return None, False
@@ -182,7 +177,7 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int, steps: int) ->
     # where in its own group's green the ego's leg is at the first step
     low, high = ((0.0, max(green - 8.0, 1.0)), (-5.0, -1.5), (green - 3.0, green + 2.0), (-period / 2, -9.0))[mode]
     own = float(rng.uniform(low, high)) - groups[leg] * (-green - yellow - clear)
-    time = np.arange(steps) * DT
+    time = np.arange(STEPS) * DT
     phase = (time[None] + own - groups[:, None] * (green + yellow + clear)) % period
     state = np.where(phase < green, log.LIGHT_GO, np.where(phase < green + yellow, log.LIGHT_CAUTION, log.LIGHT_STOP))
     return state.astype(np.int8), mode == 3
@@ -258,11 +253,9 @@ def first_speeds(
     return speed
 
 
-def draw_walkers(
-    rng: np.random.Generator, world: World, lights: np.ndarray | None, level: float, steps: int
-) -> np.ndarray:
+def draw_walkers(rng: np.random.Generator, world: World, lights: np.ndarray | None, level: float) -> np.ndarray:
     """People [M, T, 2] who cross on crosswalks: where there are lights, only while that leg has red throughout."""
-    time, out = np.arange(steps) * DT, []
+    time, out = np.arange(STEPS) * DT, []
     for leg, corners in enumerate(world.crosswalks):
         if rng.random() > 0.25 + 0.35 * level:
             continue
@@ -277,11 +270,11 @@ def draw_walkers(
         if lights is not None and (lights[leg, crossing] != log.LIGHT_STOP).any():
             continue
         out.append(a + way[:, None] * direction)
-    return np.array(out) if out else np.zeros((0, steps, 2))
+    return np.array(out) if out else np.zeros((0, STEPS, 2))
 
 
 def draw_beside(
-    rng: np.random.Generator, world: World, level: float, steps: int
+    rng: np.random.Generator, world: World, level: float
 ) -> list[tuple[int, np.ndarray, tuple[float, float, float]]]:
     """Parked cars and cyclists on wide shoulders, people on pavements."""
     out: list[tuple[int, np.ndarray, tuple[float, float, float]]] = []
@@ -291,34 +284,31 @@ def draw_beside(
             spots = np.cumsum(6.5 + rng.exponential(25.0, 8)) + rng.uniform(0.0, 60.0)
             for spot in spots:
                 size = (float(rng.uniform(4.1, 4.9)), float(rng.uniform(1.7, 1.9)), 1.6)
-                out.append((log.VEHICLE, glide(kerb, spot, 0.0, steps), size))
+                out.append((log.VEHICLE, glide(kerb, spot, 0.0), size))
         elif choice < 0.75:
-            ride = glide(kerb, float(rng.uniform(10.0, 90.0)), float(rng.uniform(3.0, 6.0)), steps)
+            ride = glide(kerb, float(rng.uniform(10.0, 90.0)), float(rng.uniform(3.0, 6.0)))
             out.append((log.CYCLIST, ride, (1.8, 0.7, 1.7)))
     for walk in world.walks:
         for _ in range(int(rng.integers(0, 1 + round(2 * level) + 1))):
             side = walk if rng.random() < 0.5 else walk[::-1]
-            stroll = glide(side, float(rng.uniform(5.0, 120.0)), float(rng.uniform(0.9, 1.6)), steps)
+            stroll = glide(side, float(rng.uniform(5.0, 120.0)), float(rng.uniform(0.9, 1.6)))
             out.append((log.PEDESTRIAN, stroll, (0.6, 0.6, 1.75)))
     return out
 
 
-def glide(line: np.ndarray, begin: float, pace: float, steps: int) -> np.ndarray:
+def glide(line: np.ndarray, begin: float, pace: float) -> np.ndarray:
     """[T, 4]: x, y, heading, speed of something at constant `pace` along `line`; it stops at the end."""
     s = np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T)))
-    where = np.minimum(begin + pace * DT * np.arange(steps), s[-1])
+    where = np.minimum(begin + pace * DT * np.arange(STEPS), s[-1])
     xy = np.stack([np.interp(where, s, c) for c in line.T], -1)
     segment = np.clip(np.searchsorted(s, where, side="right") - 1, 0, len(line) - 2)
     step = (line[1:] - line[:-1])[segment]
-    return np.concatenate([xy, np.arctan2(step[:, 1], step[:, 0])[:, None], np.full((steps, 1), pace)], 1)
+    return np.concatenate([xy, np.arctan2(step[:, 1], step[:, 0])[:, None], np.full((STEPS, 1), pace)], 1)
 
 
-def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, current: int) -> bool:
+def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> bool:
     """True if the ego's drive is worth having: it moves, brakes within reason, stays on the map, stops at red."""
-    moved = s[0, -1] - s[0, current]
-    least = 25.0 if scene.lights is None else 12.0
-    seconds = (s.shape[1] - 1 - current) * DT
-    if not scene.waits and moved < least * min(seconds / 8.0, 1.0):
+    if not scene.waits and s[0, -1] - s[0, CURRENT] < (25.0 if scene.lights is None else 12.0):
         return False
     if np.diff(v[0]).min() < -4.5 * DT or s[0, -1] > net.length[scene.cars.path[0]] - 5.0:
         return False
@@ -333,7 +323,7 @@ def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, curren
 
 def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> Bodies:
     """The scene's vehicles, walkers and bystanders as boxes over time."""
-    cars, steps = scene.cars, s.shape[1]
+    cars = scene.cars
     path = np.broadcast_to(cars.path[:, None], s.shape)
     poses, speeds, kinds = [traffic.pose(net, path, s)], [v], [log.VEHICLE] * len(s)
     sizes = [(float(a), float(b), 1.5 if a < 5.5 else 2.8) for a, b in zip(cars.length, scene.width, strict=True)]
@@ -341,7 +331,7 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
     for walk in scene.walkers:
         step = np.gradient(walk, axis=0) / DT
         ahead = walk[-1] - walk[0]
-        heading = np.full((steps, 1), np.arctan2(ahead[1], ahead[0]))
+        heading = np.full((STEPS, 1), np.arctan2(ahead[1], ahead[0]))
         poses.append(np.concatenate([walk, heading], 1)[None])
         speeds.append(np.hypot(*step.T)[None])
         kinds, sizes = [*kinds, log.PEDESTRIAN], [*sizes, (0.6, 0.6, 1.75)]
@@ -349,13 +339,13 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
         poses.append(glided[None, :, :3])
         speeds.append(glided[None, :, 3])
         kinds, sizes = [*kinds, kind], [*sizes, size]
-    valids.append(np.ones((len(kinds) - len(s), steps), bool))
+    valids.append(np.ones((len(kinds) - len(s), STEPS), bool))
     return Bodies(
         np.array(kinds, np.int8), np.concatenate(poses), np.concatenate(speeds), np.array(sizes), np.concatenate(valids)
     )
 
 
-def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodies: Bodies, current: int) -> Log:
+def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodies: Bodies) -> Log:
     """The log, somewhere in the world and turned by some angle; the ego at a random place among the tracks."""
     angle, height = float(rng.uniform(-np.pi, np.pi)), float(rng.uniform(-20.0, 20.0))
     shift = rng.uniform(-5000.0, 5000.0, 2)
@@ -366,14 +356,13 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
         return np.round(np.concatenate([flat, np.full((*points.shape[:-1], 1), height)], -1), 6)
 
     order = rng.permutation(len(bodies.kind))
-    n, steps = bodies.valid.shape
     valid = bodies.valid[order]
     heading = np.round((bodies.pose[order][..., 2] + angle + np.pi) % (2 * np.pi) - np.pi, 6)
     direction = np.stack([np.cos(heading), np.sin(heading)], -1)
     position = placed(bodies.pose[order][..., :2])
     position[..., 2] += bodies.size[order][:, None, 2] / 2
     tracks = Tracks(
-        id=np.arange(n, dtype=np.int64),
+        id=np.arange(len(order), dtype=np.int64),
         kind=bodies.kind[order],
         position=np.where(valid[..., None], position, 0.0),
         heading=np.where(valid, heading, 0.0).astype(np.float32),
@@ -381,17 +370,16 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
         size=np.where(valid[..., None], bodies.size[order][:, None], 0.0).astype(np.float32),
         valid=valid,
     )
-    shown = np.zeros((0, steps), np.int8) if scene.lights is None else scene.lights
+    shown = np.zeros((0, STEPS), np.int8) if scene.lights is None else scene.lights
     signalled = world.paths if len(shown) else []
     lights = Lights(
         lane=np.array([p.lanes[1] + 1 for p in signalled], np.int64),
         position=placed(np.array([world.lanes[p.lanes[1]][0] for p in signalled]).reshape(-1, 2)),
-        state=np.array([shown[p.leg] for p in signalled], np.int8).reshape(-1, steps),
-        valid=np.ones((len(signalled), steps), bool),
+        state=np.array([shown[p.leg] for p in signalled], np.int8).reshape(-1, STEPS),
+        valid=np.ones((len(signalled), STEPS), bool),
     )
     ego = int(np.flatnonzero(order == 0)[0])
-    times = np.arange(steps) * DT
-    return Log(name, "generated", times, current, tracks, ego, (), describe(world, placed), lights)
+    return Log(name, "generated", np.arange(STEPS) * DT, CURRENT, tracks, ego, (), describe(world, placed), lights)
 
 
 def describe(world: World, placed: Callable[[np.ndarray], np.ndarray]) -> tuple[Feature, ...]:

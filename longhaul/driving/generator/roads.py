@@ -60,14 +60,14 @@ class Profile(NamedTuple):
         return self.median / 2 + lanes * self.width + self.shoulder if lanes else 0.6
 
 
-def draw_world(rng: np.random.Generator, more: float = 0.0) -> World:
-    """A map of a random kind; its roads are `more` metres longer than what a log of nine seconds needs."""
+def draw_world(rng: np.random.Generator) -> World:
+    """A map of a random kind, for a log of nine seconds."""
     kind = KINDS[int(rng.choice(len(KINDS), p=SHARES))]
     if kind in ("straight", "curve"):
-        return link(rng, kind, more)
+        return link(rng, kind)
     if kind == "merge":
-        return merge(rng, more)
-    return roundabout(rng, more) if kind == "roundabout" else crossing(rng, kind, more)
+        return merge(rng)
+    return roundabout(rng) if kind == "roundabout" else crossing(rng, kind)
 
 
 def draw_profile(rng: np.random.Generator, lanes: int, *, one_way: bool = False) -> Profile:
@@ -134,13 +134,13 @@ def circle(radius: float, first: float, last: float) -> np.ndarray:
     return radius * np.stack([np.cos(angle), np.sin(angle)], -1)
 
 
-def link(rng: np.random.Generator, kind: str, more: float) -> World:
+def link(rng: np.random.Generator, kind: str) -> World:
     """One road, straight or with curves of radius 25 to 150 m."""
     curved = kind == "curve"
     profile = draw_profile(rng, 2 if curved else 3, one_way=rng.random() < 0.15)
     limit = float(rng.uniform(9.0, 16.0) if curved else rng.uniform(10.0, 22.0))
     half = profile.half(max(profile.right, profile.left))
-    middle = reference(rng, 330.0 + more, half + 13.0) if curved else ray(0.0, 0.0, 330.0 + more, 0.0)
+    middle = reference(rng, 330.0, half + 13.0) if curved else ray(0.0, 0.0, 330.0, 0.0)
     lanes = [offset(middle, -profile.lane(i)) for i in range(profile.right)]
     lanes += [offset(middle, profile.lane(i))[::-1] for i in range(profile.left)]
     right, left = -profile.half(profile.right), profile.half(profile.left)
@@ -233,20 +233,13 @@ def dress(legs: list[Leg], *, crosswalks: bool) -> dict[str, list]:
     return out
 
 
-def corner_edge(leg: Leg, following: Leg) -> np.ndarray:
-    """The edge from a leg's approach around the corner to the next leg's exit (counter-clockwise)."""
-    into, outof = leg.profile.half(leg.profile.left), following.profile.half(following.profile.right)
-    approach = ray(leg.angle, leg.far, leg.stop - CROSSWALK_ROOM, into)
-    return joined(approach, ray(following.angle, following.stop - CROSSWALK_ROOM, following.far, -outof))
-
-
-def turn_of(leg: Leg, other: Leg) -> tuple[int, float]:
-    """(1 left, 0 straight, -1 right) from one leg to another, and the angle."""
+def turn_of(leg: Leg, other: Leg) -> int:
+    """1 left, 0 straight, -1 right: from one leg to another."""
     angle = float((other.angle - leg.angle - np.pi + np.pi) % (2 * np.pi) - np.pi)
-    return (0 if abs(angle) < np.radians(40) else int(np.sign(angle))), angle
+    return 0 if abs(angle) < np.radians(40) else int(np.sign(angle))
 
 
-def crossing(rng: np.random.Generator, kind: str, more: float) -> World:
+def crossing(rng: np.random.Generator, kind: str) -> World:
     """A junction of four legs, or of three: with lights, or with a main road that has priority."""
     count = 4 if kind == "crossing" else 3
     jitter = rng.uniform(-0.15, 0.15, 2)
@@ -256,7 +249,7 @@ def crossing(rng: np.random.Generator, kind: str, more: float) -> World:
     side = side._replace(left=side.right)
     profiles = [main, side, main, side][:count]
     stops = stop_radii(angles, profiles, float(rng.uniform(6.0, 10.0)))
-    legs = [Leg(float(a), p, s, s + 140.0 + more) for a, p, s in zip(angles, profiles, stops, strict=True)]
+    legs = [Leg(float(a), p, s, s + 140.0) for a, p, s in zip(angles, profiles, stops, strict=True)]
     lights = rng.random() < (0.8 if kind == "crossing" else 0.6)
     split = rng.random() < 0.3
     groups = tuple(range(count)) if split else tuple(k % 2 for k in range(count))
@@ -268,7 +261,7 @@ def crossing(rng: np.random.Generator, kind: str, more: float) -> World:
         for j, other in enumerate(legs):
             if j == k:
                 continue
-            turn, _ = turn_of(leg, other)
+            turn = turn_of(leg, other)
             ways = [(0, 0)] if turn > 0 else [(leg.profile.left - 1, other.profile.right - 1)]
             ways = [(i, i) for i in range(min(leg.profile.left, other.profile.right))] if turn == 0 else ways
             base = 0 if lights else 3 * (k % 2 == 0)
@@ -276,7 +269,11 @@ def crossing(rng: np.random.Generator, kind: str, more: float) -> World:
                 connector = add(lanes, through(lanes[entrances[k][i]], lanes[exits[j][o]]))
                 paths.append(Path((entrances[k][i], connector, exits[j][o]), k, turn, base + (2, 0, 1)[turn]))
     furniture = dress(legs, crosswalks=lights or rng.random() < 0.3)
-    furniture["edges"] += [(log.EDGE_BOUNDARY, corner_edge(legs[k], legs[(k + 1) % count])) for k in range(count)]
+    for leg, following in zip(legs, [*legs[1:], legs[0]], strict=True):  # around each corner, counter-clockwise
+        into, outof = leg.profile.half(leg.profile.left), following.profile.half(following.profile.right)
+        approach = ray(leg.angle, leg.far, leg.stop - CROSSWALK_ROOM, into)
+        edge = joined(approach, ray(following.angle, following.stop - CROSSWALK_ROOM, following.far, -outof))
+        furniture["edges"].append((log.EDGE_BOUNDARY, edge))
     limit, shoulder = float(rng.uniform(8.0, 16.0)), min(main.shoulder, side.shoulder)
     return World(kind, lanes, paths, **furniture, signals=groups if lights else None, limit=limit, shoulder=shoulder)
 
@@ -294,11 +291,11 @@ def through(approach: np.ndarray, leaving: np.ndarray) -> np.ndarray:
     return joined(first, leaving[0] - np.array([[CROSSWALK_ROOM], [0.0]]) * d1)
 
 
-def merge(rng: np.random.Generator, more: float) -> World:
+def merge(rng: np.random.Generator) -> World:
     """A one-way road that a ramp joins from the right, over an acceleration lane."""
     count, width, limit = int(rng.integers(1, 4)), float(rng.uniform(3.3, 3.8)), float(rng.uniform(13.0, 20.0))
     room, radius = float(rng.uniform(50.0, 80.0)), float(rng.uniform(90.0, 150.0))
-    right, far = -count * width - 0.5, 240.0 + more
+    right, far = -count * width - 0.5, 240.0
     lanes: list[np.ndarray] = []
     paths: list[Path] = []
     for i in range(count):
@@ -325,14 +322,14 @@ def merge(rng: np.random.Generator, more: float) -> World:
     return World("merge", lanes, paths, [(log.EDGE_BOUNDARY, e) for e in edges], lines, [], [], [], None, limit, 0.5)
 
 
-def roundabout(rng: np.random.Generator, more: float) -> World:
+def roundabout(rng: np.random.Generator) -> World:
     """A roundabout of one lane with three or four legs; each connector is an entry, a part of the ring, and an exit."""
     count, width = int(rng.integers(3, 5)), float(rng.uniform(3.4, 3.8))
     angles = np.arange(count) * 2 * np.pi / count + rng.uniform(-0.1, 0.1, count)
     ring, swing = float(rng.uniform(13.0, 18.0)), 0.55
     profile = Profile(width, 0.0, 0.6, 1, 1)
     stop = ring + 12.0
-    legs = [Leg(float(a), profile, stop, stop + 130.0 + more) for a in angles]
+    legs = [Leg(float(a), profile, stop, stop + 130.0) for a in angles]
     lanes: list[np.ndarray] = []
     paths: list[Path] = []
     entrances = [add(lanes, leg.inward(0)) for leg in legs]
@@ -345,8 +342,7 @@ def roundabout(rng: np.random.Generator, more: float) -> World:
                 continue
             arc = circle(ring, first, last)
             connector = joined(joined(lanes[entrances[k]][-2:], arc), lanes[exits[j]][:2])[1:-1]
-            turn, _ = turn_of(leg, other)
-            paths.append(Path((entrances[k], add(lanes, connector), exits[j]), k, turn, 0))
+            paths.append(Path((entrances[k], add(lanes, connector), exits[j]), k, turn_of(leg, other), 0))
     furniture = dress(legs, crosswalks=False)
     for k, leg in enumerate(legs):
         other = legs[(k + 1) % count]

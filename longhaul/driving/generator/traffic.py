@@ -15,6 +15,8 @@ import numpy as np
 from longhaul.driving.datasets import log
 from longhaul.driving.generator.roads import World
 
+DT = 0.1
+"""Seconds between two steps."""
 CLOSE = 2.7
 """Metres between two paths' middles below which vehicles on them could touch."""
 LATERAL, SLOWING = 1.9, 1.2
@@ -138,11 +140,9 @@ def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
     return table[path, low] * (1 - share) + table[path, low + 1] * share
 
 
-def run(
-    net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray, steps: int, dt: float = 0.1
-) -> tuple[np.ndarray, np.ndarray]:
+def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Arc length and speed [N, T] of vehicles; `lights` [legs, T] as in a log. Past its path's end one waits unseen."""
-    n = len(cars.path)
+    n, steps = cars.urge.shape
     s, v = cars.s.copy(), cars.speed.copy()
     path, half = cars.path, cars.length / 2
     pair = path[:, None], path[None]
@@ -185,8 +185,8 @@ def run(
         here, soon = (np.minimum((s + later * v).astype(int), net.speed.shape[1] - 1) for later in (0.0, PREVIEW))
         wanted = np.minimum(net.speed[path, here], net.speed[path, soon]) * cars.urge[:, t]
         push = acceleration(v, wanted, gap_ahead, v[leader], line)
-        faster = np.maximum(v + push * dt, 0.0)
-        s, v = s + (v + faster) / 2 * dt, faster
+        faster = np.maximum(v + push * DT, 0.0)
+        s, v = s + (v + faster) / 2 * DT, faster
     return track, speeds
 
 
