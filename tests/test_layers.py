@@ -57,8 +57,8 @@ NO_JAX = (
     "weight_sync",
     *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),
     *("config/run", "config/recipes", "config/population", "config/serialize", "config/validate", "training/run_dir"),
-    *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync", "cli/sync_plan"),
-    *("cli/run_flags", "cli/train", "cli/status", "cli/list", "cli/data", "cli/bench"),
+    *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync"),
+    *("cli/run_flags", "cli/train", "cli/status", "cli/data", "cli/bench"),
 )
 """Files and folders that start fast and run in worker processes: NumPy only, transitively."""
 

@@ -16,20 +16,13 @@ from longhaul.topologies.inference_server.wire import ANY, WireError
 ABOUT = "Steps environments for a run elsewhere: longhaul train ... --topology central --lane grpc --bind HOST:PORT."
 
 FLAGS = [
-    Flag("connect", TEXT, None, "HOST:PORT of the run's server", shown=""),
-    Flag("env", TEXT, None, "the run's environment: its --env", shown=""),
-    Flag(
-        "worlds",
-        INT,
-        None,
-        "worlds of a group: the run's num-envs over actors and slots; the run says it",
-        shown="",
-        least=1,
-    ),
+    Flag("connect", TEXT, None, "HOST:PORT of the run's server"),
+    Flag("env", TEXT, None, "the run's environment: its --env"),
+    Flag("worlds", INT, None, "worlds of a group: the run's num-envs over actors and slots; the run says it", least=1),
     Flag("slots", INT, 2, "groups of worlds: the run's --slots", least=1),
     Flag("number", INT, None, "which of the run's actors this is", shown="one that is missing"),
-    Flag("token-file", flags.optional(PATH), None, "a file with the run's token", shown=""),
-    Flag("tls-ca", flags.optional(PATH), None, "the certificate (PEM) by which to know the server", shown=""),
+    Flag("token-file", flags.optional(PATH), None, "a file with the run's token"),
+    Flag("tls-ca", flags.optional(PATH), None, "the certificate (PEM) by which to know the server"),
     Flag("patience", FLOAT, client.PATIENCE, "seconds to look for the server, again and again, before giving up"),
 ]
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 
+LANE = choice(("shm", "grpc", "tcp", "folder"))
+
 
 def bench(words: Sequence[str]) -> int:
     """`longhaul bench NAME [--json FILE]`."""
@@ -14,10 +16,10 @@ def bench(words: Sequence[str]) -> int:
         from longhaul.cli import bench_hackmatrix
 
         return bench_hackmatrix.run(words[1:])
-    name = Flag("NAME", TEXT, None, "which; without: lists them", shown="")
-    out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too", shown="")
+    name = Flag("NAME", TEXT, None, "which; without: lists them")
+    out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too")
     driving = [
-        Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True, ""),
+        Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True),
         Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
         Flag("batch", INT, None, "likewise: worlds; of replay and sac: steps of a sample", shown="256"),
         Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
@@ -36,25 +38,14 @@ def bench(words: Sequence[str]) -> int:
         Flag("model", TEXT, None, "of sync: whose parameters, by its name", shown="qwen3-0.6b"),
         Flag("receivers", INT, None, "of sync: processes", shown="2"),
         Flag(
-            "lane",
-            choice(("shm", "grpc", "tcp", "folder")),
-            (),
-            "a figure for each; of central: shm, grpc; of sync: shm, tcp, folder",
-            True,
-            "the first two",
+            "lane", LANE, (), "a figure for each: shm, grpc of central; shm, tcp, folder of sync", True, "the first 2"
         ),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
         Flag("size", INT, None, "of replay, and of sac in --env: steps that it holds", shown="1000000, 65536"),
         Flag("fill", FLOAT, None, "of sac in --env: the share of its replay that is full", shown="0"),
         Flag("gradient_steps", INT, (), "likewise: steps of the optimiser, a figure for each", True, "1, 16"),
-        Flag(
-            "peer_python",
-            PATH,
-            None,
-            "the Python of an environment with flashbax (of replay), Brax (of sac) or transformers (of reasoning)",
-            shown="",
-        ),
+        Flag("peer_python", PATH, None, "the Python that has flashbax (of replay), Brax (of sac) or transformers"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- begin: {} -->", "<!-- end: {} -->"
 """Lines of a page between which a table is written."""
 
 FLAGS = (
-    Flag("grid", flags.ALONE, False, "the whole table: 256x128 to 2048x256, fp32 and bf16", shown=""),
+    Flag("grid", flags.ALONE, False, "the whole table: 256x128 to 2048x256, fp32 and bf16"),
     Flag("num-envs", INT, (), "environments, a figure for each", True, "256; with --grid those of the table"),
     Flag("num-steps", INT, (), "steps of each environment an update, a figure for each", True, "128; likewise"),
     Flag(
@@ -35,10 +35,8 @@ FLAGS = (
     ),
     Flag("devices", INT, None, "devices", shown="as a training run"),
     Flag("repeats", INT, harness.LEAST_REPEATS, "updates that a figure is the median of"),
-    Flag("json", OUTPUT, None, "keep the figures in this file: those that it has are not measured again", shown=""),
-    Flag(
-        "page", OUTPUT, None, "write the table into this Markdown file, where it marks its place, else alone", shown=""
-    ),
+    Flag("json", OUTPUT, None, "keep the figures in this file: those that it has are not measured again"),
+    Flag("page", OUTPUT, None, "write the table into this Markdown file, where it marks its place, else alone"),
     DEBUG,
 )
 

@@ -12,20 +12,15 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, Flag, FlagError
 from longhaul.cli.tables import FAILED, say
 
-DATA_USAGE = (
-    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER], longhaul data convert SRC... OUT"
+USAGE = (
+    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]",
+    "longhaul data convert SRC... OUT",
 )
 
 
 def data(words: Sequence[str]) -> int:
     """`longhaul data inspect` and `longhaul data convert`."""
-    if words and words[0] in ("inspect", "convert"):
-        return {"inspect": _inspect, "convert": _convert}[words[0]](words[1:])
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: {DATA_USAGE.replace(', ', chr(10) + '       ')}")
-        return 0
-    given = f"longhaul data has no command {words[0]!r}" if words else "name what to do with the data"
-    raise FlagError(f"{given}; there are {DATA_USAGE}")
+    return flags.of_group("data", {"inspect": _inspect, "convert": _convert}, USAGE, words)
 
 
 def _convert(words: Sequence[str]) -> int:
@@ -33,7 +28,7 @@ def _convert(words: Sequence[str]) -> int:
     from longhaul.driving.scenario.compile import ROUTES
     from longhaul.driving.scenario.scenario import CONTROLS
 
-    paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True, shown="")
+    paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True)
     workers = Flag("workers", INT, None, "processes", shown="one a core")
     per_shard = Flag("per_shard", INT, 256, "scenarios of a shard")
     agents = Flag("agents", INT, 1, "controlled agents of a scenario, at most")
@@ -65,10 +60,10 @@ def _convert(words: Sequence[str]) -> int:
 
 def _inspect(words: Sequence[str]) -> int:
     """`longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]`."""
-    paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
-    out = Flag("json", OUTPUT, None, "write the counts and ranges to this file; - is stdout", shown="")
-    one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html", shown="")
-    each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png", shown="")
+    paths = Flag("PATH", PATH, (), "files, folders, globs", many=True)
+    out = Flag("json", OUTPUT, None, "write the counts and ranges to this file; - is stdout")
+    one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html")
+    each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png")
     about = "Counts and ranges of what is in driving logs, as they have it."
     parsed = flags.parse("data inspect", about, {"": [paths, out, one, each, DEBUG]}, words).values
     if not parsed["PATH"]:

@@ -31,8 +31,8 @@ from longhaul.telemetry.health import Finding, Reading
 from longhaul.training import data as feeds
 from longhaul.training.run_dir import find_folder, load_run
 
-JSON = Flag("json", OUTPUT, None, "write the table to this file, too; - is stdout, without the table", shown="")
-QUICK = Flag("quick", ALONE, False, "only what the compiled program shows, without training", shown="")
+JSON = Flag("json", OUTPUT, None, "write the table to this file, too; - is stdout, without the table")
+QUICK = Flag("quick", ALONE, False, "only what the compiled program shows, without training")
 SEEDS = Flag("seeds", INT, checks.LEAST_SEEDS, "runs on each side of the test of convergence")
 UPDATES = Flag("updates", INT, None, "updates of each of them", shown="what a minute allows", least=2)
 
@@ -104,7 +104,7 @@ def table(found: Sequence[Check]) -> list[str]:
 
 def _run(words: Sequence[str]) -> int:
     """`longhaul doctor RUN`: its records and findings."""
-    run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe", shown="")
+    run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe")
     parsed = flags.parse("doctor", "Health of a run.", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, words).values
     try:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])

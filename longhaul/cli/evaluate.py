@@ -1,4 +1,4 @@
-"""The command `evaluate`: scores of a policy as tables and files, and pictures of the worst scenarios."""
+"""The commands `evaluate` and `render`: scores of a policy as tables and files, and pictures of how it drives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import numpy as np
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
-from longhaul.config.resolve import named
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
-from longhaul.runtime import files as runtime_files
+from longhaul.runtime import files
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, loop
@@ -28,10 +30,10 @@ from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import find_folder, load_run
 
-RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
-MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder", shown="")
-DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
-JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout", shown="")
+RUN = Flag("RUN", TEXT, None, "a run's name or folder")
+MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
+DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True)
+JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
 TRAFFIC = Flag(
     "traffic", choice(evaluation.TRAFFICS), None,
     "the others around the ego; with self, the policy drives all that can be driven", shown="as in the run",
@@ -47,8 +49,8 @@ FLAGS = (
     TRAFFIC,
     Flag("episodes", INT, None, "scenarios; with --data, at most as many as it holds", shown="as in the run", least=1),
     JSON,
-    Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
-    Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario", shown=""),
+    Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout"),
+    Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario"),
     Flag("rollouts", INT, evaluate_driving.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
     Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
     Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
@@ -80,13 +82,26 @@ def evaluate(words: Sequence[str]) -> int:
     _check_evaluate(parsed)
     run, acting = policy_of(folder, parsed["policy"], parsed["member"])
     if isinstance(run.environment, Driving):
-        result = _drive(run, acting, parsed)
+        who = driver_of(parsed["policy"])
+        drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
+        scores, _ = drives.play(acting, who)
+        real = evaluate_driving.score(drives, acting, who, parsed["rollouts"]) if parsed["realism"] else None
     else:
-        result = _play(run, acting, parsed, folder)
+        for name in ("data", "traffic", "realism", "worst"):
+            if parsed[name]:
+                what = named_task(run)
+                raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
+        count = parsed["episodes"] or run.evaluation_episodes or 100
+        scores, drives, real = evaluation.scorer(run, count)(acting)[0], None, None
+    result = Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()), drives, real)
     if "-" not in (parsed["json"], parsed["csv"]):
         _print(result)
     if parsed["csv"] is not None:
-        _write_csv(parsed["csv"], result)
+        rows, text = _entries(result), io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(files.finite(row) for row in rows)
+        tables.write_text(parsed["csv"], text.getvalue())
     if parsed["json"] is not None:
         tables.write_json(parsed["json"], _report(folder.name, parsed, result))
     if parsed["worst"]:
@@ -103,32 +118,6 @@ def _check_evaluate(parsed: dict[str, Any]) -> None:
         raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
-
-
-def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result:
-    """The episodes of an environment that is not driving."""
-    assert not isinstance(run.environment, Driving)
-    for name, given in (("data", parsed["data"]), ("traffic", parsed["traffic"]), ("realism", parsed["realism"]),
-                        ("worst", parsed["worst"])):  # fmt: skip
-        if given:
-            what = named_task(run)
-            raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
-    count = parsed["episodes"] or run.evaluation_episodes or 100
-    if isinstance(run.environment, Reasoning):
-        scores, _ = evaluation.reasoner(run, count)(acting)
-    else:
-        scores = evaluation.play_classic(run, named(run.environment), acting, count)
-    return Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
-
-
-def _drive(run: Run, acting: Any, parsed: dict[str, Any]) -> Result:
-    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
-    who = driver_of(parsed["policy"])
-    scores, _ = drives.play(acting, who)
-    estimates = evaluation.bootstrap(scores.metrics, scores.groups())
-    if not parsed["realism"]:
-        return Result(scores, estimates, drives)
-    return Result(scores, estimates, drives, evaluate_driving.score(drives, acting, who, parsed["rollouts"]))
 
 
 def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
@@ -175,10 +164,10 @@ def _print(result: Result) -> None:
     names = tables.columns(scores.metrics, most=tables.MOST)
     _print_groups("scenario", scores.groups(), [s.id for s in drives.scenarios], scores, names)
     if len(set(drives.files)) > 1:
-        files = list(dict.fromkeys(drives.files))
-        of_file = np.array([files.index(drives.files[i]) for i in scores.groups()])
+        paths = list(dict.fromkeys(drives.files))
+        of_file = np.array([paths.index(drives.files[i]) for i in scores.groups()])
         print()
-        _print_groups("file", of_file, [Path(file).name for file in files], scores, names)
+        _print_groups("file", of_file, [Path(path).name for path in paths], scores, names)
     print()
     _print_estimates("metric", result.estimates)
     if result.realism is not None:
@@ -227,21 +216,10 @@ def _entries(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_csv(path: str, result: Result) -> None:
-    rows = _entries(result)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(runtime_files.finite(row) for row in rows)
-    tables.write_text(path, text.getvalue())
-
-
 def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, Any]:
     """Content of --json. With several agents a scenario has as many entries."""
-    estimates, known = (
-        result.estimates,
-        {n: m.value[m.valid] for n, m in result.scores.metrics.items() if m.valid.any()},
-    )
+    estimates = result.estimates
+    known = {name: m.value[m.valid] for name, m in result.scores.metrics.items() if m.valid.any()}
     report = {
         "run": run_id,
         "policy": parsed["policy"],
@@ -301,3 +279,44 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
 
 def labelled(recording: Recording, who: str) -> Recording:
     return recording._replace(label="trained" if who == "run" else who)
+
+
+# --------------------------------------------------------------------------------------------------------------- render
+
+PICTURES = (".gif", ".mp4", ".html", ".png")
+
+
+def render(words: Sequence[str]) -> int:
+    """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] [--traffic ...] --out FILE`."""
+    policy = Flag("policy", choice(evaluation.POLICIES), "run", "driver; without RUN: idm, log or constant")
+    id_flag = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
+    out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
+    groups = {"": [RUN, MEMBER, policy, DATA, id_flag, TRAFFIC, out, RUNS_DIR, DEBUG]}
+    parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
+    who = parsed["policy"]
+    if parsed["out"] is None:
+        raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
+    if Path(parsed["out"]).suffix.lower() not in PICTURES:
+        raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
+    if parsed["RUN"] is not None:
+        folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+        stored = load_run(folder)
+        if not isinstance(stored.environment, Driving):
+            what = named_task(stored)
+            raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
+        run, acting = policy_of(folder, who, parsed["member"])
+    elif who in ("run", "untrained"):
+        raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
+    else:
+        run, acting = resolve(recipes.recipe("driving")), None
+    scenario = parsed["scenario"]
+    drives = evaluate_driving.drives(run, parsed["data"], 1 if scenario is None else None, parsed["traffic"])
+    ids = [each.id for each in drives.scenarios]
+    if scenario is not None and scenario not in ids:
+        hint = flags.suggestion(scenario, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
+        raise RunError(f"no scenario is named {scenario!r}; {hint}")
+    which = 0 if scenario is None else ids.index(scenario)
+    recording = labelled(drives.some([which]).play(acting, driver_of(who), [0])[1][0], who)
+    pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
+    print(parsed["out"])
+    return 0

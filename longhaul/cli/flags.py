@@ -35,7 +35,7 @@ class Flag(NamedTuple):
     default: Any
     help: str
     many: bool = False
-    shown: str | None = None  # what the help says of the default, where its value does not say it
+    shown: str | None = None  # what the help says of the default; None: its value, or nothing where there is none
     aliases: tuple[str, ...] = ()  # other words for it: "total-timesteps"
     bare: tuple[str, ...] = ()  # what --name without a value, or with true, and --no-name, or false, mean
 
@@ -122,7 +122,7 @@ def suggestion(word: str, names: Sequence[str], otherwise: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
-DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback", shown="")
+DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")
 
 
 def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words: Sequence[str]) -> Parsed:
@@ -164,6 +164,19 @@ def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words:
     return Parsed(values | {name: value for name, (_, value) in given.items()}, frozenset(given))
 
 
+def of_group(
+    name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], words: Sequence[str]
+) -> int:
+    """Runs one of the commands `longhaul NAME ...`; `usage` has a line of each. -> its exit code."""
+    if words and words[0] in commands:
+        return commands[words[0]](words[1:])
+    if words and words[0] in ("-h", "--help"):
+        print("usage: " + "\n       ".join(usage))
+        return 0
+    given = f"longhaul {name} has no command {words[0]!r}" if words else "a command is missing"
+    raise FlagError(f"{given}; there are {', '.join(usage)}")
+
+
 class _Formatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar)
@@ -181,8 +194,8 @@ def _help(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[Flag]])
             group.add_argument("-h", "--help", action="help", help="show this help and exit")
         for flag in flags:
             shown = flag.shown
-            if shown is None:
-                shown = " ".join(map(str, flag.default)) if flag.many else _plain(flag.default)
+            if shown is None and flag.kind is not ALONE and flag.default is not None:
+                shown = " ".join(map(str, flag.default)) if flag.many else plain(flag.default)
             text = (flag.help + f" (default: {shown})" * bool(shown)).replace("%", "%%")
             if flag.positional:
                 group.add_argument(flag.name, metavar=_metavar(flag), help=text)
@@ -219,7 +232,7 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, given: dict[str, tuple[str
                 raise FlagError(f"{flag.option} is given twice; write it once, with all its values after it")
             if before != written and known != value and flag.aliases:
                 raise FlagError(
-                    f"--{before} is {_plain(known)} and --{written}, another word for it, is {_plain(value)}; give one "
+                    f"--{before} is {plain(known)} and --{written}, another word for it, is {plain(value)}; give one "
                     "of them"
                 )
             given[flag.name] = (written, value)
@@ -236,8 +249,10 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _plain(value: Any) -> str:
-    """A value as one would type it: 1000000, 0.00025, none."""
+def plain(value: Any) -> str:
+    """A value as one would type it: 1000000, 0.00025, none, a b."""
+    if type(value) is tuple:
+        return " ".join(map(plain, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -251,8 +266,8 @@ def _read(flag: Flag, word: str) -> Any:
         raise FlagError(f"{flag.option} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
     low, high = flag.least, flag.most
     if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
-        bound = f"be at least {_plain(low)}" if high is None else f"lie in {_plain(low)} to {_plain(high)}"
-        raise FlagError(f"{flag.option} is {_plain(value)}; it must {bound}")
+        bound = f"be at least {plain(low)}" if high is None else f"lie in {plain(low)} to {plain(high)}"
+        raise FlagError(f"{flag.option} is {plain(value)}; it must {bound}")
     return value
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, TEXT, Flag, FlagError, choice
@@ -30,13 +29,7 @@ FLAGS = (
     Flag("hosts", INT, 2, "processes, each of which stands for a host", least=1),
     Flag("devices_per_host", INT, None, "devices of each process", shown="the machine's cores, shared", least=1),
     Flag("restarts", INT, 0, "new starts from the newest checkpoint, after deaths without a new one between", least=0),
-    Flag(
-        "deadline",
-        FLOAT,
-        DEADLINE,
-        "seconds in which a process must get from its start, or a save, to updates",
-        least=heartbeat.SILENCE,
-    ),
+    Flag("deadline", FLOAT, DEADLINE, "seconds from a process's start, or a save, to updates", least=heartbeat.SILENCE),
     Flag("on", choice(("here", "ray")), "here", "where: on this machine, or on the nodes of a Ray cluster"),
     DEBUG,
 )
@@ -64,30 +57,21 @@ def launch(words: Sequence[str]) -> int:
         raise FlagError("what is to be launched? longhaul launch --hosts N -- train RECIPE ...")
     count, devices, restarts, deadline = (values[n] for n in ("hosts", "devices_per_host", "restarts", "deadline"))
     if values["on"] == "ray":
-        return _on_ray(command, values)
+        from longhaul.runtime.launch import ray, ray_cluster
+
+        fewest = values["fewest"] or count
+        if fewest > count:
+            raise FlagError(f"--fewest is {fewest}; it must be at most --hosts, {count}")
+        wanted = ray.Wanted(count, fewest, devices, values["place"], values["patience"])
+        with ray_cluster.joined(values["address"]):
+            return supervise(command, ray.starter(wanted, say), restarts, deadline)
     lost = [f"--{flag.name}" for flag in RAY if flag.name in given.given]
     if lost:
         raise FlagError(f"{', '.join(lost)} can be given with --on ray only")
-    _check_room(count)
-    return supervise(command, functools.partial(local.local, count=count, devices=devices), restarts, deadline)
-
-
-def _check_room(count: int) -> None:
-    """Raises FlagError where this machine's memory can't hold so many processes: they would take it down together."""
     total = machine_memory()
-    if count > (most := max(1, total // FOOTPRINT)):
+    if count > (most := max(1, total // FOOTPRINT)):  # they would take the machine down together
         raise FlagError(
             f"--hosts is {count}; this machine's {total / 1e9:.1f} GB hold at most {most} processes, "
             f"of {FOOTPRINT / 1e9:.1f} GB or more each; choose fewer, or a cluster by --on ray"
         )
-
-
-def _on_ray(command: Sequence[str], values: dict[str, Any]) -> int:
-    from longhaul.runtime.launch import ray, ray_cluster
-
-    count, fewest = values["hosts"], values["fewest"] or values["hosts"]
-    if fewest > count:
-        raise FlagError(f"--fewest is {fewest}; it must be at most --hosts, {count}")
-    wanted = ray.Wanted(count, fewest, values["devices_per_host"], values["place"], values["patience"])
-    with ray_cluster.joined(values["address"]):
-        return supervise(command, ray.starter(wanted, say), values["restarts"], values["deadline"])
+    return supervise(command, functools.partial(local.local, count=count, devices=devices), restarts, deadline)

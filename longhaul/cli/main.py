@@ -49,10 +49,9 @@ COMMANDS = {
 
 ENTRIES = {
     "play": ("play.command", "play"),
-    "recipes": ("list", "show_recipes"),
-    "envs": ("list", "show_envs"),
-    "plan": ("plan", "command"),
-    "sync": ("sync_plan", "sync"),
+    "render": ("evaluate", "render"),
+    "recipes": ("main", "show_recipes"),
+    "envs": ("main", "show_envs"),
 }
 """Command -> (module of `longhaul.cli`, function in it), where they are not called like the command."""
 
@@ -151,3 +150,31 @@ def _help() -> None:
         "\nlonghaul COMMAND --help says more; --debug shows the traceback of an error; --version."
         "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
     )
+
+
+def show_recipes(words: Sequence[str]) -> int:
+    """`longhaul recipes`."""
+    from longhaul.config import recipes
+
+    flags.parse("recipes", "The recipes of longhaul train.", {"": [flags.DEBUG]}, words)
+    tables.listing(recipes.described())
+    return 0
+
+
+def show_envs(words: Sequence[str]) -> int:
+    """`longhaul envs [SUITE]`."""
+    from longhaul.envs import registry, suites
+    from longhaul.envs.host import registry as host_registry
+
+    suite = flags.Flag("SUITE", flags.TEXT, None, "list all environments of this suite")
+    about = "The environments of longhaul train ppo --env NAME."
+    name = flags.parse("envs", about, {"": [suite, flags.DEBUG]}, words).values["SUITE"]
+    if name is not None:
+        print(*suites.names(name), sep="\n")
+        return 0
+    tables.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
+    print("\nOf other libraries, on the device:")
+    tables.listing(suites.rows())
+    print("\nOn the host, for actors:")
+    tables.listing(host_registry.names())
+    return 0

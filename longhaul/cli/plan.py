@@ -38,11 +38,11 @@ FLAGS = [
     ),
     Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list", least=0.0),
     Flag("calls", INT, 3, "compiled calls that are measured", least=1),
-    Flag("json", OUTPUT, None, "write the plan to this file; - is stdout", shown=""),
+    Flag("json", OUTPUT, None, "write the plan to this file; - is stdout"),
 ]
 
 
-def command(words: Sequence[str]) -> int:
+def plan(words: Sequence[str]) -> int:
     """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
     recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, words)
     found = planned(resolve(run_flags.chosen(recipe, parsed)), parsed.values)

@@ -15,7 +15,7 @@ ABOUT = "Traces some updates of a recipe and says where their time goes."
 FLAGS = (
     Flag("out", PATH, "profile", "folder of the trace, for TensorBoard and Perfetto"),
     Flag("calls", INT, 3, "compiled calls that are traced, each of --block updates", least=1),
-    Flag("json", OUTPUT, None, "write what was found to this file; - is stdout", shown=""),
+    Flag("json", OUTPUT, None, "write what was found to this file; - is stdout"),
 )
 
 

@@ -26,8 +26,8 @@ from longhaul.runtime.errors import RunError
 from longhaul.training import loop, reasoning_setup
 from longhaul.training.run_dir import find_folder, load_run
 
-RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
-PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True, "")
+RUN = Flag("RUN", TEXT, None, "a run's name or folder")
+PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True)
 
 GROUPS = {
     "": [
@@ -40,15 +40,8 @@ GROUPS = {
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),
-        Flag(
-            "curve",
-            INT,
-            None,
-            "instead: accuracy by steps and by samples, on so many problems held out",
-            shown="",
-            least=1,
-        ),
-        Flag("json", OUTPUT, None, "write the solutions, or the curve, to this file; - is stdout", shown=""),
+        Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", least=1),
+        Flag("json", OUTPUT, None, "write the solutions, or the curve, to this file; - is stdout"),
         RUNS_DIR,
         DEBUG,
     ]
@@ -71,10 +64,8 @@ def reason(words: Sequence[str]) -> int:
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
     if parsed["curve"] is not None:
         return _curve(folder, task, parsed, settings)
-    made, asked = (
-        problem_sets.held_out_task(task),
-        list(parsed["PROBLEM"]) or [problem_sets.held_out(task, 1)[0].prompt],
-    )
+    made = problem_sets.held_out_task(task)
+    asked = list(parsed["PROBLEM"]) or [problem_sets.held_out(task, 1)[0].prompt]
     if made.posed is not None:
         for prompt in asked:
             made.posed(prompt)  # what is no problem is said before anything is loaded
@@ -150,7 +141,5 @@ def _show(solution: Solution, *, known: bool) -> None:
 
 def _plain(solution: Solution) -> dict[str, Any]:
     """Value in a form that JSON can hold."""
-    plain = solution._asdict()
-    plain["chain"] = None if solution.chain is None else solution.chain._asdict()
-    plain["chains"] = [chain._asdict() for chain in solution.chains]
-    return plain
+    chain = None if solution.chain is None else solution.chain._asdict()
+    return solution._asdict() | {"chain": chain, "chains": [chain._asdict() for chain in solution.chains]}

@@ -42,12 +42,9 @@ RUNS_DIR = Flag(
 FOLDERS = (
     RUNS_DIR,
     Flag("run-name", TEXT, None, "name of the run's folder", shown="recipe and time"),
-    Flag("run-suffix", TEXT, None, "added to recipe and time, where no run-name is given", shown=""),
-    Flag(
-        "resume", TEXT, None, "go on with this run (its name, folder or W&B id) to its end", shown="",
-        aliases=("resume-run",),
-    ),
-)  # fmt: skip
+    Flag("run-suffix", TEXT, None, "added to recipe and time, where no run-name is given"),
+    Flag("resume", TEXT, None, "go on with this run (its name, folder or W&B id) to its end", aliases=("resume-run",)),
+)
 
 TRACKING = (
     Flag("wandb", SWITCH, False, "send metrics to Weights & Biases, too; a run that goes on keeps to it"),
@@ -62,10 +59,10 @@ TRACKING = (
 
 PUBLISHING = (
     Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
-         "none: stop", True, shown=""),
+         "none: stop", True),
     Flag("publish-every", INT, 1, "updates from one version to the next"),
     Flag("publish-precision", choice(PUBLISHED), "as-is", "type in which fp32 parameters are published"),
-    Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
+    Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know"),
     Flag("publish-anchor", INT, 1, "versions in a folder from one full snapshot to the next; the others are deltas"),
 )  # fmt: skip
 """Flags of publication: not part of a Run either."""
@@ -84,7 +81,7 @@ def flag_of(leaf: Leaf, run: Run) -> Flag:
     described, value = leaf.setting, leaf.value
     if leaf.name == "mesh" and run.devices:
         value = run.mesh
-    shown = "auto" if described.auto and value is None else "" if described.path and value == () else None
+    shown = "auto" if described.auto and value is None else "none" if value is None else None
     return Flag(
         name_of(leaf), MESH if leaf.name == "mesh" else _kind(described, _hints(leaf.owner)[leaf.path[-1]]), value,
         described.help, isinstance(leaf.value, tuple), shown, described.aliases, described.bare,
@@ -205,7 +202,7 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
             free[name] = value
         elif value != before[name]:
             raise RunError(
-                f"--{name} is {_said(value)}, and run {folder.name} has {_said(before[name])}; "
+                f"--{name} is {flags.plain(value)}, and run {folder.name} has {flags.plain(before[name])}; "
                 f"leave --{name} out, or start a new run without --resume"
             )
     if any(value != before[name] for name, value in free.items() if known[name].setting.resume == CHANGEABLE):
@@ -213,9 +210,3 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     run = apply(stored, free)
     check_topology(run, {name: value for name, value in free.items() if value != before[name]})
     return run
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, tuple) and not isinstance(value, MeshShape):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -36,10 +36,10 @@ def _list_of(kind: Kind) -> Kind:
 
 
 GRID = (
-    Flag("sizes", _list_of(FLOAT), None, "millions of parameters of the models", shown=""),
-    Flag("scenarios", _list_of(INT), None, "generated scenarios to train in", shown=""),
-    Flag("seeds", INT, None, "runs of each size and number of scenarios", shown=""),
-    Flag("metric", choice(METRICS), None, "what a policy scores where it does not fail", shown=""),
+    Flag("sizes", _list_of(FLOAT), None, "millions of parameters of the models"),
+    Flag("scenarios", _list_of(INT), None, "generated scenarios to train in"),
+    Flag("seeds", INT, None, "runs of each size and number of scenarios"),
+    Flag("metric", choice(METRICS), None, "what a policy scores where it does not fail"),
 )
 
 
@@ -65,10 +65,16 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         odd = sorted(parsed.given - {"resume", "runs-dir", "debug"})
         if odd:
             raise FlagError(f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags")
-        folder = _find(runs_dir, name)
+        there = [folder for folder in (runs_dir / name, Path(name)) if (folder / "grid.json").is_file()]
+        if not there:
+            raise RunError(f"no grid {name!r} in {runs_dir}; leave --resume out to begin one")
+        folder = there[0]
         grid = grids.load_grid(folder)
     else:
-        grid = _chosen(default, parsed)
+        names = {flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)
+        base: Run = run_flags.apply(default.base, {flag: parsed.values[flag] for flag in names & parsed.given})
+        given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
+        grid = dataclasses.replace(default, base=base, **given)
         grids.check(grid)
         folder = new_folder(runs_dir, grid.base, parsed.values["run-name"])
         grids.save_grid(folder, grid)
@@ -92,21 +98,6 @@ def _table(default: Grid) -> dict[str, list[Flag]]:
         for title, group in run_flags.table(default.base).items()
     }
     return {"grid: What is run.": own, **rest}
-
-
-def _chosen(default: Grid, parsed: flags.Parsed) -> Grid:
-    names = {flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)
-    base: Run = run_flags.apply(default.base, {name: parsed.values[name] for name in names & parsed.given})
-    given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
-    return dataclasses.replace(default, base=base, **given)
-
-
-def _find(runs_dir: Path, name: str) -> Path:
-    """The folder of a grid by its name or path."""
-    for folder in (runs_dir / name, Path(name)):
-        if (folder / "grid.json").is_file():
-            return folder
-    raise RunError(f"no grid {name!r} in {runs_dir}; leave --resume out to begin one")
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from longhaul.telemetry import forecast, sinks, wandb
 from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training.run_dir import called, find_folder, read_run
 
-RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+RUN = Flag("RUN", TEXT, None, "a run's name or folder")
 
 OLD = 10.0
 """Seconds after which the actors' state is called old."""

@@ -24,8 +24,9 @@ from longhaul.training.run_dir import find_folder, load_run, new_folder, save_ru
 
 if TYPE_CHECKING:
     from longhaul.training.loop import Outcome
+    from longhaul.training.publish import Publishing
 
-DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop", shown="")
+DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop")
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
@@ -61,12 +62,6 @@ def _follow() -> None:
     loop.train(run, folder, resumed=told["resumed"])
 
 
-def _told(run: Run) -> Run:
-    """`run`, of which the other processes hear."""
-    process_group.tell("run", to_dict(run))
-    return run
-
-
 def _train(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
@@ -85,61 +80,52 @@ def _train(words: Sequence[str]) -> int:
     table = run_flags.table(recipe)
     table[""] = [DRY_RUN, *table[""]]
     parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
-    runs_dir = Path(parsed.values["runs-dir"])
     if parsed.values["dry-run"]:
-        return _dry(runs_dir, recipe, parsed)
+        return _dry(recipe, parsed)
 
-    from longhaul.config.resolve import resolve
     from longhaul.training import loop, publish
 
-    if parsed.values["resume"] is not None:
-        folder = find_folder(runs_dir, parsed.values["resume"])
-        tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe, wandb.load(folder))
-        run = _told(resolve(run_flags.resumed(folder, recipe.recipe, _fitting(parsed, folder))))
-        published = publish.chosen(parsed.values, parsed.given, publish.load(folder))
+    run, folder = _asked(recipe, parsed)
+    tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe, wandb.load(folder) if folder else None)
+    published = publish.chosen(parsed.values, parsed.given, publish.load(folder) if folder else None)
+    if tracked is None or not tracked.on:
+        for name in ("project", "entity", "wandb-mode"):
+            if name in parsed.given:
+                print(f"--{name} does nothing without --wandb", file=sys.stderr)
+    process_group.tell("run", to_dict(run))
+    if folder is None:
+        folder, outcome = _begin(run, parsed, tracked, published)
+    else:
         wandb.save(folder, tracked)
         publish.save(folder, published)
-        _say_unused(parsed, tracked)
         print(folder, flush=True)
         outcome = loop.train(run, folder, resumed=True, asked=run_flags.asked(run, parsed))
-    else:
-        tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe)
-        publish.chosen(parsed.values, parsed.given)
-        _say_unused(parsed, tracked)
-        run = _there(_told(resolve(run_flags.chosen(recipe, parsed))))
-        folder, outcome = _begin(runs_dir, run, parsed, tracked)
     if outcome.result is not None:
         show_result(outcome.result)
         print(f"report: {folder / 'report.html'}")
     return outcome.code
 
 
-def _there(run: Run) -> Run:
-    """`run`, if its environment is one of a suite that is installed; else RunError, before there is a folder."""
-    from longhaul.config.resolve import named
-    from longhaul.envs import suites
-    from longhaul.training import loop
+def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
+    """(the resolved Run that is asked for, its folder where one is gone on with)."""
+    from longhaul.config.resolve import resolve
 
-    if isinstance(run.environment, Named) and suites.is_suite(run.environment.env):
-        loop.prepare_devices(run.all_devices, run.threads)  # importing a suite may start JAX, as Brax does
-        named(run.environment)
-    return run
+    if parsed.values["resume"] is None:
+        return resolve(run_flags.chosen(recipe, parsed)), None
+    folder = find_folder(Path(parsed.values["runs-dir"]), parsed.values["resume"])
+    return resolve(run_flags.resumed(folder, recipe.recipe, _fitting(parsed, folder))), folder
 
 
-def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
+def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
-    from longhaul.config.resolve import named, resolve
+    from longhaul.config.resolve import named
     from longhaul.diagnostics.program import compiled
     from longhaul.runtime import device_memory
     from longhaul.training import loop
 
     if process_group.together():
         raise FlagError("--dry-run is of one process; leave longhaul launch out")
-    if parsed.values["resume"] is None:
-        run = resolve(run_flags.chosen(recipe, parsed))
-    else:
-        folder = find_folder(runs_dir, parsed.values["resume"])
-        run = resolve(run_flags.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
+    run, _ = _asked(recipe, parsed)
     loop.prepare_devices(run.all_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
@@ -179,11 +165,6 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
 
 
-def _say_unused(parsed: flags.Parsed, tracked: wandb.Tracking | None) -> None:
-    for flag in wandb.unused(parsed.given, tracked):
-        print(f"{flag} does nothing without --wandb", file=sys.stderr)
-
-
 def _train_help() -> None:
     print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
     tables.listing((f"  {name}", about) for name, about in recipes.described())
@@ -193,7 +174,9 @@ def _train_help() -> None:
     )
 
 
-def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracking | None) -> tuple[Path, Outcome]:
+def _begin(
+    run: Run, parsed: flags.Parsed, tracked: wandb.Tracking | None, published: Publishing | None
+) -> tuple[Path, Outcome]:
     """A new run from its folder on. Whoever has read the folder's name can go on with it, be it killed at once.
 
     A run that is refused before it began (by a damaged log, say) leaves no folder.
@@ -203,6 +186,7 @@ def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracki
     from longhaul.algorithms import registry
     from longhaul.algorithms.context import Context
     from longhaul.config.resolve import named
+    from longhaul.envs import suites
     from longhaul.runtime import partition
     from longhaul.runtime.mesh import identity
     from longhaul.runtime.provenance import provenance
@@ -211,6 +195,8 @@ def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracki
 
     task = run.environment
     if isinstance(task, Named):
+        if suites.is_suite(task.env):  # importing a suite may start JAX, as Brax does
+            loop.prepare_devices(run.all_devices, run.threads)
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
     loop.prepare_devices(run.all_devices, run.threads)
@@ -219,10 +205,10 @@ def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracki
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None, "asked": run_flags.asked(run, parsed)}
-    folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
+    folder = new_folder(Path(parsed.values["runs-dir"]), run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
         wandb.save(folder, tracked)
-        publish.save(folder, publish.chosen(parsed.values, parsed.given))
+        publish.save(folder, published)
         save_run(folder, run, about)
         print(folder, flush=True)
         return folder, loop.train(run, folder, resumed=False, source=source)

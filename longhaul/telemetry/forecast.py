@@ -98,18 +98,14 @@ def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 2
     ends = np.quantile(numbers, (0.05, 0.95), axis=1)
     law = Ceiling(start, start + float(best[0]), float(np.exp(best[1])), float(np.exp(best[2])))
     intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(Ceiling._fields[1:])}
-    _refuse(law, intervals, float(compute.max()))
-    return Fit(law, float(np.sqrt(np.mean(residual**2))), intervals)
-
-
-def _refuse(law: Ceiling, intervals: dict[str, tuple[float, float]], last: float) -> None:
-    way, (low, high) = law.ceiling - law.start, intervals["ceiling"]
-    behind = (float(law.at(last)) - law.start) / way if abs(way) > 1e-9 else 0.0
+    way, (least, most) = law.ceiling - start, intervals["ceiling"]
+    behind = (float(law.at(compute.max())) - start) / way if abs(way) > 1e-9 else 0.0
     if behind < BENT:
         raise NotBent(f"{behind:.0%} of the way to a ceiling of {law.ceiling:.3g} lie behind, less than {BENT:.0%}; "
                       "train on, then ask again")  # fmt: skip
-    if high - low > UNSURE * abs(way):
-        raise NotBent(f"the ceiling lies anywhere in {low:.3g} to {high:.3g}; train on, then ask again")
+    if most - least > UNSURE * abs(way):
+        raise NotBent(f"the ceiling lies anywhere in {least:.3g} to {most:.3g}; train on, then ask again")
+    return Fit(law, float(np.sqrt(np.mean(residual**2))), intervals)
 
 
 def worth_going_on(law: Ceiling, compute: float, least: float, factor: float = 2.0) -> bool:

@@ -182,6 +182,7 @@ class Past:
         self.first: Block | None = None
         self.best = -math.inf  # median of three blocks
         self.blocks: deque[Block] = deque(maxlen=BLOCKS)
+        self.returns = self.lengths = Trend(0.0, 0.0, 0.0)  # over the blocks, from three blocks on
         self._open: list[tuple[int, float, float, float]] = []  # update, episodes, their returns, their lengths
 
     @property
@@ -223,6 +224,8 @@ class Past:
             self.first = self.first or self.blocks[0]
             if len(self.blocks) >= 3:
                 self.best = max(self.best, self.level())
+                self.returns = trend([block.returns for block in self.blocks])
+                self.lengths = trend([block.length for block in self.blocks])
             self._open = []
 
     def recent(self, name: str) -> float | None:
@@ -338,8 +341,7 @@ def _critic(past: Past) -> Reading | None:
     value = past.recent("explained_variance")
     if value is None or len(past.blocks) < BLOCKS:
         return None
-    noise = trend([block.returns for block in past.blocks]).noise
-    learnt = past.gained() > 4.0 * noise and past.gained() > 0.0
+    learnt = past.gained() > max(4.0 * past.returns.noise, 0.0)
     says = f"explained variance is {value:.3g}, below {NOTHING}, and the return has not risen"
     return Reading(value, NOTHING, value < NOTHING and not learnt, value > 0.0 or learnt, says)
 
@@ -353,36 +355,34 @@ def _episodes(past: Past) -> Reading:
 def _plateau(past: Past) -> Reading | None:
     if past.bounds.window is None or len(past.blocks) < BLOCKS:
         return None
-    found = trend([block.returns for block in past.blocks])
-    enough = max(found.noise, LITTLE * past.gained())
-    flat = found.z < FLAT and found.gain <= enough
+    z, gain, noise = past.returns
+    enough = max(noise, LITTLE * past.gained())
+    flat = z < FLAT and gain <= enough
     cool = past.lr < COOL * past.largest_lr
     first, last = past.blocks[0], past.blocks[-1]
-    says = f"the return has not risen: {last.returns:.4g}, {found.gain:+.2g} over {past.update - first.update} updates"
+    says = f"the return has not risen: {last.returns:.4g}, {gain:+.2g} over {past.update - first.update} updates"
     bad = flat and not cool and not past.solved()
-    good = (found.z > CERTAIN and found.gain > enough) or past.solved()
-    return Reading(found.gain, enough, bad, good, says, first.update)
+    return Reading(gain, enough, bad, (z > CERTAIN and gain > enough) or past.solved(), says, first.update)
 
 
 def _stalling(past: Past) -> Reading | None:
     if past.bounds.window is None or len(past.blocks) < BLOCKS:
         return None
-    lengths = [block.length for block in past.blocks]
-    if not all(map(math.isfinite, lengths)):
+    if not all(math.isfinite(block.length) for block in past.blocks):
         return None
-    returns, longer = trend([block.returns for block in past.blocks]), trend(lengths)
-    growth = 1.0 + longer.gain / max(lengths[-1] - longer.gain, 1e-9) if longer.gain < lengths[-1] else math.inf
-    bad = longer.z > CERTAIN and growth > LONGER and returns.z < FLAT and not past.solved()
-    says = f"episodes got {growth:.2f} times as long ({lengths[-1]:.4g}) while the return stood still"
-    good = longer.z < FLAT or returns.z > CERTAIN or past.solved()
+    longer, length, rises = past.lengths, past.blocks[-1].length, past.returns.z
+    growth = 1.0 + longer.gain / max(length - longer.gain, 1e-9) if longer.gain < length else math.inf
+    bad = longer.z > CERTAIN and growth > LONGER and rises < FLAT and not past.solved()
+    says = f"episodes got {growth:.2f} times as long ({length:.4g}) while the return stood still"
+    good = longer.z < FLAT or rises > CERTAIN or past.solved()
     return Reading(growth, LONGER, bad, good, says, past.blocks[0].update)
 
 
 def _lost(past: Past) -> Reading | None:
     if len(past.blocks) < 4:
         return None
-    gained, values = past.gained(), [block.returns for block in past.blocks]
-    if gained <= 4.0 * trend(values).noise or gained <= 0.0:
+    gained = past.gained()
+    if gained <= max(4.0 * past.returns.noise, 0.0):
         return None
     lost = (past.best - past.level()) / gained
     says = f"the return lost {lost:.0%} of what it had gained: {past.level():.4g} after {past.best:.4g}"

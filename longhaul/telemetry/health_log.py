@@ -52,7 +52,7 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
     Lasting findings are reported again at a resume. An event is in the file before it is reported.
     """
     if not bounds.watch:
-        return sinks.Sink(lambda record: None, lambda: None)
+        return sinks.Sink()
     path, metrics = folder / FILE, folder / "metrics.jsonl"
     seen = Watch(plan, bounds)
     before = sinks.read(metrics) if metrics.exists() else []
@@ -63,7 +63,7 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
     for finding in seen.findings():
         if finding.until is None:
             note(Event(finding.since, finding).line())
-    out: list[sinks.Patient] = []  # opened with the first event: a healthy run has no such file
+    out: list[sinks.Sink] = []  # opened with the first event: a healthy run has no such file
 
     def write(record: Record) -> None:
         for event in seen.look(record):

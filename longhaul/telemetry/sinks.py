@@ -39,28 +39,18 @@ class MetricsError(OSError):
     """Metrics cannot be written; the message is one line."""
 
 
+def _ignore(*given: Any) -> None:
+    """Part of a sink that does nothing."""
+
+
 class Sink(NamedTuple):
-    write: Callable[[Record], None]
-    close: Callable[[], None]
+    write: Callable[[Record], None] = _ignore
+    close: Callable[[], None] = _ignore
+    flush: Callable[[], None] = _ignore  # writes records that wait for disk space; OSError while there is none
+    note: Callable[[str], None] = _ignore  # prints one line beside the progress
 
 
-class Console(NamedTuple):
-    """Sink that shows progress; `note` prints one line beside it."""
-
-    write: Callable[[Record], None]
-    close: Callable[[], None]
-    note: Callable[[str], None]
-
-
-class Patient(NamedTuple):
-    """Sink that survives a full disk; `flush` writes waiting records, and raises OSError while there is no space."""
-
-    write: Callable[[Record], None]
-    close: Callable[[], None]
-    flush: Callable[[], None]
-
-
-def patient(sink: Sink, warn: Callable[[str], None]) -> Patient:
+def patient(sink: Sink, warn: Callable[[str], None]) -> Sink:
     """Sink whose records wait in memory while the disk is full; `warn` takes a line when waiting starts.
 
     At most `MOST_WAITING` records wait. `close` raises MetricsError if there is still no space.
@@ -95,10 +85,10 @@ def patient(sink: Sink, warn: Callable[[str], None]) -> Patient:
         finally:
             sink.close()
 
-    return Patient(write, close, flush)
+    return Sink(write, close, flush)
 
 
-def fan(*sinks: Sink | Patient | Console) -> Sink:
+def fan(*sinks: Sink) -> Sink:
     """Sink that writes to all. `close` closes all, even if one fails, and raises the first failure."""
 
     def write(record: Record) -> None:
@@ -154,7 +144,12 @@ def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] 
     with _clear(file):
         with open(other, "wb") as kept:
             for line, record in _lines(file):
-                if _number(record, "update", file) <= update:
+                number = record.get("update")
+                if not isinstance(number, int):
+                    raise ValueError(
+                        f"a record in {file} has 'update': {number!r}, not a whole number: remove its line"
+                    )
+                if number <= update:
                     kept.write(line)
                     last = record
             kept.flush()
@@ -191,13 +186,6 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not isinstance(record, dict):
                 raise ValueError(f"line {number} of {file} is not a record: {line[:60]!r}; remove the line")
             yield line, record
-
-
-def _number(record: dict[str, Any], name: str, file: Path) -> int:
-    value = record.get(name)
-    if not isinstance(value, int):
-        raise ValueError(f"a record in {file} has {name!r}: {value!r}, not a whole number: remove its line")
-    return value
 
 
 def _whole(descriptor: int) -> int:
@@ -275,7 +263,10 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
         length = struct.pack("<Q", len(data))
         return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
-    file = _event_file(Path(folder))
+    folder = Path(folder)  # TensorBoard reads its files in the order of their names: this one is the last
+    taken = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
+    seconds = max(int(time.time()), max(taken, default=0) + 1)
+    file = folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
     with _clear(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
@@ -291,13 +282,6 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
         _append(descriptor, file, frame(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
 
     return Sink(write, _closer(descriptor))
-
-
-def _event_file(folder: Path) -> Path:
-    """Name that sorts after existing ones, since TensorBoard reads files in that order."""
-    taken = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
-    seconds = max(int(time.time()), max(taken, default=0) + 1)
-    return folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
 
 
 # --------------------------------------------------------------------------------------------------------- console
@@ -324,7 +308,7 @@ def console(
     start: int = 0,
     show: str = "episode/return",
     clock: Callable[[], float] = time.monotonic,
-) -> Console:
+) -> Sink:
     """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on, with rate and time left.
 
     `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Otherwise: one plain line a
@@ -343,30 +327,24 @@ def console(
         said = f"  {show.rpartition('/')[2]} {value:.4g}" if isinstance(value, (int, float)) else ""
         return steps, f"{speed:,.0f}/s  {left} left{said}"
 
-    terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return _bar(total_steps, stream, start, words) if terminal else _plain_lines(total_steps, stream, words)
+    def share(steps: int) -> str:
+        return f"{steps / max(total_steps, 1):.1%}"
 
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
 
-SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}
-"""Metrics on a plain line with their labels; learning metrics go without the algorithm's name."""
+        def note(text: str) -> None:
+            print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
 
+        def write_line(record: Record) -> None:
+            steps, text = words(record)
+            plain = _plain(record)
+            plain |= {short: value for name, value in plain.items() if (short := of_learning(name))}
+            values = {said: plain.get(name) for name, said in SHOWN.items()}
+            more = "".join(f"  {said} {value:.3g}" for said, value in values.items() if isinstance(value, (int, float)))
+            note(f"{steps:,} of {total_steps:,} agent steps ({share(steps)})  {text}{more}")
 
-def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tuple[int, str]]) -> Console:
-    def note(text: str) -> None:
-        print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
+        return Sink(write_line, note=note)
 
-    def write(record: Record) -> None:
-        steps, text = words(record)
-        plain = _plain(record)
-        plain |= {short: value for name, value in plain.items() if (short := of_learning(name))}
-        values = {said: plain.get(name) for name, said in SHOWN.items()}
-        more = "".join(f"  {said} {value:.3g}" for said, value in values.items() if isinstance(value, (int, float)))
-        note(f"{steps:,} of {total_steps:,} agent steps ({_share(steps, total_steps)})  {text}{more}")
-
-    return Console(write, lambda: None, note)
-
-
-def _bar(total_steps: int, stream: TextIO, start: int, words: Callable[[Record], tuple[int, str]]) -> Console:
     from rich.console import Console as Terminal
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -378,14 +356,13 @@ def _bar(total_steps: int, stream: TextIO, start: int, words: Callable[[Record],
 
     def write(record: Record) -> None:
         steps, text = words(record)
-        said = f"{_share(steps, total_steps)} of {total_steps:,} agent steps  {text}"
-        bar.update(task, completed=steps, description=said)
+        bar.update(task, completed=steps, description=f"{share(steps)} of {total_steps:,} agent steps  {text}")
 
-    return Console(write, bar.stop, bar.console.print)
+    return Sink(write, bar.stop, note=terminal.print)
 
 
-def _share(steps: int, total_steps: int) -> str:
-    return f"{steps / max(total_steps, 1):.1%}"
+SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}
+"""Metrics on a plain line with their labels; learning metrics go without the algorithm's name."""
 
 
 def duration(seconds: float) -> str:

@@ -96,13 +96,6 @@ def chosen(
     return tracking
 
 
-def unused(given: frozenset[str], tracking: Tracking | None) -> list[str]:
-    """Given flags without effect, since the run is not tracked."""
-    if tracking is not None and tracking.on:
-        return []
-    return [f"--{name}" for name in ("project", "entity", "wandb-mode") if name in given]
-
-
 def save(folder: Path, tracking: Tracking | None) -> None:
     """Store the tracking settings of the run in `folder`, with an id."""
     if tracking is not None:
@@ -157,7 +150,7 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
     mode = resolved(tracking.mode) if tracking is not None and tracking.on else "disabled"
     process = None if mode == "disabled" else _begun(folder, mode, note)
     if process is None:
-        yield Sink(lambda record: None, lambda: None)
+        yield Sink()
         return
     if mode == "offline" and tracking is not None and (tracking.mode or os.environ.get("WANDB_MODE")) is None:
         note("W&B: there are no credentials (wandb login, or WANDB_API_KEY), so the run is logged offline")
@@ -175,11 +168,20 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
 
     end = "failed"
     try:
-        yield Sink(write, lambda: None)
+        yield Sink(write)
         end = "done"
     finally:
         end = "stopped" if stopping() else end
-        _finish(process, b"" if lost else end.encode() + b"\n", end, stopping)
+        process.say(b"" if lost else end.encode() + b"\n")
+        process.hang_up()
+        begun = time.monotonic()
+        while process.code is None:
+            passed = time.monotonic() - begun
+            if passed > (PATIENCE if end == "done" and not stopping() else HASTE):
+                process.kill()
+                process.wait()
+                break
+            time.sleep(min(0.01 + passed / 10, 0.2))
         _relay(process, said, note)
         if process.code and not lost:
             note(f"W&B did not finish ({folder / LOG}); what it lacks is sent when the run goes on, or by wandb sync")
@@ -215,17 +217,3 @@ def _relay(process: Process, said: list[bytes], note: Note) -> None:
     said[:] = [rest]
     for line in lines:
         note(line.decode(errors="replace"))
-
-
-def _finish(process: Process, word: bytes, end: str, stopping: Callable[[], bool]) -> None:
-    """Announce the end to the tracker, wait for it within the time limit, then kill it."""
-    process.say(word)
-    process.hang_up()
-    begun = time.monotonic()
-    while process.code is None:
-        passed = time.monotonic() - begun
-        if passed > (PATIENCE if end == "done" and not stopping() else HASTE):
-            process.kill()
-            process.wait()
-            return
-        time.sleep(min(0.01 + passed / 10, 0.2))

@@ -20,7 +20,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -172,20 +171,15 @@ def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, in
             traceback.print_exc()
             say(f"W&B does not take the run ({_first_line(error)}), so it is logged offline")
             wandb.teardown()
-    _forget(folder, where, tracked.id)
+    for place in where.glob(f"wandb/offline-run-*-{tracked.id}"):  # each of this run's records is written again
+        mark = place / MARK
+        if mark.is_file() and mark.read_text() == str(folder.resolve()):
+            shutil.rmtree(place, ignore_errors=True)
     run = wandb.init(mode="offline", **common)
     place = Path(run.settings.sync_dir)
     (place / MARK).write_text(str(folder.resolve()))
     say(f"W&B: offline; wandb sync {place}")
     return run, 0
-
-
-def _forget(folder: Path, where: Path, name: str) -> None:
-    """Remove the offline folders of this run: each of their records is written again."""
-    for place in where.glob(f"wandb/offline-run-*-{name}"):
-        mark = place / MARK
-        if mark.is_file() and mark.read_text() == str(folder.resolve()):
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def _first_line(error: BaseException) -> str:
@@ -195,14 +189,6 @@ def _first_line(error: BaseException) -> str:
 def say(line: str) -> None:
     """Print a line, which the run shows."""
     print(line, flush=True)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock of the run's tracking: a killed run's tracker first sends its remaining records."""
-    with open(folder / tracking.LOG, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def main(words: list[str]) -> int:
@@ -215,7 +201,8 @@ def main(words: list[str]) -> int:
     tracked = tracking.load(folder)
     assert tracked is not None
     try:
-        with _alone(folder):
+        with open(folder / tracking.LOG, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the tracker of a killed run first sends its remaining records
             run, sent = begin(folder, tracked, mode, pid)
             end = follow(
                 Records(folder / "metrics.jsonl"), sys.stdin.buffer, lambda row, step: run.log(row, step=step), sent

@@ -145,21 +145,12 @@ def calls(
                 note(pool.news.pop(0))
             if time.monotonic() - written >= EVERY:
                 written = time.monotonic()
+                now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
+                state = pool.report() | {"kind": run.acting.actor_kind, "staleness": run.acting.staleness}
+                state |= {"steps_per_update": assembly.steps_per_update, "bottleneck": bottleneck(now), "metrics": now}
                 with suppress(OSError):  # the run goes on without this file
-                    files.write(folder / LIVE, json.dumps(files.finite(_live(run, assembly, pool, rows))))
+                    files.write(folder / LIVE, json.dumps(files.finite(state)))
             yield progress, n, rows
-
-
-def _live(run: Run, assembly: Assembly, pool: ActorPool, rows: Metrics) -> dict[str, Any]:
-    """Content of `LIVE`: state of each actor, and the bottleneck."""
-    now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
-    return pool.report() | {
-        "steps_per_update": assembly.steps_per_update,
-        "staleness": run.acting.staleness,
-        "kind": run.acting.actor_kind,
-        "bottleneck": bottleneck(now),
-        "metrics": now,
-    }
 
 
 def bottleneck(metrics: dict[str, float]) -> str:

@@ -118,10 +118,14 @@ def assemble(
         world = within(context)
         if isinstance(world, World):
             return completing(run, world, worlds)
-        many, guide = vectorise(world, worlds), _guide(run, world, worlds)
+        many = vectorise(world, worlds)
         if through := registry.pathwise(run.algorithm):
             how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
             return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **how)
+        guide = None
+        if (share := registry.guidance(run.algorithm)) is not None:
+            assert isinstance(world, Simulator), "check_expert lets no other pass"
+            guide = Guide(advising(world, worlds), share)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
@@ -153,15 +157,6 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
     how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
     words = reasoning_setup.words(run)
     return sampler.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
-
-
-def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
-    """Expert of `worlds` worlds; None if the algorithm asks none."""
-    share = registry.guidance(run.algorithm)
-    if share is None:
-        return None
-    assert isinstance(environment, Simulator), "check_expert lets no other pass"
-    return Guide(advising(environment, worlds), share)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:

@@ -12,7 +12,8 @@ from longhaul import rollout
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
 from longhaul.algorithms.context import Context
-from longhaul.config.run import Run
+from longhaul.config.resolve import named
+from longhaul.config.run import Named, Run
 from longhaul.driving.sim import config
 from longhaul.envs.registry import SpecStub
 from longhaul.reasoning import evaluate as quality
@@ -58,34 +59,29 @@ class Scores(NamedTuple):
         return means | {"episodes": len(self.names)}
 
 
-def classic_player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
+def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
     """(policy, seed) -> scores of the policy's mode in `episodes` episodes, whose starts do not depend on training.
 
-    The seed is the run's by default. Compiles once.
+    The seed is the run's by default. Compiles once. The environment may be one on the host.
     """
     algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
+    if isinstance(environment, SpecStub):
+        name = environment.name
+
+        def play_on_host(policy: Params, seed: int = run.seed) -> Scores:
+            return Scores(host_rollout.play(name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
+
+        return play_on_host
     limit = environment.spec.max_steps
     if limit is None:
         raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
-    player = jax.jit(rollout.play(environment, algorithm.act, algorithm.memory, steps=limit), static_argnums=2)
+    through = jax.jit(rollout.play(environment, algorithm.act, algorithm.memory, steps=limit), static_argnums=2)
     begin = jax.jit(rollout.starts, static_argnums=(0, 2))
 
     def play(policy: Params, seed: int = run.seed) -> Scores:
         starts = begin(environment, jax.random.key(seed + 10_000), episodes)
-        played, _ = player(policy, starts, None, jax.random.key(seed + 20_000))
+        played, _ = through(policy, starts, None, jax.random.key(seed + 20_000))
         return _scores(played, [""] * episodes)
-
-    return play
-
-
-def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
-    """Player as `classic_player`, also for environments on the host."""
-    if not isinstance(environment, SpecStub):
-        return classic_player(run, environment, episodes)
-    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
-
-    def play(policy: Params, seed: int = run.seed) -> Scores:
-        return Scores(host_rollout.play(environment.name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
 
     return play
 
@@ -130,9 +126,13 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     return score
 
 
-def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
-    """Scores of one policy by `player`."""
-    return player(run, environment, episodes)(policy)
+def scorer(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str, Any]]]]:
+    """(policy, seed) -> (scores, example chains of a language model) in any environment but driving."""
+    if isinstance(run.environment, Reasoning):
+        return reasoner(run, count)
+    assert isinstance(run.environment, Named)
+    play = player(run, named(run.environment), count)
+    return lambda policy, seed=run.seed: (play(policy, seed), [])
 
 
 def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:
@@ -185,7 +185,12 @@ def bootstrap(
     sums, counts = np.zeros((groups, len(names))), np.zeros((groups, len(names)))
     np.add.at(sums, group, values)
     np.add.at(counts, group, valid)
-    means = _resampled(sums, counts, resamples, np.random.default_rng(seed))
+    block, parts, draw = max(1, BLOCK // groups), [], np.random.default_rng(seed)
+    for begin in range(0, resamples, block):
+        times = draw.multinomial(groups, np.full(groups, 1.0 / groups), min(block, resamples - begin))
+        total, number = times @ sums, times @ counts
+        parts.append(np.where(number > 0, total / np.maximum(number, 1e-9), np.nan))
+    means = np.concatenate(parts)  # [resamples, metrics]; NaN where no episode that reports it was drawn
     edges = 100.0 * np.array([(1 - SHARE) / 2, (1 + SHARE) / 2])
     estimates = {}
     for i, name in enumerate(names):
@@ -214,16 +219,3 @@ def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> 
     means = np.where(drawn > 0, sums @ times / np.maximum(drawn, 1.0), mean[:, None])
     low, high = np.quantile(means, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=1)
     return mean, np.where(number > 1, low, np.nan), np.where(number > 1, high, np.nan)
-
-
-def _resampled(sums: np.ndarray, counts: np.ndarray, resamples: int, draw: np.random.Generator) -> np.ndarray:
-    """Means over drawn groups, float64 [resamples, M], from the groups' sums and counts [G, M]; NaN where nothing was
-    drawn."""
-    groups = len(sums)
-    block = max(1, BLOCK // groups)
-    parts = []
-    for begin in range(0, resamples, block):
-        times = draw.multinomial(groups, np.full(groups, 1.0 / groups), min(block, resamples - begin))
-        total, number = times @ sums, times @ counts
-        parts.append(np.where(number > 0, total / np.maximum(number, 1e-9), np.nan))
-    return np.concatenate(parts)

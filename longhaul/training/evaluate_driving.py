@@ -192,15 +192,8 @@ ROLLOUTS = 32
 """Rollouts of a scenario, the number of the Waymo Open Sim Agents Challenge."""
 
 
-class Rollouts(NamedTuple):
-    """R simulations of one scenario, [R, T, N, ...] from its first frame on."""
-
-    pose: np.ndarray  # float32 [R, T, N, 3]
-    present: np.ndarray  # bool [R, T, N]
-
-
-def simulate(drives: Drives, policy: Params | None, driver: str, count: int) -> Callable[[int], Rollouts]:
-    """Function from a scenario's number to `count` rollouts of it; compiles once.
+def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLOUTS) -> Scores:
+    """Realism of each scenario over `count` rollouts, a row each; metrics have the names of `realism.realism`.
 
     The policy's actions are samples. Nothing ends before the log, since realism needs whole rollouts. A deterministic
     driver ("idm", "log", "constant") drives once, and the rollouts are copies.
@@ -224,21 +217,11 @@ def simulate(drives: Drives, policy: Params | None, driver: str, count: int) -> 
         starts = jax.vmap(environment.start)(jnp.broadcast_to(which, (worlds,)))
         return through(params, starts, key if driver == "policy" else None, key)[1]
 
-    def play(which: int) -> Rollouts:
-        scenario = drives.scenarios[which]
-        frames = jax.device_get(program(policy, jnp.int32(which), jax.random.fold_in(jax.random.key(2), which)))
-        objects = scenario.kind.shape[0]
-        pose, present = (np.swapaxes(leaf[: scenario.steps, :, :objects], 0, 1) for leaf in frames)
-        copies = count // worlds
-        return Rollouts(np.repeat(pose, copies, 0), np.repeat(present, copies, 0))
-
-    return play
-
-
-def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLOUTS) -> Scores:
-    """Realism of each scenario, a row each; metrics have the names of `realism.realism`."""
-    play = simulate(drives, policy, driver, count)
-    rows = [realism(scenario, *play(i)) for i, scenario in enumerate(drives.scenarios)]
+    rows = []
+    for i, scenario in enumerate(drives.scenarios):
+        frames = jax.device_get(program(policy, jnp.int32(i), jax.random.fold_in(jax.random.key(2), i)))
+        cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
+        rows.append(realism(scenario, *(np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)))
     metrics = {
         name: Measure(np.array([row[name].value for row in rows], float), np.array([row[name].valid for row in rows]))
         for name in rows[0]

@@ -14,7 +14,6 @@ from longhaul.config.run import Named, Run
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.host.vector import Description
-from longhaul.runtime.credentials import Credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
@@ -26,7 +25,7 @@ from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.shm_transport import ShmTransport
 from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
-from longhaul.topologies.inference_server.wire import NOTHING, Codec, Held, Keeps, Transport
+from longhaul.topologies.inference_server.wire import NOTHING, Codec, Keeps
 from longhaul.topologies.staleness import Book, Rule
 from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
@@ -55,27 +54,6 @@ def description(run: Run) -> Description:
     return registry.describe(name if is_hosted(name) else f"jax/{name}")
 
 
-def _layout(run: Run, groups: int) -> wire.Layout:
-    """Layout of the messages between a run and its actors."""
-    assert isinstance(run.environment, Named)
-    columns = run.num_envs // groups * agents(run)
-    if is_hosted(run.environment.env):
-        with closing(registry.make(description(run), 1)) as vector:
-            return wire.layout(vector.spec, columns)
-    environment = named(run.environment)
-    names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
-    return wire.layout(jax_vector.host_spec(environment), columns, tuple(names))
-
-
-def _keeps(run: Run, groups: int) -> Keeps:
-    """Environment states sent with messages; only a run without staleness needs them, to resume exactly."""
-    assert isinstance(run.environment, Named)
-    if run.acting.staleness != 0:
-        return NOTHING
-    size = learner.state_size(run.environment.env, named(run.environment), run.num_envs // groups)
-    return Keeps(size, run.num_steps if size else 0)
-
-
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> CompiledServer:
     """Compile the programs for a run whose state looks like `progress`."""
     serving = serves(run, assembly, progress)
@@ -87,11 +65,19 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
     """Serving without a learner."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
-    assert run.acting.actors is not None
-    groups = run.acting.actors * run.central.slots
-    codec = Codec(_layout(run, groups), _keeps(run, groups))
-    columns = codec.layout.columns
-    algorithm = assembly.algorithm
+    assert run.acting.actors is not None and isinstance(run.environment, Named)
+    name, groups, keeps = run.environment.env, run.acting.actors * run.central.slots, NOTHING
+    columns, environment = run.num_envs // groups * agents(run), named(run.environment)
+    if is_hosted(name):
+        with closing(registry.make(description(run), 1)) as vector:
+            layout = wire.layout(vector.spec, columns)
+    else:
+        metrics = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
+        layout = wire.layout(jax_vector.host_spec(environment), columns, tuple(metrics))
+    if run.acting.staleness == 0:  # to resume exactly, states of environments are sent, too
+        size = learner.state_size(name, environment, run.num_envs // groups)
+        keeps = Keeps(size, run.num_steps if size else 0)
+    codec, algorithm = Codec(layout, keeps), assembly.algorithm
     policy = learner.local(jax.jit(algorithm.policy)(progress.state))
     inference = BatchedPolicy(
         algorithm.act, algorithm.memory, learner.acting_key(progress), policy, assembly.spec.observation,
@@ -121,20 +107,49 @@ def opened(
         sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
         return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
 
+    actors, central, codec = run.acting.actors, run.central, serving.codec
     on_ray = run.acting.actor_kind == "ray"
     if on_ray:
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
-    at = _found(run)
     kept: dict[int, np.ndarray] = {}
-    lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at, kept)))
+    try:
+        bind, credentials = central.bind or "127.0.0.1:0", load(central)
+        if on_ray:
+            bind, credentials = actor_pool.reachable(central.bind, credentials)
+        lane: ShmTransport | GrpcTransport
+        if central.lane == "shm":
+            lane = ShmTransport(codec, actors, slots, seeds, kept)
+        else:
+            lane = GrpcTransport(codec, actors, slots, seeds, bind=bind, credentials=credentials, held=kept)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    closed.enter_context(closing(lane))
+    worlds = run.num_envs // (actors * slots)
+    about: dict[str, Any] = {
+        "environment": list(description(run)), "worlds": worlds, "slots": slots, "scores": list(codec.layout.scores),
+        "lane": central.lane, "every": codec.keeps.every,
+    }  # fmt: skip
+
+    def orders(actor: int) -> Orders:
+        if isinstance(lane, ShmTransport):
+            ends = lane.join(actor)
+            return Orders(about | {"ends": list(ends)}, ends[:3])
+        return Orders(
+            about | {"address": lane.address, "token_file": central.token_file, "authority": central.tls_cert}
+        )
+
     pool = None
-    if on_ray or run.central.bind is None:
-        pool = closed.enter_context(closing(_pool(run, serving.codec, lane, at)))
+    if on_ray or central.bind is None:
+        start = actor_pool.starter(credentials) if on_ray else process
+        pool = closed.enter_context(closing(ActorPool(actors, orders, lane.cut, start)))
     elif isinstance(lane, GrpcTransport):
-        note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
+        assert isinstance(run.environment, Named)
+        words = f"longhaul actor --connect {lane.address} --env {run.environment.env} --worlds {worlds} --slots {slots}"
+        words += " --token-file FILE" * bool(central.token_file) + " --tls-ca FILE" * bool(central.tls_cert)
+        note(f"waits for {actors} actors: {words}")
     server = Server(
-        lane, serving.inference, serving.book, serving.store, slots=slots,
-        scores=serving.codec.layout.scores, pool=pool, note=note, kept=kept,
+        lane, serving.inference, serving.book, serving.store, slots=slots, scores=codec.layout.scores, pool=pool,
+        note=note, kept=kept,
     )  # fmt: skip
     return server, lambda: [] if pool is None else pool.ids()
 
@@ -147,59 +162,3 @@ def calls(
     with ExitStack() as closed:
         server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
         yield from learner.central(prepared.program, server, progress, policy, updates=assembly.updates)
-
-
-def _command(run: Run, address: str) -> str:
-    """Command that starts an actor on another machine."""
-    assert isinstance(run.environment, Named) and run.acting.actors is not None
-    worlds = run.num_envs // (run.acting.actors * run.central.slots)
-    words = f"longhaul actor --connect {address} --env {run.environment.env}"
-    words += f" --worlds {worlds} --slots {run.central.slots}"
-    words += " --token-file FILE" if run.central.token_file else ""
-    return words + (" --tls-ca FILE" if run.central.tls_cert else "")
-
-
-def _found(run: Run) -> tuple[str, Credentials]:
-    """(address to listen at, credentials to show and ask for)."""
-    try:
-        given = load(run.central)
-        if run.acting.actor_kind == "ray":
-            return actor_pool.reachable(run.central.bind, given)
-        return run.central.bind or "127.0.0.1:0", given
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-
-def _lane(
-    run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials], kept: Held
-) -> Transport:  # fmt: skip
-    assert run.acting.actors is not None
-    if run.central.lane == "shm":
-        return ShmTransport(codec, run.acting.actors, run.central.slots, seeds, kept)
-    try:
-        return GrpcTransport(
-            codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1], held=kept
-        )
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-
-def _pool(run: Run, codec: Codec, lane: Transport, at: tuple[str, Credentials]) -> ActorPool:
-    """Actors on this machine, or on the nodes of a Ray cluster."""
-    assert run.acting.actors is not None
-    groups = run.acting.actors * run.central.slots
-    about: dict[str, Any] = {
-        "environment": list(description(run)), "worlds": run.num_envs // groups, "slots": run.central.slots,
-        "scores": list(codec.layout.scores), "lane": run.central.lane, "every": codec.keeps.every,
-    }  # fmt: skip
-
-    def orders(actor: int) -> Orders:
-        if isinstance(lane, ShmTransport):
-            ends = lane.join(actor)
-            return Orders(about | {"ends": list(ends)}, ends[:3])
-        assert isinstance(lane, GrpcTransport)
-        connection = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
-        return Orders(about | connection)
-
-    start = actor_pool.starter(at[1]) if run.acting.actor_kind == "ray" else process
-    return ActorPool(run.acting.actors, orders, lane.cut, start)

@@ -12,9 +12,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,11 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
 from longhaul.config import population
-from longhaul.config.resolve import named
 from longhaul.config.run import Driving, Origin, Run
 from longhaul.driving.render.recording import Recording
 from longhaul.networks import actor_critic
-from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import device_memory as footprints
-from longhaul.runtime import heartbeat, partition, process_group
+from longhaul.runtime import files, heartbeat, partition, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.compile_cache import Ledger
@@ -165,9 +163,10 @@ def _train(
         progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
         untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
         _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
-        sums = _sums(assembly)
+        sums = Sums(len(assembly.members))
         if found is not None:
-            clock.before, sums = Seconds(**found.metadata["seconds"]), _sums(assembly, found.metadata["pending"])
+            clock.before = Seconds(**found.metadata["seconds"])
+            sums = Sums(len(assembly.members), found.metadata["pending"])
             with stop.at_once():
                 feeding.move(feeds.place(found.metadata["place"]))
             progress = resume.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
@@ -193,12 +192,6 @@ def _train(
         return finish(run, folder, assembly, policy, untrained, clock, stop)
 
 
-def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | members.MemberSums:
-    """Metric sums of one run, or of all members of a population."""
-    siblings = len(assembly.members)
-    return members.MemberSums(siblings, pending) if siblings else Sums(pending)
-
-
 def _say(line: str) -> None:
     if process_group.index() == 0:
         print(line, file=sys.stderr, flush=True)
@@ -222,10 +215,10 @@ class Outlets(NamedTuple):
     sink: sinks.Sink
     note: Callable[[str], None]  # takes a line beside the progress
     settle: Callable[[], None]  # makes the records durable; OSError while some wait for disk space
-    members: sinks.Sink | sinks.Patient  # records of each member of a population
+    members: sinks.Sink  # records of each member of a population
 
 
-SILENT = Outlets(sinks.fan(), lambda line: None, lambda: None, sinks.fan())
+SILENT = Outlets(sinks.Sink(), lambda line: None, lambda: None, sinks.Sink())
 """Outputs of every process but the first."""
 
 
@@ -236,11 +229,11 @@ def _outlets(
     steps, total = (assembly.agent_steps(updates) for updates in (done, assembly.updates))
     console = closed.enter_context(closing(sinks.console(total, start=steps)))
     metrics = folder / "metrics.jsonl"
-    files = sinks.jsonl(metrics), sinks.tensorboard(folder, after=steps if resumed else None)
-    lines, events = (closed.enter_context(closing(sinks.patient(file, console.note))) for file in files)
-    single: sinks.Sink | sinks.Patient = sinks.fan()
+    both = sinks.jsonl(metrics), sinks.tensorboard(folder, after=steps if resumed else None)
+    lines, events = (closed.enter_context(closing(sinks.patient(file, console.note))) for file in both)
+    single = sinks.Sink()
     if run.many:
-        apart = sinks.jsonl(folder / members.FILE, members.plain)
+        apart = sinks.jsonl(folder / members.FILE, files.finite)
         single = closed.enter_context(closing(sinks.patient(apart, console.note)))
     plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
@@ -249,7 +242,7 @@ def _outlets(
     def settle() -> None:
         lines.flush()
         _sync(metrics)
-        if isinstance(single, sinks.Patient):
+        if run.many:
             single.flush()
             _sync(folder / members.FILE)
 
@@ -268,7 +261,7 @@ class Loop:
     checkpoints: Checkpoints
     stop: Stop
     clock: Clock
-    sums: Sums | members.MemberSums
+    sums: Sums
     resumed: bool
     about: dict[str, Any]
     tell: heartbeat.Tell = field(default_factory=lambda: heartbeat.teller(os.environ))
@@ -423,7 +416,7 @@ class Loop:
                 "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
             }
             self.out.sink.write(record | sums.take())
-            if isinstance(sums, members.MemberSums):
+            if run.many:
                 self.out.members.write(record | sums.each)
             last, fresh = now, 0
 
@@ -495,28 +488,15 @@ def finish(
         scores: dict[str, Any] = {}
         chains: list[dict[str, Any]] = []
         for name, means, films in evaluations(run, *both):
-            chains = chains or means.pop("chains", [])
+            chains = chains or means.get("chains", [])
             scores[name] = {key: value for key, value in means.items() if key != "chains"}
             recordings += films
             stop.look(assembly.updates)
         outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
         outcome |= {"chains": chains} if chains else {}
     measured = folder / footprints.FILE  # device memory, before the first update
-    result = _facts(assembly, clock, seconds) | {
-        "params_sha256": params_sha256(policy.params),
-        "parameters": parameters,
-        "memory": json.loads(measured.read_text()) if measured.exists() else None,
-        **outcome,
-    }
-    write_report(folder, result, recordings, population_report.section(run, folder, result) if run.many else "")
-    write_json(folder / "result.json", result)  # last: its presence means that the run is complete
-    return result
-
-
-def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]:
-    """Totals and speed; steps are those of each run, `sps` is the sum over all."""
-    steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger
-    return {
+    steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger  # of each run; `sps` is the sum over all
+    result: dict[str, Any] = {
         "status": "done",
         "agent_steps": steps,
         "env_steps": assembly.env_steps(assembly.updates),
@@ -527,22 +507,28 @@ def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]
         "start_seconds": seconds.start,
         "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
         "sps": steps * max(1, len(assembly.members)) / max(seconds.train, 1e-9),
+        "params_sha256": params_sha256(policy.params),
+        "parameters": parameters,
+        "memory": json.loads(measured.read_text()) if measured.exists() else None,
+        **outcome,
     }
+    report.write_report(
+        folder / "report.html", run=json.loads((folder / "run.json").read_text()),
+        records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings,
+        findings=health_log.read(folder), runs=population_report.section(run, folder, result) if run.many else "",
+    )  # fmt: skip
+    write_json(folder / "result.json", result)  # last: its presence means that the run is complete
+    return result
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
     """Name, mean scores and, for driving, recordings of each policy."""
     assert run.evaluation_episodes is not None
-    if isinstance(run.environment, Reasoning):
-        each = evaluate.reasoner(run, run.evaluation_episodes)
-        for name, params in (("trained", policy), ("untrained", untrained)):
-            scores, chains = each(params)
-            yield name, scores.means() | {"chains": chains}, []
-        return
     if not isinstance(run.environment, Driving):
-        once = evaluate.player(run, named(run.environment), run.evaluation_episodes)
+        score = evaluate.scorer(run, run.evaluation_episodes)
         for name, params in (("trained", policy), ("untrained", untrained)):
-            yield name, once(params).means(), []
+            scores, chains = score(params)
+            yield name, scores.means() | {"chains": chains}, []
         return
     drives = evaluate_driving.drives(run)
     shown = range(min(6, len(drives.scenarios)))
@@ -552,15 +538,6 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
     ):  # fmt: skip
         scores, films = play(params)
         yield name, scores.means(), evaluate_driving.label(films, name) if films else []
-
-
-def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording], runs: str = "") -> None:
-    about = json.loads((folder / "run.json").read_text())
-    records = sinks.read(folder / "metrics.jsonl")
-    report.write_report(
-        folder / "report.html", run=about, records=records, result=result, recordings=recordings,
-        findings=health_log.read(folder), runs=runs,
-    )  # fmt: skip
 
 
 THREAD = "compiling ahead"
@@ -575,35 +552,18 @@ class Ahead:
 
     def __init__(self, run: Run, assembly: Assembly, context: PyTree):
         assert run.block is not None
-        how: dict[str, Any] = {"block": run.block, "shards": assembly.shards}
         self._like = fused.outline(assembly.algorithm, assembly.enter, context, assembly.mesh), context
-        self._made: fused.Program | None = None
-        self._error: BaseException | None = None
-
-        def work() -> None:
-            try:
-                progress, context = self._like
-                self._made = fused.compiled(
-                    assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, **how
-                )
-            except BaseException as error:  # raised where the program is asked for
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name=THREAD)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+        parts = assembly.algorithm, assembly.collector_in, *self._like, assembly.mesh
+        self._made = self._thread.submit(fused.compiled, *parts, block=run.block, shards=assembly.shards)
 
     def program(self, progress: Progress, context: PyTree) -> fused.Program | None:
         """The compiled program, awaited; None if it was compiled for other shapes."""
-        if not alike((progress, context), self._like):
-            return None
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._made
+        return self._made.result() if alike((progress, context), self._like) else None
 
     def close(self) -> None:
         """Wait for the compiler, which cannot be stopped."""
-        self._thread.join()
+        self._thread.shutdown()
 
 
 def opened(run: Run, source: Feed, origin: Origin, closed: ExitStack) -> tuple[Feeding, Assembly, Ahead | None]:

@@ -32,7 +32,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
 from longhaul.training.checkpoint.checkpoint import Found
 from longhaul.training.run_dir import write_json
-from longhaul.types import Progress, PyTree
+from longhaul.types import Progress
 
 FOLDER = "poison"
 
@@ -89,7 +89,19 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     made, since = about.get("detours", []), poisoned.before
     where = _new_folder(folder / FOLDER, poisoned.update)
     back = since.step if since else 0
-    write_json(where / "poison.json", _facts(poisoned) | {"checkpoint": back, "detours": len(made)})
+    state = jax.tree.map(meshes.here, poisoned.progress.state)
+    odd = {  # the elements of each leaf that are not finite
+        name: f"{count} of {leaf.size}"
+        for name, leaf in named_leaves.name(state).items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and (count := int(np.sum(~np.isfinite(leaf.astype(np.float32)))))
+    }
+    after = int(poisoned.progress.updates.addressable_data(0))
+    facts = {
+        "update": poisoned.update,
+        "metrics": {name: v if math.isfinite(v) else str(v) for name, v in poisoned.metrics.items()},
+        "state": {"after": after, "sha256": params_sha256(state), "not_finite": odd},
+    }
+    write_json(where / "poison.json", facts | {"checkpoint": back, "detours": len(made)})
     for name in ("metrics.jsonl", *([f"checkpoints/{since.name}"] if since else [])):
         if (folder / name).exists():
             _link(folder / name, where / name)
@@ -105,26 +117,6 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     write_json(path, about | {"detours": [*made, entry]})
     count = len(made) + 1
     return count, f"{what}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
-
-
-def _facts(poisoned: Poisoned) -> dict[str, Any]:
-    """Content of poison.json."""
-    progress = poisoned.progress
-    state = jax.tree.map(meshes.here, progress.state)
-    metrics = {name: value if math.isfinite(value) else str(value) for name, value in poisoned.metrics.items()}
-    after = int(progress.updates.addressable_data(0))
-    facts = {"after": after, "sha256": params_sha256(state), "not_finite": _odd(state)}
-    return {"update": poisoned.update, "metrics": metrics, "state": facts}
-
-
-def _odd(state: PyTree) -> dict[str, str]:
-    """Number of elements of each leaf that are not finite."""
-    counts = {
-        name: (int(np.sum(~np.isfinite(leaf.astype(np.float32)))), leaf.size)
-        for name, leaf in named_leaves.name(state).items()
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
-    return {name: f"{odd} of {size}" for name, (odd, size) in counts.items() if odd}
 
 
 def _new_folder(parent: Path, update: int) -> Path:

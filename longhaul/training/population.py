@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,6 @@ from longhaul.config.run import Run
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry.aggregate import Record, is_peak
 from longhaul.telemetry.sinks import read
 from longhaul.types import Algorithm, Key, PyTree, Spec
 
@@ -75,59 +73,6 @@ def chosen(run: Run, member: int | None, name: str) -> Member:
     return found[member]
 
 
-class MemberSums:
-    """Sums of M members, as `aggregate.Sums`; `each` holds the members' values of the last record."""
-
-    def __init__(self, members: int, pending: Mapping[str, Any] | None = None):
-        self.members = members
-        self.updates: int = pending["updates"] if pending else 0
-        self.each: dict[str, list[float]] = {}
-        self._totals = {name: np.array(values, float) for name, values in pending["totals"].items()} if pending else {}
-
-    def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Add the first n updates of `rows`, arrays [n or more, M] by name."""
-        for name, values in rows.items():
-            mine = np.asarray(values[:n], np.float64)
-            if is_peak(name):
-                before = self._totals.get(name, np.full(self.members, -math.inf))
-                self._totals[name] = np.maximum(before, np.max(mine, axis=0, initial=-math.inf))
-            else:
-                self._totals[name] = self._totals.get(name, np.zeros(self.members)) + mine.sum(0)
-        self.updates += n
-
-    def pending(self) -> dict[str, Any]:
-        """The sums as exact JSON; non-finite values as words."""
-        totals = {
-            name: [value if math.isfinite(value) else str(value) for value in values.tolist()]
-            for name, values in self._totals.items()
-        }
-        return {"updates": self.updates, "totals": totals}
-
-    def take(self) -> Record:
-        """Record of at least one update over all members; resets the sums and sets `each`."""
-        totals, updates = self._totals, self.updates
-        episodes = totals.pop("episodes")
-        counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
-        found = {"episode/count": episodes}
-        for name, total in sorted(totals.items()):
-            if is_peak(name):
-                found[name] = total
-                continue
-            count: Any = updates
-            if name.startswith("episode/"):
-                count = counts.get("episodes/" + name.removeprefix("episode/"), episodes)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                found[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
-        self.updates, self._totals = 0, {}
-        self.each = {name: values.tolist() for name, values in found.items()}
-        record: Record = {}
-        for name, values in found.items():  # over the members that report it
-            known = values[np.isfinite(values)]
-            record[name] = float(known.mean()) if len(known) else math.nan
-            record[f"{name}_std"] = float(known.std(ddof=1)) if len(known) > 1 else 0.0
-        return record
-
-
 class Watch:
     """Monitor of non-finite members: one note when a member turns non-finite, one when it recovers."""
 
@@ -145,16 +90,6 @@ class Watch:
         if not sound.any():
             raise RunError("no run has finite numbers any more; lower --lr or --max-grad-norm, or see to the rewards")
         return {name: values for name, values in rows.items() if name != FINITE}
-
-
-def plain(record: Mapping[str, Any]) -> dict[str, Any]:
-
-    def one(value: Any) -> Any:
-        if isinstance(value, list):
-            return [one(x) for x in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: one(value) for name, value in record.items()}
 
 
 def columns(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:

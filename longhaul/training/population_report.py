@@ -12,9 +12,7 @@ import jax
 import numpy as np
 
 from longhaul.config.population import Member
-from longhaul.config.resolve import named
 from longhaul.config.run import Driving, Run
-from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
 from longhaul.telemetry import html as pages
@@ -63,11 +61,8 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
     if isinstance(run.environment, Driving):
         drive = evaluate_driving.drives(run).player("policy")
         return lambda policy, seed: drive(policy)[0].means()
-    if isinstance(run.environment, Reasoning):
-        each = evaluate.reasoner(run, run.evaluation_episodes)
-        return lambda policy, seed: each(policy, seed)[0].means()
-    once = evaluate.player(run, named(run.environment), run.evaluation_episodes)
-    return lambda policy, seed: once(policy, seed).means()
+    score = evaluate.scorer(run, run.evaluation_episodes)
+    return lambda policy, seed: score(policy, seed)[0].means()
 
 
 def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:

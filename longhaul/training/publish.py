@@ -130,8 +130,29 @@ def publishing(
         yield lambda done, n, state: None
         return
     every, snapshot = asked.every, copying(policy, mesh, asked.precision)
+
+    def take(copied: tuple[Params, jax.Array]) -> dict[str, Any] | None:
+        params, finite = copied
+        if not finite:
+            raise ValueError("its numbers are not finite")
+        return named(params)
+
     with ExitStack() as closed:
-        producer = closed.enter_context(_opened(folder, asked, note)) if process_group.index() == 0 else None
+        producer, opened = None, []
+        if process_group.index() == 0:
+            token = credentials.load(token_file=asked.token_file).token if asked.token_file else None
+            for word in asked.to:
+                where = f"folder:{folder / FOLDER}" if word == "run" else word
+                kind, rest = transports.split(where)
+                in_folder = kind == "folder"
+                opened.append(
+                    FolderTransport(rest, anchor=asked.anchor) if in_folder else transports.serve(where, token)
+                )
+                closed.callback(opened[-1].close)
+            publisher = Publisher(folder.name, transports=opened, settings=SETTINGS)
+            closed.callback(publisher.close, 0.0)  # a finished run has drained it; an error ends it at once
+            note(f"publishes its policy to {', '.join(transport.address for transport in opened)}")
+            producer = closed.enter_context(Producer(publisher, take, note))
 
         def tell(done: int, n: int, state: PyTree) -> None:
             if done // every == (done - n) // every:
@@ -141,9 +162,9 @@ def publishing(
                 producer.publish(done, copied)
 
         yield tell
-        if producer is not None and not producer.drain(HASTE if stopped() else PATIENCE):
-            note("warning: not all receivers of the run's versions have the last one")
         if producer is not None:
+            if not producer.drain(HASTE if stopped() else PATIENCE):
+                note("warning: not all receivers of the run's versions have the last one")
             note(f"{producer.published} versions were published, the newest {producer.newest}")
 
 
@@ -163,27 +184,3 @@ def copying(policy: Callable[[PyTree], Params], mesh: Mesh, precision: str) -> C
         return jax.tree.map(fresh, found), finite
 
     return jax.jit(copied, out_shardings=meshes.replicated(mesh) if process_group.together() else None)
-
-
-@contextmanager
-def _opened(folder: Path, asked: Publishing, note: Callable[[str], None]) -> Iterator[Producer]:
-    token = credentials.load(token_file=asked.token_file).token if asked.token_file else None
-    where = [f"folder:{folder / FOLDER}" if each == "run" else each for each in asked.to]
-
-    def take(copied: tuple[Params, jax.Array]) -> dict[str, Any] | None:
-        params, finite = copied
-        if not finite:
-            raise ValueError("its numbers are not finite")
-        return named(params)
-
-    with ExitStack() as closed:
-        opened = []
-        for each in where:
-            kind, rest = transports.split(each)
-            folder_only = kind == "folder"
-            opened.append(FolderTransport(rest, anchor=asked.anchor) if folder_only else transports.serve(each, token))
-            closed.callback(opened[-1].close)
-        publisher = Publisher(folder.name, transports=opened, settings=SETTINGS)
-        closed.callback(publisher.close, 0.0)  # a finished run has drained it; an error ends it at once
-        note(f"publishes its policy to {', '.join(transport.address for transport in opened)}")
-        yield closed.enter_context(Producer(publisher, take, note))

@@ -100,6 +100,14 @@ def write_report(
     """
     whole, run = run, {**_mapping(run.get("provenance")), **run}
     name = str(run.get("id") or Path(path).absolute().parent.name)
+    taught = any(forecast.TAUGHT in record for record in records)  # a reasoning run's final reward is bounded
+    command = run.get("command")
+    line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
+    ill = [
+        f'<tr><th scope="row">{_text(found.says)}</th><td>{found.since:,}</td>'
+        f"<td>{'the end' if found.until is None else f'{found.until:,}'}</td><td>{_text(found.remedy)}</td></tr>"
+        for found in findings
+    ]
     parts = [
         _header(name, run, result),
         _section("Key figures", _key_figures(records, result)),
@@ -108,9 +116,9 @@ def write_report(
         _section("Chains", _chains(result.get("chains"))),
         _section("Driving", f'<div class="card">{web_player.section(recordings)}</div>' if recordings else ""),
         *_curves(records),
-        _section("Forecast", _forecast(records)),
-        _section("Health", _health(findings)),
-        _section("Where it comes from", _provenance(run)),
+        _section("Forecast", _listing(forecast.said(records) if taught else [])),
+        _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
+        _section("Where it comes from", _listing([("command", line), *((key, run.get(key)) for key in PROVENANCE)])),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
     ]
     files.write(
@@ -196,16 +204,14 @@ def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str
     best = {column: best_policies(column, rows) for column in columns}
     digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
     for policy, means in rows.items():
-        cells = "".join(_cell(means.get(column), digits[column], policy in best[column]) for column in columns)
+        cells = ""
+        for column in columns:
+            value = _number(means.get(column))
+            text = DASH if value is None else f"{value:,.{digits[column]}f}".replace("-", "−")
+            cells += f"<td{' class=best' if policy in best[column] else ''}>{text}</td>"
         episodes = _text(_count(_number(means.get("episodes"))) or DASH)
         body.append(f'<tr><th scope="row">{_text(policy)}</th>{cells}<td class="muted">{episodes}</td></tr>')
     return pages.table(("policy", *heads, "episodes"), body)
-
-
-def _cell(value: Any, digits: int, best: bool) -> str:
-    number = _number(value)
-    text = DASH if number is None else f"{number:,.{digits}f}".replace("-", "−")
-    return f"<td{' class=best' if best else ''}>{text}</td>"
 
 
 def _digits(values: Sequence[float | None]) -> int:
@@ -221,19 +227,6 @@ def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str
         return set()
     best = max(values.values()) if column in HIGHER else min(values.values())
     return {policy for policy, value in values.items() if value == best}
-
-
-def _health(findings: Sequence[Finding]) -> str:
-    """Table of health findings: from which update to which."""
-    if not findings:
-        return ""
-    body = []
-    for found in findings:
-        until = "the end" if found.until is None else _count(float(found.until))
-        cells = (_count(float(found.since)), until, _text(found.remedy))
-        row = "".join(f"<td>{cell}</td>" for cell in cells)
-        body.append(f'<tr><th scope="row">{_text(found.says)}</th>{row}</tr>')
-    return pages.table(("what", "from update", "to", "remedy"), body)
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -278,20 +271,12 @@ def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[charts.Serie
     return lines
 
 
-def _provenance(run: Mapping[str, Any]) -> str:
-    command = run.get("command")
-    line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
-    facts = [("command", f"<code>{_text(line)}</code>") if line else None]
-    facts += [(key, _text(_flat(run[key]))) if run.get(key) else None for key in PROVENANCE]
-    rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in filter(None, facts))
-    return f'<dl class="card provenance">{rows}</dl>' if rows else ""
-
-
-def _forecast(records: Sequence[Mapping[str, Any]]) -> str:
-    """Forecast of a reasoning run's final reward, which is bounded."""
-    rows = forecast.said(records) if any(forecast.TAUGHT in record for record in records) else []
-    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
-    return f'<dl class="card provenance">{items}</dl>' if items else ""
+def _listing(facts: Sequence[tuple[str, Any]]) -> str:
+    """Names with their values, those that have one; a command as code."""
+    tags = {"command": "<code>{}</code>"}
+    cells = ((_text(name), tags.get(name, "{}").format(_text(_flat(value)))) for name, value in facts if value)
+    rows = [f"<dt>{name}</dt><dd>{value}</dd>" for name, value in cells]
+    return f'<dl class="card provenance">{"".join(rows)}</dl>' if rows else ""
 
 
 def _folded(title: str, value: Mapping[str, Any]) -> str:

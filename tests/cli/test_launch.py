@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from longhaul.runtime.launch import local, supervisor
 from longhaul.runtime.launch.supervisor import DEADLINE
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import loop
+from tests.helpers.launch_faults import pids, wait_for
 from tests.helpers.small_runs import records, result, resume
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,13 +202,6 @@ def test_a_signal_is_passed_to_all(dummies: None, tmp_path: Path) -> None:
     assert_gone(tmp_path)
 
 
-def wait_for(ready: Callable[[], bool], seconds: float = 200.0) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
-
-
 # -------------------------------------------------------------------------------------------- two processes that train
 
 FLAGS = shlex.split(
@@ -218,12 +212,18 @@ FLAGS = shlex.split(
 
 @contextmanager
 def spawned(
-    runs_dir: Path, devices: int, updates: int, *more: str, restarts: int = 0
+    runs_dir: Path,
+    devices: int,
+    updates: int,
+    *more: str,
+    restarts: int = 0,
+    recipe: str = "cartpole",
+    flags: list[str] = FLAGS,
 ) -> Iterator[subprocess.Popen[str]]:
     """`longhaul launch` of two processes with so many devices each; nothing is left of them afterwards."""
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     own = ["--hosts", "2", "--devices-per-host", str(devices), "--restarts", str(restarts)]
-    train = ["train", "cartpole", *FLAGS, "--total-steps", str(8 * 16 * updates), "--runs-dir", str(runs_dir), *more]
+    train = ["train", recipe, *flags, "--total-steps", str(8 * 16 * updates), "--runs-dir", str(runs_dir), *more]
     command = [sys.executable, "-m", "longhaul", "launch", *own, "--", *train]
     launcher = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -235,11 +235,22 @@ def spawned(
         launcher.communicate()
 
 
-def alone(folder: Path, devices: int, updates: int, *more: str) -> Path:
+def alone(
+    folder: Path, devices: int, updates: int, *more: str, recipe: str = "cartpole", flags: list[str] = FLAGS
+) -> Path:
     """The same run in one process, this one."""
     words = ["--total-steps", str(8 * 16 * updates), "--mesh", f"data={devices}", "--runs-dir", str(folder.parent)]
-    assert main.main(["train", "cartpole", *FLAGS, *words, "--run-name", folder.name, *more]) == 0
+    assert main.main(["train", recipe, *flags, *words, "--run-name", folder.name, *more]) == 0
     return folder
+
+
+def assert_alike(both: Path, whole: Path) -> None:
+    """Parameters of one beginning, and of one end up to the order of a sum over four devices."""
+    _, one, begun = loop.restore_policy(both)
+    _, other, begun_alone = loop.restore_policy(whole)
+    assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -258,35 +269,11 @@ def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp
     assert [r["update"] for r in records(both)] == list(range(4, stopped + 1, 4))
     assert len(list(both.glob("events.out.*"))) == 1
     whole = alone(tmp_path / "whole", 4, stopped)
-    _, one, begun = loop.restore_policy(both)
-    _, other, begun_alone = loop.restore_policy(whole)
-    assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
-    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
+    assert_alike(both, whole)
     for mine, its in zip(records(both), records(whole), strict=False):  # the last one of a run is there at its end
         assert mine.keys() == its.keys()
         assert mine["agent_steps"] == its["agent_steps"]
         assert mine["episode/return"] == its["episode/return"]
-
-
-def pids(runs_name: str) -> dict[int, int]:
-    """The processes that train under this name: number -> process id."""
-    found = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
-            variables = dict(v.split(b"=", 1) for v in (place / "environ").read_bytes().split(b"\0") if b"=" in v)
-        except OSError:
-            continue
-        if any(word.endswith(runs_name.encode()) for word in words) and b"launch" not in words:
-            found[int(variables[b"LONGHAUL_PROCESS_ID"])] = int(place.name)
-    return found
-
-
-def kill(folder: Path, step: int, victim: int) -> None:
-    """kill -9 to a process, once there is a checkpoint of `step` or later."""
-    wait_for(lambda: supervisor.newest_step(folder) >= step)
-    os.kill(pids(folder.name)[victim], signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -299,9 +286,15 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
     updates = 240
     whole = alone(tmp_path / "whole", 2, updates, "--save-interval", "6")
     folder = tmp_path / "killed"
+
+    def kill(step: int, victim: int) -> None:
+        """kill -9 to a process, once there is a checkpoint of `step` or later."""
+        wait_for(lambda: supervisor.newest_step(folder) >= step)
+        os.kill(pids("killed")[victim], signal.SIGKILL)
+
     with spawned(tmp_path, 1, updates, "--run-name", "killed", "--save-interval", "6", restarts=1) as launcher:
-        kill(folder, 12, 1)
-        kill(folder, 36, 0)  # counts as the first death: there is a new checkpoint
+        kill(12, 1)
+        kill(36, 0)  # counts as the first death: there is a new checkpoint
         wait_for(lambda: supervisor.newest_step(folder) >= 60)
         launcher.terminate()
         out, err = launcher.communicate()
@@ -309,7 +302,7 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
     assert out.splitlines() == [str(folder)]
     assert err.count("starts again (1 of 1)") == 2
     with spawned(tmp_path, 1, updates, "--resume", "killed") as launcher:
-        kill(folder, supervisor.newest_step(folder) + 6, 1)
+        kill(supervisor.newest_step(folder) + 6, 1)
         began = time.monotonic()
         out, err = launcher.communicate()
     assert launcher.returncode == 1
@@ -334,17 +327,10 @@ def test_two_processes_of_two_devices_are_one_of_four_after_fifty_updates(
     recipe: str, own: list[str], tmp_path: Path
 ) -> None:
     """The same shards, each with its worlds and keys: what may differ is the order of a sum over four devices."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    train = ["train", recipe, *own, "--total-steps", str(8 * 16 * 50), "--runs-dir", str(tmp_path)]
-    start = [sys.executable, "-m", "longhaul", "launch", "--hosts", "2", "--devices-per-host", "2", "--"]
-    done = subprocess.run([*start, *train, "--run-name", "both"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert main.main([*train, "--mesh", "data=4", "--run-name", "whole"]) == 0
-    both, whole = tmp_path / "both", tmp_path / "whole"
-    _, one, begun = loop.restore_policy(both)
-    _, other, begun_alone = loop.restore_policy(whole)
-    assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
-    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
+    with spawned(tmp_path, 2, 50, "--run-name", "both", recipe=recipe, flags=own) as launcher:
+        _, err = launcher.communicate()
+    assert launcher.returncode == 0, err
+    both, whole = tmp_path / "both", alone(tmp_path / "whole", 4, 50, recipe=recipe, flags=own)
+    assert_alike(both, whole)
     assert [r["update"] for r in records(both)] == [r["update"] for r in records(whole)]
     assert result(both)["agent_steps"] == result(whole)["agent_steps"] == 8 * 16 * 50

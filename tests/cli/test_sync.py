@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main, sync
+from longhaul.weight_sync import cost_model
+from longhaul.weight_sync.cost_model import Setting
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.transports import safetensors_files
 from longhaul.weight_sync.transports.folder import FolderTransport
@@ -22,6 +24,8 @@ from tests.helpers.command_line import assert_refused
 from tests.helpers.weight_sync_transports import is_whole, tensors, until
 
 ROOT = Path(__file__).resolve().parents[2]
+
+PLAN = "sync plan --params 1e12 --trainers 256 --receivers 16x16 --nic 400Gb/s"
 
 
 def read_with_the_library(folder: Path) -> dict[str, np.ndarray]:
@@ -85,6 +89,14 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         ("sync status", "ADDRESS is missing"),
         ("sync bench --receivers 0", "at least 1"),
         ("sync bench --model gpt-9", "no model is known"),
+        ("sync", "there are longhaul sync"),
+        ("sync plane", "longhaul sync has no command 'plane'"),
+        ("sync plan", "--params is missing: longhaul sync plan --params 1e12"),
+        (f"{PLAN} --nic fast", "a rate with its unit, as 400Gb/s"),
+        (f"{PLAN} --nic 400", "--nic is '400'; it must be a rate with its unit, as 400Gb/s or 50GB/s"),
+        (f"{PLAN} --hbm 3.35e12", "--hbm is '3.35e12'; it must be a rate with its unit"),
+        (f"{PLAN} --receivers 16y16", "16x16"),
+        (f"{PLAN} --cores 0", "cores is 0; it must be at least 1"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,3 +176,26 @@ def test_other_libraries_are_measured_by_a_program_of_the_clone(
     assert_refused(longhaul("sync", "bench", "--peers", "--lane", "tcp"), "--peers has transports of its own")
     monkeypatch.setattr(sync, "__file__", str(tmp_path / "a/b/c.py"))
     assert_refused(longhaul("sync", "bench", "--peers"), "run it in a clone of the project")
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main.main([*PLAN.split(), "--delta-ratio", "40", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["setting"]["nic"] == 50e9
+    assert found["setting"]["delta_ratio"] == 40.0
+    expected = cost_model.costs(Setting(params=1e12, delta_ratio=40.0))
+    assert [each["seconds"] for each in found["updates"]] == [each.pipelined for each in expected]
+    for each in expected:
+        assert each.name in printed
+        assert all(term.name in printed and term.formula in printed for term in each.terms)
+    assert all(line in printed for _, line in cost_model.assumptions(Setting(params=1e12, delta_ratio=40.0)))
+
+
+@pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9B/s", 1e9)])
+def test_rates(word: str, rate: float) -> None:
+    assert sync.RATE.read(word) == pytest.approx(rate)

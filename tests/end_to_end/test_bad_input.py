@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from longhaul.cli import list as listing
 from longhaul.cli import main
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
@@ -22,7 +21,7 @@ BAD = [
     ("frobnicate", ["no command 'frobnicate'"]),
     ("trian cartpole", ["did you mean train?"]),
     ("--verson", ["no flag '--verson'; did you mean --version?"]),
-    ("data", ["name what to do with the data; there are longhaul data inspect"]),
+    ("data", ["a command is missing; there are longhaul data inspect"]),
     ("data inspekt x", ["no command 'inspekt'", "longhaul data inspect PATH"]),
     ("data inspect", ["which logs?"]),
     ("train", ["name a recipe first", "cartpole, impala-cartpole", "ppo, driving-scaling"]),
@@ -180,5 +179,5 @@ def test_what_goes_wrong_decides_the_exit_code(
     def fail(words: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr(listing, "show_envs", fail)
+    monkeypatch.setattr(main, "show_envs", fail)
     assert longhaul("envs") == (code, "", f"longhaul: error: {line}\n")

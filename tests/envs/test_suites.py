@@ -203,9 +203,11 @@ def test_masks_are_those_of_the_suite() -> None:
 EAGER = """
 import jax
 from longhaul.cli import train as commands
+from longhaul.cli.flags import Parsed
 from longhaul.config import resolve as runs
 from longhaul.envs import suites
 from longhaul.envs.suites import Step, World
+from longhaul.training import loop
 from longhaul.types import Discrete
 
 def make(name):
@@ -216,14 +218,16 @@ def make(name):
 
 suites.SUITES["eager"] = suites.Suite("json", "eager", make, ("one",), "eager/one", "")
 run = runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2)
-commands._there(runs.resolve(run))
+loop.train = lambda *_, **__: None
+commands._begin(runs.resolve(run), Parsed({"runs-dir": "r", "run-name": None, "run-suffix": None}, set()), None, None)
 assert len(jax.devices()) == 2
 """
 
 
-def test_a_suite_that_starts_jax_on_import_finds_all_devices() -> None:
+def test_a_suite_that_starts_jax_on_import_finds_all_devices(tmp_path: Path) -> None:
     """Brax does. With 64 worlds or more a run has a device a core, and was refused."""
-    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", EAGER]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

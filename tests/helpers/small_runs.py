@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,37 +70,46 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
+ASSEMBLIES: dict[str, Assembly] = {}
+PROGRAMS: dict[tuple[Any, ...], fused.Program] = {}
+STARTS: dict[tuple[int, int], Any] = {}
+"""What quick runs share, by their shape, or by an assembly's algorithm."""
+
+NUMBERS = itertools.count()
+
+
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end.
 
-    Compiling takes far longer than these runs do. The stand-in of an evaluation tells policies apart by every bit.
+    Compiling takes far longer than these runs do. Those in CartPole share it with the tests of other files, too; in
+    environments that a test has changed, only until `patch` is undone. The stand-in of an evaluation tells policies
+    apart by every bit.
     """
-    assemblies: dict[str, Assembly] = {}
-    programs: dict[tuple[Any, ...], fused.Program] = {}
-    starts: dict[tuple[int, int], Any] = {}
+    own = next(NUMBERS)
     assemble, compiled, start = training_assemble.assemble, fused.compiled, Assembly.start
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
         sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
         begins = run.topology, run.acting.actors, run.acting.pin and run.acting.staleness  # what a carry holds at first
-        shape = repr((run.environment, run.algorithm, run.deterministic, *sizes, origin, begins))
-        if shape not in assemblies:
-            assemblies[shape] = assemble(run, within, context, origin)
-        return assemblies[shape]
+        whose = "everybody" if run.environment == Named("cartpole") else own
+        shape = repr((whose, run.environment, run.algorithm, run.deterministic, *sizes, origin, begins))
+        if shape not in ASSEMBLIES:
+            ASSEMBLIES[shape] = assemble(run, within, context, origin)
+        return ASSEMBLIES[shape]
 
     def compiled_once(
         algorithm: Any, collector_in: Any, progress: Any, context: Any, mesh: Any, *, block: int, shards: Any
     ) -> fused.Program:
         key = id(algorithm), block, *(leaf.shape for leaf in jax.tree.leaves(context))
-        if key not in programs:
-            programs[key] = compiled(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
-        return programs[key]
+        if key not in PROGRAMS:
+            PROGRAMS[key] = compiled(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
+        return PROGRAMS[key]
 
     def start_once(assembly: Assembly, seed: int, context: Any) -> Any:
         key = id(assembly.algorithm), seed
-        if key not in starts:
-            starts[key] = start(assembly, seed, context)
-        return jax.tree.map(lambda leaf: leaf.copy(), starts[key])  # the loop donates what it gets
+        if key not in STARTS:
+            STARTS[key] = start(assembly, seed, context)
+        return jax.tree.map(lambda leaf: leaf.copy(), STARTS[key])  # the loop donates what it gets
 
     def digests(run: Run, policy: Any, untrained: Any) -> Iterator[tuple[str, Any, list]]:
         for name, params in (("trained", policy), ("untrained", untrained)):

@@ -12,20 +12,117 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 from longhaul.cli.main import main
+from longhaul.envs.hackmatrix.environment import hackmatrix
+from longhaul.envs.hackmatrix.reward import PARTS
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch.process import Process
 from longhaul.telemetry import sinks, wandb, wandb_process
 from longhaul.training.run_dir import find_folder, load_run
 from tests.helpers import small_runs
 from tests.helpers.small_runs import small
-from tests.helpers.wandb_files import hide_credentials, read, record, tracked_folder, write
+
+BLOCK, HEAD = 32768, 7
+"""Bytes of a block of a .wandb file, and of the file's and each chunk's head (LevelDB's log format)."""
+
+
+def hide_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the user's shell and home have, no server is asked."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+
+class Offline(NamedTuple):
+    """What an offline folder of wandb holds."""
+
+    id: str
+    project: str
+    name: str
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    exits: list[int]
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["_step"] for row in self.rows]
+
+
+def chunks(data: bytes) -> list[bytes]:
+    """The records of a .wandb file, whole."""
+    found, part, at = [], b"", HEAD
+    while at + HEAD <= len(data):
+        left = BLOCK - at % BLOCK
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if left < HEAD or kind == 0:
+            at += left
+            continue
+        part += data[at + HEAD : at + HEAD + length]
+        at += HEAD + length
+        if kind in (1, 4):  # whole, or the last of several
+            found.append(part)
+            part = b""
+    return found
+
+
+def read(folder: Path) -> Offline:
+    """The only offline folder of wandb anywhere below `folder`."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.rglob("*.wandb")
+    run, rows, exits = None, [], []
+    for data in chunks(file.read_bytes()):
+        record = Record.FromString(data)
+        if record.HasField("run") and run is None:
+            run = record.run
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+        if record.HasField("exit"):
+            exits.append(record.exit.exit_code)
+    assert run is not None
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    return Offline(run.run_id, run.project, run.display_name, config, rows, exits)
+
+
+def record(update: int, **metrics: Any) -> dict[str, Any]:
+    counts = {"update": update, "env_steps": 16 * update, "agent_steps": 32 * update, "wall_seconds": 0.5 * update}
+    return {**counts, "sps": 640.0, **metrics}
+
+
+def tracked_folder(tmp_path: Path, name: str = "run", mode: str | None = "offline") -> Path:
+    """The folder of a run that is tracked and has made no update."""
+    folder = tmp_path / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"run": {"num_envs": 8, "algorithm": {"lr": 0.5}}, "commit": "abc"}))
+    wandb.save(folder, wandb.Tracking("", True, "games", None, mode))
+    return folder
+
+
+def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopped: bool = False) -> None:
+    """What a run does that goes on from the update before `updates`."""
+    metrics = folder / "metrics.jsonl"
+    sinks.truncate_after(metrics, updates[0] - updates.step)
+    said = [] if notes is None else notes
+    with (
+        closing(sinks.jsonl(metrics)) as lines,
+        wandb.mirror(folder, said.append, lambda: stopped) as sink,
+    ):
+        for update in updates:
+            row = record(update, **{"ppo/entropy": 1.0 / update})
+            lines.write(row)
+            sink.write(row)
+
 
 NEEDS_WANDB = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb, of the extra logging, is not installed")
 
@@ -203,9 +300,9 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
     folder = tmp_path / "run"
     folder.mkdir()
     wandb.save(folder, wandb.Tracking("", True, "small", None, "offline"))
-    small_runs.loop.train(small(total_steps=8 * 16 * 24), folder, resumed=False)
+    small_runs.loop.train(small(), folder, resumed=False)
     found, records = read(folder), sinks.read(folder / "metrics.jsonl")
-    assert found.steps == [r["update"] for r in records] == [4, 8, 12, 16, 20, 24]
+    assert found.steps == [r["update"] for r in records] == list(range(4, 61, 4))
     before = [None, *records[:-1]]
     for row, mine, last in zip(found.rows, records, before, strict=True):
         assert {k: v for k, v in row.items() if not k.startswith("_")} == wandb_process.renamed(mine, last)
@@ -386,3 +483,52 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
     assert os.getpgid(0) != started[0].id
     assert server.steps == [1]
     assert (server.folder / "exit").read_text() == "75"
+
+
+# --------------------------------------------------------------------------------------------- names of the old trainer
+
+
+THEIRS = {
+    *(f"train/{name}" for name in ("pg_loss", "vf_loss", "ent_loss", "total_loss", "entropy")),
+    *(f"train/{name}" for name in ("approx_kl", "clip_frac")),
+    *(f"train/{name}" for name in ("mean_reward", "mean_episode_length", "mean_episode_return", "num_episodes")),
+    *(f"train/{name}" for name in ("updates_per_second", "update_step", "steps_per_second")),
+    *(f"key/{name}" for name in ("mean_reward", "mean_episode_return", "mean_episode_length")),
+    *(f"reward/{name}" for name in PARTS),
+    *(f"actions/{name}_frac" for name in ("move", "siphon", "program")),
+    "stats/highest_stage",
+}
+"""What the old trainer logs, and what its specification wanted it to."""
+
+
+def test_a_record_of_hackmatrix_has_all_the_old_names() -> None:
+    game = hackmatrix(boards=2)
+    told = jax.eval_shape(lambda key: game.metrics(game.reset(key)[0]), jax.random.key(0))
+    learnt = ("policy_loss", "value_loss", "total_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "lr")
+    names = ["episode/count", "episode/return", "episode/length", *(f"episode/{name}" for name in told)]
+    names += [f"peak/{name}" for name in game.spec.peaks] + [f"ppo/{name}" for name in learnt]
+    found = wandb_process.renamed(record(4, **dict.fromkeys(names, 1.0)))
+    ours = {"env_steps", "agent_steps", "wall_seconds", "ppo/grad_norm", "ppo/lr", "episode/stage", "episode/score"}
+    assert set(found) == THEIRS | ours
+
+
+def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
+    told = {
+        "episode/count": 6.0, "episode/return": -3.0, "episode/length": 20.0, "episode/reward_kills": 1.0,
+        "episode/reward_damage_penalty": -4.0, "ppo/entropy": 2.0, "ppo/policy_loss": 0.25, "peak/stage": 3.0,
+    }  # fmt: skip
+    found = wandb_process.renamed(record(6, **told), record(4))
+    assert found["train/mean_reward"] == found["key/mean_reward"] == -0.15
+    assert (found["reward/kills"], found["reward/damage_penalty"]) == (0.05, -0.2)  # together the mean reward
+    assert found["train/num_episodes"] == 3.0  # an update
+    assert found["train/ent_loss"] == -found["train/entropy"] == -2.0
+    assert found["train/steps_per_second"] == 640.0
+    assert found["train/updates_per_second"] == 20.0  # of 32 steps each
+    assert (found["train/update_step"], found["train/pg_loss"], found["stats/highest_stage"]) == (6, 0.25, 3.0)
+    assert not [name for name in found if name.startswith(("episode/", "peak/"))]
+
+
+def test_a_record_without_an_ended_episode_leaves_its_means_out() -> None:
+    found = wandb_process.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
+    assert not [name for name in found if "mean_" in name]
+    assert found["train/num_episodes"] == 0.0

@@ -23,6 +23,7 @@ from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
+from longhaul.telemetry.aggregate import Sums
 from longhaul.training import loop, run_dir
 from longhaul.training import population as training_population
 from longhaul.training.checkpoint import resume as resumption
@@ -117,9 +118,9 @@ def test_a_stopped_population_goes_on_to_the_same_end(
 ) -> None:
     run, folder = four
     cut = tmp_path / "four"
-    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), training_population.MemberSums.add)
+    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), Sums.add)
     with monkeypatch.context() as patch:
-        patch.setattr(training_population.MemberSums, "add", take)
+        patch.setattr(Sums, "add", take)
         assert begin(run, cut).code == loop.STOPPED
     assert not (cut / "result.json").exists()
     assert resume(cut).code == 0
@@ -216,11 +217,11 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
 
 def test_a_run_that_diverges_harms_no_other() -> None:
     lines: list[str] = []
-    watch, sums = training_population.Watch(3, lines.append), training_population.MemberSums(3)
+    watch, sums = training_population.Watch(3, lines.append), Sums(3)
     finite = np.array([[True, True, True], [True, False, True]])
     rows = {"finite": finite, "episodes": np.ones((2, 3)), "episode/return": np.array([[1.0, 2, 3], [1, np.nan, 5]])}
     sums.add(2, watch.look(rows, 2, 2))
-    again = training_population.MemberSums(3, json.loads(json.dumps(sums.pending())))
+    again = Sums(3, json.loads(json.dumps(sums.pending())))
     record = again.take()
     assert record["episode/return"] == 2.5 and record["episode/return_std"] == pytest.approx(np.sqrt(4.5))
     assert "finite" not in again.each and lines == [

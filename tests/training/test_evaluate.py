@@ -82,7 +82,7 @@ def test_each_episode_is_played_once_to_its_end() -> None:
     """Those that end early earn nothing more: from n, the return is n + (n - 1) + ... + 1."""
     environment = Countdown()
     run = small(environment=Named("cartpole"))
-    scores = evaluation.play_classic(run, environment, policy(run, environment), 40)
+    scores = evaluation.player(run, environment, 40)(policy(run, environment))
     began = scores.metrics["began"].value
     assert set(began) == {1.0, 2.0, 3.0}
     np.testing.assert_array_equal(scores.metrics["length"].value, began)
@@ -95,7 +95,7 @@ def test_agents_are_episodes_each() -> None:
     """The probe of several agents, some of which never play: none of them is counted."""
     probe = probes.PROBES["agents"]()
     run = small(environment=Named("probe/agents"), num_envs=8)
-    scores = evaluation.play_classic(run, probe.environment, policy(run, probe.environment), 5)
+    scores = evaluation.player(run, probe.environment, 5)(policy(run, probe.environment))
     state, _ = jax.vmap(probe.environment.reset)(jax.random.split(jax.random.key(0), 5))
     playing = int(np.sum(jax.vmap(probe.environment.active)(state)))
     assert len(scores.names) == len(scores.metrics["return"].value) == playing
@@ -108,12 +108,12 @@ def test_it_is_the_same_twice_and_whatever_the_run_was_trained_on() -> None:
     assert isinstance(environment.spec.action, Box)
     run = small(environment=Named("pendulum"))
     acting = policy(run, environment)
-    found = evaluation.play_classic(run, environment, acting, 4).metrics
+    found = evaluation.player(run, environment, 4)(acting).metrics
     others = (run, small(environment=Named("pendulum"), devices=4, num_envs=16, total_steps=10**6))
     for other in others:
-        again = evaluation.play_classic(other, environment, acting, 4).metrics
+        again = evaluation.player(other, environment, 4)(acting).metrics
         assert {k: v.value.tobytes() for k, v in again.items()} == {k: v.value.tobytes() for k, v in found.items()}
-    else_where = evaluation.play_classic(dataclasses.replace(run, seed=4), environment, acting, 4).metrics
+    else_where = evaluation.player(dataclasses.replace(run, seed=4), environment, 4)(acting).metrics
     assert np.all(else_where["return"].value != found["return"].value)
     assert np.all(found["length"].value == 200)
 
@@ -121,7 +121,7 @@ def test_it_is_the_same_twice_and_whatever_the_run_was_trained_on() -> None:
 def test_what_may_never_end_is_refused() -> None:
     environment = Countdown(dataclasses.replace(Countdown().spec, max_steps=None))
     with pytest.raises(ValueError, match="may never end; give it a time limit"):
-        evaluation.play_classic(small(), environment, policy(small(), environment), 1)
+        evaluation.player(small(), environment, 1)(policy(small(), environment))
 
 
 # ---------------------------------------------------------------------------------------------------------- driving

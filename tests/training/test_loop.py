@@ -188,7 +188,7 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
     sums, other = Sums(), Sums()
     for added in (sums, other):
         added.add(3, rows)
-    resumed = Sums(json.loads(json.dumps(other.pending())))
+    resumed = Sums(pending=json.loads(json.dumps(other.pending())))
     for added in (sums, resumed):
         added.add(1, {name: values[2:] for name, values in rows.items()})
     assert sums.updates == resumed.updates == 4

@@ -49,24 +49,24 @@ def play(words: Sequence[str]) -> int:
 
 def _flags() -> dict[str, list[Flag]]:
     agent = [
-        Flag("run", TEXT, None, "watch the newest policy of this run, its name or folder", shown=""),
-        Flag("latest", ALONE, False, "watch the newest policy of all runs of the game", shown=""),
-        Flag("params", PATH, None, "watch a params_STEP.npz of the game's own trainer, or a folder's newest", shown=""),
+        Flag("run", TEXT, None, "watch the newest policy of this run, its name or folder"),
+        Flag("latest", ALONE, False, "watch the newest policy of all runs of the game"),
+        Flag("params", PATH, None, "watch a params_STEP.npz of the game's own trainer, or a folder's newest"),
         Flag("episodes", INT, 3, "games to watch", least=1, most=MOST),
-        Flag("greedy", ALONE, False, "do what is likeliest, the default", shown=""),
-        Flag("sample", ALONE, False, "draw from the policy instead of doing what is likeliest", shown=""),
+        Flag("greedy", ALONE, False, "do what is likeliest, the default"),
+        Flag("sample", ALONE, False, "draw from the policy instead of doing what is likeliest"),
         Flag("max-steps", INT, 1000, "steps after which a game is cut", least=1, most=MOST),
         Flag("delay", FLOAT, 0.3, "seconds a step on a terminal", least=0.0, most=60.0),
         Flag("show", choice(SHOW), "auto", "boards, a line a step, or the table alone; auto: boards on a terminal"),
     ]  # fmt: skip
     return {
         "": [
-            Flag("GAME", choice(GAMES), None, "which game", shown=""),
+            Flag("GAME", choice(GAMES), None, "which game"),
             Flag("rules", choice(tuple(RULES)), None, "those of the game's own trainer, or of the game", shown="jax"),
-            Flag("fixes", TEXT, (), "defects of the rules to put right, by name", many=True, shown=""),
+            Flag("fixes", TEXT, (), "defects of the rules to put right, by name", many=True),
             Flag("seed", INT, 0, "boards and chance come from it, and from the game's number", least=0, most=MOST),
-            Flag("reveal", ALONE, False, "show cryptogs that the player does not see", shown=""),
-            Flag("json", OUTPUT, None, "write what was played to this file; - is stdout", shown=""),
+            Flag("reveal", ALONE, False, "show cryptogs that the player does not see"),
+            Flag("json", OUTPUT, None, "write what was played to this file; - is stdout"),
             RUNS_DIR,
             DEBUG,
         ],
@@ -147,20 +147,16 @@ def _is_live() -> bool:
     return tables.is_terminal(sys.stdin) and tables.is_terminal(sys.stdout)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
     look = _look(values, "")
     live = _is_live()
     if live:
-        _say("compiling the game ...")
+        print("compiling the game ...", file=sys.stderr, flush=True)
     game = games.game(environment, values["seed"])
     if live:
         with terminal.screen() as there:
             return console.by_keys(game, look, there)
-    write = _silent if values["json"] == "-" else _print_line
+    write = (lambda text: None) if values["json"] == "-" else _print_line  # stdout is for JSON
     return console.by_words(game, look, console.split(sys.stdin), write)
 
 
@@ -173,7 +169,7 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
     if show == "table" or (values["json"] == "-" and not live):
         return list(games.table(environment, values["seed"], agent, episodes=episodes, greedy=greedy, limit=limit))
     if live:
-        _say("compiling the game ...")
+        print("compiling the game ...", file=sys.stderr, flush=True)
     game = games.game(environment, values["seed"], agent, greedy=greedy)
     look = _look(values, f", {tables.clean(agent.label)}")
     if show == "boards" and live:
@@ -184,10 +180,6 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
 
 def _print_line(text: str) -> None:
     print(text, flush=True)
-
-
-def _silent(text: str) -> None:
-    """Guard of stdout, which is for JSON."""
 
 
 # ------------------------------------------------------------------------------------------------------------- results

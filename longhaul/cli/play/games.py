@@ -19,7 +19,7 @@ from longhaul.algorithms.config import AlgorithmConfig
 from longhaul.distributions import distribution
 from longhaul.envs.hackmatrix import reward, screen
 from longhaul.spaces import Masked
-from longhaul.types import Environment, Key, PyTree
+from longhaul.types import Environment, Key, PyTree, TimeStep
 
 VICTORY = reward.PARTS.index("victory")
 
@@ -40,15 +40,6 @@ class Moment(NamedTuple):
     memory: PyTree  # the agent's; () for a person
 
 
-class Led(NamedTuple):
-    """Result of a step."""
-
-    moment: Moment
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-
-
 class Decision(NamedTuple):
     """Choice of an agent at a moment, on the device."""
 
@@ -56,15 +47,6 @@ class Decision(NamedTuple):
     probabilities: jax.Array  # float32 [n]; 0 where an action is not legal
     value: jax.Array
     memory: PyTree
-
-
-class Played(NamedTuple):
-    """A whole game."""
-
-    total: jax.Array  # the sum of its rewards
-    length: jax.Array
-    state: PyTree  # the last
-    terminated: jax.Array  # it ended, and was not cut
 
 
 def keys(seed: int | jax.Array, episode: jax.Array | int) -> Key:
@@ -78,11 +60,12 @@ def begin(environment: Environment, key: Key) -> Moment:
     return Moment(state, observation, ())
 
 
-def step(environment: Environment, key: Key, t: jax.Array, moment: Moment, action: jax.Array) -> Led:
+def step(
+    environment: Environment, key: Key, t: jax.Array, moment: Moment, action: jax.Array
+) -> tuple[Moment, TimeStep]:
     """Step t, counted from 0, of the game of `key`."""
-    key_world = jax.random.fold_in(key, 2 * t + 1)
-    state, led = environment.step(key_world, moment.state, action)
-    return Led(Moment(state, led.observation, moment.memory), led.reward, led.terminated, led.truncated)
+    state, led = environment.step(jax.random.fold_in(key, 2 * t + 1), moment.state, action)
+    return Moment(state, led.observation, moment.memory), led
 
 
 def chooser(
@@ -105,11 +88,14 @@ def chooser(
 
 def player(
     environment: Environment, config: AlgorithmConfig, *, greedy: bool, limit: int
-) -> Callable[[Policy, int | jax.Array, jax.Array], Played]:
-    """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps."""
+) -> Callable[[Policy, int | jax.Array, jax.Array], Any]:
+    """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps.
+
+    Of each the sum of its rewards, its length, its last state, and whether it ended, and was not cut.
+    """
     remember, choose = chooser(environment, config, greedy)
 
-    def one(policy: Policy, seed: int | jax.Array, episode: jax.Array) -> Played:
+    def one(policy: Policy, seed: int | jax.Array, episode: jax.Array) -> Any:
         key = keys(seed, episode)
 
         def goes_on(carried: Any) -> jax.Array:
@@ -119,13 +105,13 @@ def player(
         def turn(carried: Any) -> Any:
             t, moment, total, _, _ = carried
             choice = choose(policy, key, t, moment)
-            led = step(environment, key, t, moment._replace(memory=choice.memory), choice.action)
-            return t + 1, led.moment, total + led.reward, led.terminated, led.truncated
+            after, led = step(environment, key, t, moment._replace(memory=choice.memory), choice.action)
+            return t + 1, after, total + led.reward, led.terminated, led.truncated
 
         no = jnp.bool_(False)
         begun = (jnp.int32(0), remember(begin(environment, key)), jnp.float32(0.0), no, no)
         t, moment, total, terminated, _ = jax.lax.while_loop(goes_on, turn, begun)
-        return Played(total, t, moment.state, terminated)
+        return total, t, moment.state, terminated
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
@@ -188,8 +174,8 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
         return moment, seen(moment)
 
     def step_on_device(i: jax.Array, t: jax.Array, moment: Moment, action: jax.Array) -> Any:
-        led = step(environment, keys(seed, i), t, moment, action)
-        return led.moment, seen(led.moment), led.reward, led.terminated, led.truncated
+        after, led = step(environment, keys(seed, i), t, moment, action)
+        return after, seen(after), led.reward, led.terminated, led.truncated
 
     begun, stepped = jax.jit(begin_on_device), jax.jit(step_on_device)
 
@@ -248,12 +234,12 @@ def table(
     """The records of the first `episodes` games of a seed, all played at once."""
     play = player(environment, agent.config, greedy=greedy, limit=limit)
     played = jax.device_get(play(agent.policy, jnp.int32(seed), jnp.arange(episodes, dtype=jnp.int32)))
-    tally = played.state.tally
+    total, lengths, state, terminated = played
     for i in range(episodes):
-        parts = tuple(map(float, tally.parts[i]))
-        end = _end(parts, bool(played.terminated[i]), not played.terminated[i])
-        length, stage, score = (int(each[i]) for each in (played.length, tally.stage, played.state.score))
-        yield Record(i, float(played.total[i]), length, stage, score, end, parts)
+        parts = tuple(map(float, state.tally.parts[i]))
+        end = _end(parts, bool(terminated[i]), not terminated[i])
+        length, stage, score = (int(values[i]) for values in (lengths, state.tally.stage, state.score))
+        yield Record(i, float(total[i]), length, stage, score, end, parts)
 
 
 def ends(records: Sequence[Record]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import PPOConfig
 from longhaul.networks.config import NetworkConfig
 from longhaul.spaces import Discrete
-from longhaul.types import Params, Spec
+from longhaul.types import Spec
 
 MOST_BYTES = 1 << 30
 """Most bytes of all arrays of a file."""
@@ -48,10 +48,6 @@ class Weights(NamedTuple):
     hidden: tuple[Layer, ...]
     policy: Layer
     value: Layer
-
-    @property
-    def width(self) -> int:
-        return len(self.hidden[0].bias)
 
 
 def find(path: Path) -> Path:
@@ -160,23 +156,13 @@ def load(path: Path, spec: Spec) -> tuple[PPOConfig, Policy]:
     """The policy of a file, and how its network is made, for an environment of `spec`. Raises LegacyError, OSError."""
     assert isinstance(spec.action, Discrete) and spec.expand is not None
     observed = jax.eval_shape(spec.expand, spec.observation.observation)
-    weights = read(path, observed.shape[-1], spec.action.n)
-    config = config_of(weights)
-    params = params_of(weights)
+    hidden, policy, value = read(path, observed.shape[-1], spec.action.n)
+    width = len(hidden[0].bias)
+    network = NetworkConfig(shared=True, activation="relu", hidden_dim=width, num_layers=len(hidden))
+    config = PPOConfig(network=network)
+    torso = {f"layer_{i}": layer._asdict() for i, layer in enumerate(hidden)}
+    params = {"torso": torso, "policy": policy._asdict(), "value": value._asdict()}
     expected = jax.eval_shape(actor_critic.network(spec, config).init, jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: leaf.shape, (params, expected))
     assert shapes[0] == shapes[1], shapes
     return config, Policy(params, ())
-
-
-def config_of(weights: Weights) -> PPOConfig:
-    """The network of `weights`, as ours is configured."""
-    return PPOConfig(
-        network=NetworkConfig(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
-    )
-
-
-def params_of(weights: Weights) -> Params:
-    """`weights` as parameters of `networks.actor_critic`."""
-    torso = {f"layer_{i}": layer._asdict() for i, layer in enumerate(weights.hidden)}
-    return {"torso": torso, "policy": weights.policy._asdict(), "value": weights.value._asdict()}

@@ -99,7 +99,7 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}, and at least 1 checkpoint must be kept: set keep >= 1")
         self._folder = Path(folder).absolute()
         self._keep, self._every = keep, every
-        self._warn = warn or _print
+        self._warn = warn or (lambda line: print(line, file=sys.stderr))
         self._writer: Any = None
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -121,7 +121,11 @@ class Checkpoints:
             raise ValueError(f"step is {step}, and steps of checkpoints are >= 0")
         arrays, table = named_leaves.split(progress)
         size = sum(array.nbytes for array in arrays.values())
-        contents = {"format": FORMAT, "step": step, "bytes": size, "metadata": _plain(metadata or {}), "leaves": table}
+        try:
+            plain = json.loads(json.dumps(metadata or {}))  # as it is restored
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metadata of a checkpoint must be JSON: {error}") from error
+        contents = {"format": FORMAT, "step": step, "bytes": size, "metadata": plain, "leaves": table}
         self.wait()
         partial = self._folder / f"{step}{PARTIAL}"
         try:
@@ -223,7 +227,9 @@ class Checkpoints:
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                 _sync(folder)
             _write(partial / MANIFEST, _render(contents))
-            final = self._folder / _free_name(self._folder, contents["step"])
+            taken = [path.name for step, path in _steps(self._folder) if step == contents["step"]]
+            again = f".{int((taken[0].split('.') + ['0'])[1]) + 1}" if taken else ""
+            final = self._folder / f"{contents['step']}{again}"
             os.rename(partial, final)
             _sync(self._folder)
         except Exception as error:
@@ -303,12 +309,6 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
-def _free_name(folder: Path, step: int) -> str:
-    """`20`, or the next of `20.1`, `20.2`, ... if taken."""
-    taken = [path.name for number, path in _steps(folder) if number == step]
-    return str(step) if not taken else f"{step}.{int((taken[0].split('.') + ['0'])[1]) + 1}"
-
-
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name, path) of all files below a checkpoint's folder but its manifest, in order."""
     for path in sorted(folder.rglob("*")):
@@ -372,15 +372,6 @@ def _parse(data: bytes) -> dict[str, Any]:
     return contents
 
 
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata as JSON returns it. Raises ValueError if JSON cannot hold it."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(metadata))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata of a checkpoint must be JSON: {error}") from error
-    return plain
-
-
 def _write(path: Path, data: bytes) -> None:
     """Write a file durably under another name first, so that `path` is always whole."""
     other = path.with_name(path.name + PARTIAL)
@@ -424,10 +415,6 @@ def _reason(error: BaseException) -> str:
         return "the disk is full" if _is_full(error) else os.strerror(code)
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "..."
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:

@@ -110,22 +110,6 @@ def dropped(now: Standing, source: Feed) -> list[str]:
     return [BEGIN_ANEW] * begins_anew(now, source) + [PERIOD] * counts
 
 
-def _say(now: Standing, run: Run, changed: Mapping[str, Any], source: Feed) -> None:
-    sizes = {name: list(pair) for name, pair in now.resized.items()}
-    changes = sizes | dict(changed)
-    words = [f"{name} {_word(after)} (was {_word(before)})" for name, (before, after) in changes.items()]
-    lost = " and ".join(dropped(now, source)) or "nothing is dropped"
-    print(
-        f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with "
-        f"{', '.join(words)}: {lost}; parameters, optimiser, normalisers and schedules go on",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
-
-
-def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
     """Largest number up to `shards`, of `model` devices each, that share `envs` worlds evenly.
 
@@ -141,16 +125,13 @@ def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
                    + " or --mesh" * (model > 1))  # fmt: skip
 
 
-def changes(before: Run, now: Run) -> dict[str, list[Any]]:
-    """Name -> [before, now] of the fields that differ; nested ones by their own name."""
-    return _changes(to_dict(before), to_dict(now))
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+def changes(before: Any, now: Any) -> dict[str, list[Any]]:
+    """Name -> [before, now] of the fields that differ between two Runs; nested ones by their own name."""
+    before, now = (value if isinstance(value, dict) else to_dict(value) for value in (before, now))
     found: dict[str, list[Any]] = {}
     for name, value in now.items():
         if isinstance(value, dict) and isinstance(before.get(name), dict):
-            found |= _changes(before[name], value)
+            found |= changes(before[name], value)
         elif value != before.get(name):
             found[name] = [before.get(name), value]
     return found
@@ -161,9 +142,16 @@ def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[s
 
     Its history gets the changes, time, update and dropped state; `about` are further fields of run.json.
     """
-    changed = changes(load_run(folder), run)
+    changed, lost = changes(load_run(folder), run), dropped(now, source)
     if changed or now.resized:
-        _say(now, run, changed, source)
+        pairs = {name: list(pair) for name, pair in now.resized.items()} | changed
+        values = {name: [f"{x:g}" if isinstance(x, float) else str(x) for x in pair] for name, pair in pairs.items()}
+        words = ", ".join(f"{name} {after} (was {before})" for name, (before, after) in values.items())
+        print(
+            f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {words}: "
+            f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     if not changed:  # or recorded already, by a process killed before it saved
         return
     path = folder / "run.json"
@@ -173,7 +161,7 @@ def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[s
         "agent_steps": now.agent_steps,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "changed": changed,
-        "dropped": dropped(now, source),
+        "dropped": lost,
         "command": list(sys.argv),
     }
     write_json(path, {**before, **about, "run": to_dict(run), "history": [*before.get("history", ()), entry]})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,14 +72,15 @@ class CheckpointSource:
 
     def status(self) -> dict[str, Any]:
         latest = self._latest()
-        manifest = None if latest is None else self._restored(latest)[0]
-        return {
-            "run": self.folder.name,
-            "epoch": -1 if manifest is None else manifest.epoch,
-            "version": -1 if manifest is None else manifest.version,
-            "root": "" if manifest is None else manifest.root.hex(),
-            "image_bytes": 0 if manifest is None else manifest.size,
-            "receivers": [],
+        about = {"run": self.folder.name, "epoch": -1, "version": -1, "root": "", "image_bytes": 0, "receivers": []}
+        if latest is None:
+            return about
+        found, _ = self._restored(latest)
+        return about | {
+            "epoch": found.epoch,
+            "version": found.version,
+            "root": found.root.hex(),
+            "image_bytes": found.size,
         }
 
     def interrupt(self) -> None:
@@ -91,12 +91,10 @@ class CheckpointSource:
 
     def _latest(self) -> tuple[int, int] | None:
         """(epoch, version) of the newest checkpoint, intact or not; None where there is none."""
-        whole = (path.parent for path in self.folder.glob("checkpoints/*/manifest.json"))
-        numbers = ((path, path.name.split(".")) for path in whole)
         versions = [
-            ((path / "manifest.json").stat().st_mtime_ns, int(parts[0]))
-            for path, parts in numbers
-            if all(part.isdigit() for part in parts)  # and no .partial
+            (path.stat().st_mtime_ns, int(path.parent.name.split(".")[0]))
+            for path in self.folder.glob("checkpoints/*/manifest.json")
+            if path.parent.name.replace(".", "").isdigit()  # and no .partial
         ]
         return max(versions, default=None)
 
@@ -106,15 +104,10 @@ class CheckpointSource:
             from longhaul.training.load_policy import restore_policy
 
             _, policy, _ = restore_policy(self.folder)
-            manifest, image = imaged(self.folder.name, *latest, named(policy))
-            self._found = (latest, manifest, image)
+            tensors = named(policy)
+            planned, size = packing.describe(tensors)
+            image = np.zeros(size, np.uint8)
+            with ThreadPoolExecutor(1) as pool:
+                parts = tuple(packing.gather(tensors, planned, image, pool, 1))
+            self._found = (latest, Manifest(self.folder.name, *latest, -1, size, parts), image)
         return self._found[1], self._found[2]
-
-
-def imaged(run: str, epoch: int, version: int, tensors: dict[str, Any]) -> tuple[Manifest, np.ndarray]:
-    """Tensors as a version: its manifest and its image."""
-    planned, size = packing.describe(tensors)
-    image = np.zeros(size, np.uint8)
-    with ThreadPoolExecutor(1) as pool:
-        gathered: Sequence[Any] = packing.gather(tensors, planned, image, pool, 1)
-    return Manifest(run, epoch, version, -1, size, tuple(gathered)), image

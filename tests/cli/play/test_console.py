@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from longhaul.cli.play.console import Look
 from longhaul.cli.play.games import Choice, Game, Moment, Playing
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
-from tests.cli.play.test_terminal import ENTER, KEYPAD_OFF, LEAVE, Terminal
+from tests.cli.play.test_terminal import CONTROL, ENTER, KEYPAD_OFF, LEAVE, Terminal
 from tests.envs.hackmatrix.test_screen import made
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,18 +118,9 @@ sys.exit(cli.main(["play", "hackmatrix"]))
 """
 
 
-@contextlib.contextmanager
-def on_terminal(*words: str, **options: Any) -> Iterator[Terminal]:
-    there = Terminal([sys.executable, *words], **options)
-    try:
-        yield there
-    finally:
-        there.close()
-
-
 @pytest.mark.slow
 def test_on_a_terminal_keys_play_the_game_and_q_gives_the_terminal_back() -> None:
-    with on_terminal("-m", "longhaul", "play", "hackmatrix", NO_COLOR="1") as there:
+    with Terminal("-m", "longhaul", "play", "hackmatrix", NO_COLOR="1") as there:
         there.until(ENTER, 300)
         there.until("stage 1 of 8  turn 0")
         there.send("\x1bOA")
@@ -154,9 +142,8 @@ def test_on_a_terminal_keys_play_the_game_and_q_gives_the_terminal_back() -> Non
 @pytest.mark.slow
 def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
     """The whole command, but for the game, which takes long to compile."""
-    control = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     program = STAND_IN.format(root=str(ROOT))
-    with on_terminal("-c", control + program) as there:
+    with Terminal("-c", CONTROL + program) as there:
         there.until("stage 1 of 8", 300)
         there.send("l")
         there.until("right: ")
@@ -166,7 +153,7 @@ def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
         assert code == 1
         assert text.index(LEAVE) < text.index("longhaul: error: interrupted")
         assert there.is_as_before()
-    with on_terminal("-c", program, NO_COLOR="1") as there:
+    with Terminal("-c", program, NO_COLOR="1") as there:
         there.until("stage 1 of 8", 300)
         there.send("\x1bOC\x1bOCq")
         code, text = there.end()
@@ -176,7 +163,7 @@ def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
         assert after.split()[:2] == ["1", "game"]
         assert there.is_as_before()
     broken = program.replace("test_console.corridor(5)", "test_console.corridor(5)._replace(step=None)")
-    with on_terminal("-c", broken) as there:
+    with Terminal("-c", broken) as there:
         there.until("stage 1 of 8", 300)
         there.send("l")
         code, text = there.end()

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -46,14 +47,14 @@ print("after", flush=True)
 class Terminal:
     """A process on a pseudo-terminal."""
 
-    def __init__(self, command: list[str], session: bool = True, **variables: str):
+    def __init__(self, *words: str, session: bool = True, **variables: str):
         self.own, there = pty.openpty()
         self.before = termios.tcgetattr(there)
         self.there = there
         environment = os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
         self.process = subprocess.Popen(
-            command, stdin=there, stdout=there, stderr=there, env=environment, process_group=None if session else 0,
-            start_new_session=session,
+            [sys.executable, *words], stdin=there, stdout=there, stderr=there, env=environment,
+            process_group=None if session else 0, start_new_session=session,
         )  # fmt: skip
         self.text = ""
 
@@ -86,7 +87,10 @@ class Terminal:
     def is_as_before(self) -> bool:
         return termios.tcgetattr(self.there) == self.before
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -96,15 +100,8 @@ class Terminal:
 
 @pytest.fixture
 def on_terminal() -> Iterator[Any]:
-    made: list[Terminal] = []
-
-    def start(*words: str, **options: Any) -> Terminal:
-        made.append(Terminal([sys.executable, *words], **options))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
+    with ExitStack() as closed:
+        yield lambda *words, **options: closed.enter_context(Terminal(*words, **options))
 
 
 def test_keys_reach_the_program_and_q_puts_everything_back(on_terminal: Any) -> None:
@@ -119,17 +116,6 @@ def test_keys_reach_the_program_and_q_puts_everything_back(on_terminal: Any) -> 
     code, text = there.end()
     assert code == 0
     assert LEAVE in text and text.endswith("after\r\n")
-    assert there.is_as_before()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_puts_everything_back_and_ends_the_process(on_terminal: Any, number: signal.Signals) -> None:
-    there = on_terminal("-c", PROGRAM)
-    there.until("frame 0")
-    there.process.send_signal(number)
-    code, text = there.end()
-    assert code != 0
-    assert LEAVE in text
     assert there.is_as_before()
 
 
@@ -148,26 +134,31 @@ def test_what_was_ignored_changes_nothing(on_terminal: Any, name: str) -> None:
     assert there.is_as_before()
 
 
-def test_ctrl_c_puts_everything_back(on_terminal: Any) -> None:
-    """The keyboard's own way: the terminal makes the signal of it, for the process that it controls."""
-    program = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + PROGRAM
-    there = on_terminal("-c", program)
-    there.until("frame 0")
-    there.send("\x03")
-    code, text = there.end()
-    assert code != 0
-    assert LEAVE in text
-    assert "KeyboardInterrupt" in text
-    assert there.is_as_before()
+CONTROL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+"""Makes the terminal that of the process: its Ctrl-C is then a signal for it."""
 
 
-def test_an_error_puts_everything_back_before_it_is_told(on_terminal: Any) -> None:
-    there = on_terminal("-c", PROGRAM)
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        (signal.SIGHUP, ""),
+        ("\x03", "KeyboardInterrupt"),
+        ("e", "RuntimeError: as asked"),
+    ],
+)
+def test_whatever_ends_the_program_puts_everything_back(on_terminal: Any, end: Any, said: str) -> None:
+    """A signal, the keyboard's own, an error; what it says comes after."""
+    there = on_terminal("-c", CONTROL * (end == "\x03") + PROGRAM)
     there.until("frame 0")
-    there.send("e")
+    if isinstance(end, str):
+        there.send(end)
+    else:
+        there.process.send_signal(end)
     code, text = there.end()
-    assert code == 1
-    assert text.index(LEAVE) < text.index("RuntimeError: as asked")
+    assert code == 1 if end == "e" else code != 0
+    assert said in text[text.index(LEAVE) :]
     assert there.is_as_before()
 
 
@@ -211,4 +202,4 @@ def test_a_terminal_that_closes_ends_the_program(on_terminal: Any) -> None:
     try:
         assert there.process.wait(20) == 3
     finally:
-        there.own, there.there = pty.openpty()  # for `close`
+        there.own, there.there = pty.openpty()  # for `__exit__`

@@ -1,11 +1,26 @@
-"""What is restored is what was saved, bit for bit; what doesn't fit is refused; of old steps the asked-for stay."""
+"""What is restored is what was saved, bit for bit, however a save or the disk fails; what doesn't fit is refused.
+
+Checkpoints that are damaged, foreign or torn are named, skipped, and never taken for a fresh start.
+"""
 
 from __future__ import annotations
 
+import errno
+import inspect
+import itertools
+import json
+import os
+import random
+import resource
 import shutil
-from collections.abc import Iterable
-from contextlib import closing
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,9 +30,58 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
-from longhaul.training.checkpoint.checkpoint import LEAST, Checkpoints, Staging
+from longhaul.training.checkpoint import checkpoint
+from longhaul.training.checkpoint.checkpoint import LEAST, CheckpointError, Checkpoints, Staging
 from longhaul.types import Progress
-from tests.helpers.checkpoints import assert_same, fill, names, step_progress
+
+
+def bits(leaf: Any) -> tuple:
+    """All that must be equal of a leaf."""
+    if isinstance(leaf, jax.Array):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        data, weak = (jax.random.key_data(leaf), False) if is_key else (leaf, leaf.weak_type)
+        return (str(leaf.dtype), leaf.shape, np.asarray(data).tobytes(), weak, leaf.committed and leaf.sharding)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return (type(leaf), str(leaf.dtype), leaf.shape, leaf.tobytes())
+    return (type(leaf), repr(leaf))
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert bits(a) == bits(b), jax.tree_util.keystr(path)
+
+
+def step_progress(step: int, size: int = 1000) -> dict[str, Any]:
+    """The progress that step `step` must hold, a function of the step alone."""
+    values = np.random.default_rng(step).normal(size=size).astype(np.float32)
+    return {"params": jnp.asarray(values), "step": jnp.int32(step), "key": jax.random.key(step)}
+
+
+def fill(folder: Path, *steps: int, keep: int = 9, size: int = 1000) -> None:
+    with closing(Checkpoints(folder, keep=keep)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, step_progress(step, size), {"step": step})
+
+
+def restore(folder: Path, warnings: list[str] | None = None, size: int = 1000) -> tuple[int, dict] | None:
+    """-> (step, metadata) of the newest, its values checked."""
+    said: list[str] = [] if warnings is None else warnings
+    with closing(Checkpoints(folder, warn=said.append)) as checkpoints:
+        found = checkpoints.latest(step_progress(0, size))
+    if found is None:
+        return None
+    assert_same(found.progress, step_progress(found.step, size))
+    return found.step, found.metadata
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 
 ODD_FLOATS = np.array([0x7FC00001, 0xFFC12345, 0x7FA00001, 0x80000000, 1, 0xFF800000], np.uint32).view(np.float32)
 """Three NaNs with payloads, -0.0, a subnormal number, -inf."""
@@ -278,3 +342,275 @@ def test_a_save_under_way_holds_what_was_there_when_it_began(tmp_path: Path) -> 
         for name, array in restored.progress.items():
             np.testing.assert_array_equal(np.asarray(array), wanted[step][name])
         shutil.rmtree(tmp_path / str(step))
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+def test_a_damaged_one_that_stayed_is_passed_over_and_goes(tmp_path: Path) -> None:
+    said: list[str] = []
+    with closing(Checkpoints(tmp_path, keep=1, every=4, warn=said.append)) as checkpoints:
+        for step in (4, 8, 9):
+            checkpoints.save(step, {"n": np.int32(step)})
+        checkpoints.wait()
+        for name in ("8", "9"):
+            (tmp_path / name / "manifest.json").write_text("{}")
+        restored = checkpoints.latest({"n": np.int32(0)})
+        assert restored is not None
+        assert restored.step == 4
+        assert [line.split()[1] for line in said] == ["9", "8"]
+        checkpoints.save(10, {"n": np.int32(10)})
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [4, 10]
+
+
+def test_steps_found_damaged_do_not_push_out_intact_ones(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20, 30)
+    for step in ("20", "30"):
+        (tmp_path / step / "manifest.json").unlink()
+    said: list[str] = []
+    with closing(Checkpoints(tmp_path, keep=2, warn=said.append)) as checkpoints:
+        found = checkpoints.latest(step_progress(0))
+        assert found is not None
+        assert (found.step, len(said)) == (10, 2)
+        checkpoints.save(15, step_progress(15))
+        checkpoints.save(20, step_progress(20), {"step": 20})
+    assert names(tmp_path) == ["15", "20"]
+    assert restore(tmp_path, said) == (20, {"step": 20})
+    assert len(said) == 2
+
+
+def damages(path: Path, rng: random.Random) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, function) of the ways in which one file is damaged."""
+    data = path.read_bytes()
+    place, bit = rng.randrange(len(data)), 1 << rng.randrange(8)
+    yield "flip", lambda: path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+    yield "shorten", lambda: path.write_bytes(data[: rng.randrange(len(data))])
+    yield "lengthen", lambda: path.write_bytes(data + b"\n")
+    yield "remove", path.unlink
+
+
+def test_each_damage_of_each_file_is_named_and_the_step_before_is_used(tmp_path: Path) -> None:
+    fill(tmp_path / "sound", 10, 20)
+    rng = random.Random(0)
+    files = [path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound" / "20").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    with closing(Checkpoints(tmp_path / "folder")) as checkpoints:
+        said: list[str] = []
+        checkpoints._warn = said.append
+        for file, kind in itertools.product(files, range(4)):
+            shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+            shutil.copytree(tmp_path / "sound", tmp_path / "folder")
+            name, damage = list(damages(tmp_path / "folder" / file, rng))[kind]
+            damage()
+            said.clear()
+            path = tmp_path / "folder" / "20"
+            with pytest.raises(checkpoint.Damaged, match=file.name.replace(".", r"\.")):
+                checkpoint._verify(path, 20)
+            if kind == 0:
+                found = checkpoints.latest(step_progress(0))
+                assert found is not None
+                assert_same(found.progress, step_progress(10))
+                assert len(said) == 1, (file, name)
+                assert said[0].startswith(f"checkpoint 20 in {path.parent} is damaged")
+
+
+def test_foreign_files_and_empty_or_renamed_steps_are_damage(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20)
+    (tmp_path / "20" / "progress" / "d" / "more").write_bytes(b"")
+    (tmp_path / "30").mkdir()
+    shutil.copytree(tmp_path / "10", tmp_path / "40")
+    (tmp_path / "50").write_text("a file")
+    said: list[str] = []
+    assert restore(tmp_path, said) == (10, {"step": 10})
+    reasons = [line.partition(": ")[2] for line in said]
+    assert reasons[1:] == ["manifest.json is that of step 10", "manifest.json is missing", reasons[3]]
+    assert reasons[3] == "progress/d/more does not belong to it"
+    assert "cannot be read: " in reasons[0]
+
+
+def test_no_silent_fresh_start_where_all_are_damaged(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20)
+    for step in ("10", "20"):
+        manifest = tmp_path / step / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16"))
+    with pytest.raises(
+        CheckpointError, match=r"all 2 checkpoints in .* are damaged: 20 \(.*\); 10 \(.*\); bring"
+    ) as caught:
+        restore(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_format_is_no_damage(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20)
+    manifest = tmp_path / "20" / "manifest.json"
+    contents = json.loads(manifest.read_bytes())["contents"]
+    manifest.write_bytes(checkpoint._render({**contents, "format": 99}))
+    with pytest.raises(ValueError, match="is of format 99, and this version reads 1: use the version"):
+        restore(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------- a full disk, a kill
+
+
+def test_what_is_to_be_done_before_fails_the_save(tmp_path: Path) -> None:
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"n": np.int32(1)})
+        with pytest.raises(CheckpointError, match=r"checkpoint 2 .*the disk is full; those before it are intact"):
+            checkpoints.save(2, {"n": np.int32(2)}, before=no_room)
+        checkpoints.save(3, {"n": np.int32(3)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_old_steps_go_only_after_a_newer_one_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, 1, keep=1)
+    with closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_digest", lambda *_, **__: full())
+            checkpoints.save(2, step_progress(2))
+            with pytest.raises(CheckpointError):
+                checkpoints.wait()
+        assert names(tmp_path) == ["1"]
+        checkpoints.save(3, step_progress(3))
+    assert names(tmp_path) == ["3"]
+
+
+def fail_like_tensorstore(*_: Any) -> None:
+    """Its words, when a file system of 3 MB was full."""
+    text = 'RESOURCE_EXHAUSTED: Error writing "l8/0": Failed to write 5197824 bytes to file 14: No space left on device'
+    raise ValueError(text + " [os_error_code='28']")
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        ("os.fsync", full),
+        ("os.rename", full),
+        ("pathlib.Path.mkdir", full),
+        ("orbax.checkpoint.StandardCheckpointer.save", fail_like_tensorstore),
+        ("orbax.checkpoint.StandardCheckpointer.wait_until_finished", fail_like_tensorstore),
+        ("shutil.disk_usage", lambda _: SimpleNamespace(free=5000)),
+    ],
+)
+def test_a_full_disk_is_one_clear_line_and_leaves_the_steps_before(
+    tmp_path: Path, function: str, fault: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    fill(tmp_path, 10)
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+
+        def save() -> None:
+            checkpoints.save(20, step_progress(20), {"step": 20})
+            checkpoints.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(function, fault)
+            with pytest.raises(CheckpointError) as caught:
+                save()
+        start = rf"cannot save checkpoint 20 in .* \({4012 + 2**20} bytes wanted, \d+ free\)"
+        pattern = f"^{start}: the disk is full; those before it are intact: make room and resume$"
+        assert caught.match(pattern)
+        assert names(tmp_path) == ["10"]
+        assert restore(tmp_path) == (10, {"step": 10})
+        save()
+    assert restore(tmp_path) == (20, {"step": 20})
+    assert capfd.readouterr().err == ""
+
+
+def test_a_refused_write_inside_tensorstore_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    fill(tmp_path, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            # One array: where several are being written, the others would complain of Orbax's closed event loop.
+            checkpoints.save(20, np.random.default_rng(0).normal(size=1_000_000))
+            with pytest.raises(CheckpointError, match=r"cannot save checkpoint 20 .*File too large.*see to the folder"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert names(tmp_path) == ["10"]
+        checkpoints.save(30, step_progress(30), {"step": 30})
+    assert restore(tmp_path) == (30, {"step": 30})
+    assert capfd.readouterr().err == ""
+
+
+def test_stopping_at_any_call_to_the_disk_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only step is saved again; each call that changes the disk fails for good, in turn, as if all ended there."""
+    fill(tmp_path / "before", 20)
+    newest = []
+    for stop in itertools.count():
+        folder = tmp_path / str(stop)
+        shutil.copytree(tmp_path / "before", folder)
+        count = itertools.count()
+        with monkeypatch.context() as patch:
+            for name in ("rename", "fsync", "unlink", "rmdir"):
+                whole = getattr(os, name)
+
+                def limited(*args: Any, whole=whole, count=count, stop=stop, **kwargs: Any) -> Any:
+                    if next(count) >= stop:
+                        raise OSError(errno.EIO, "stopped")
+                    return whole(*args, **kwargs)
+
+                patch.setattr(os, name, limited)
+            checkpoints = Checkpoints(folder, keep=1, warn=lambda line: None)
+            checkpoints.save(20, step_progress(20), {"step": "again"})
+            with suppress(CheckpointError):
+                checkpoints.close()
+        newest.append(restore(folder))
+        if next(count) <= stop:
+            break
+    wanted: list = [(20, {"step": 20}), (20, {"step": "again"})]
+    assert [found for found, _ in itertools.groupby(newest)] == wanted
+    assert names(folder) == ["20.1"]
+
+
+SAVING = f"""
+import os
+import sys
+from typing import Any
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint  # takes seconds, and once is enough: each line of stdin is answered by a fork
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+{inspect.getsource(step_progress)}
+for _ in sys.stdin:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        print("killed", flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    checkpoints = Checkpoints(sys.argv[1], keep=2)
+    found = checkpoints.latest(step_progress(0, 300_000))
+    first = 1 if found is None else found.step + 1
+    for step in range(first, first + 10_000):
+        checkpoints.save(step, step_progress(step, 300_000), {{"step": step}})
+        print(step, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+    rng, before = random.Random(1), 0
+    command = [sys.executable, "-c", SAVING, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for _ in range(3):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            child = int(process.stdout.readline())
+            begun = [int(process.stdout.readline()) for _ in range(rng.randrange(2, 6))]
+            time.sleep(rng.random() * 0.1)
+            os.kill(child, signal.SIGKILL)
+            begun += [int(line) for line in iter(process.stdout.readline, "killed\n")]
+            assert begun[0] == before + 1
+            said: list[str] = []
+            found = restore(tmp_path, said, 300_000)
+            assert found is not None
+            # The save before the last begun one was waited for; the last may be whole, and so may one begun unheard.
+            assert begun[-1] - 1 <= found[0] <= begun[-1] + 1
+            assert said == []
+            before = found[0]
