@@ -12,12 +12,12 @@ import optax
 
 from longhaul import normalise
 from longhaul.algorithms.config import InMinibatches, OnActorCritic
-from longhaul.algorithms.context import Context, Isolate
+from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
 from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Masked
-from longhaul.types import Key, Params, PyTree, Spec
+from longhaul.types import Key, Params, PyTree, Rollout, Spec
 
 
 class State(NamedTuple):
@@ -87,20 +87,14 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     if spec.compact is not None and actor_critic.takes_live(of.torso, of.shared, of.memory, norm):
         expand, live = spec.compact
     network = actor_critic.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
-    return Parts(seen, policy, _expanding(network, expand))
-
-
-def _expanding(
-    network: actor_critic.ActorCritic, expand: Callable[[PyTree], PyTree] | None
-) -> actor_critic.ActorCritic:
-    """Network for stored observations, which are expanded at their use and never kept expanded."""
     if expand is None:
-        return network
+        return Parts(seen, policy, network)
 
     def expanding(apply: actor_critic.Apply) -> actor_critic.Apply:
+        """Stored observations are expanded at their use and never kept expanded."""
         return lambda params, memory, observation: apply(params, memory, expand(observation))
 
-    return network._replace(apply=expanding(network.apply), both=expanding(network.both))
+    return Parts(seen, policy, network._replace(apply=expanding(network.apply), both=expanding(network.both)))
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
@@ -122,7 +116,9 @@ def starting(parts: Parts, config: OnActorCritic, optimiser: optax.GradientTrans
     return init
 
 
-def acting(parts: Parts, config: OnActorCritic) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def acting(
+    parts: Parts, config: OnActorCritic, *, extras: bool = True
+) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
     """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
     torso, no memory)."""
     _, policy, network = parts
@@ -132,20 +128,12 @@ def acting(parts: Parts, config: OnActorCritic) -> Callable[..., tuple[jax.Array
         visible, mask = look(acting.moments, observation)
         parameters, value, memory = network.apply(acting.params, memory, visible)
         raw = policy.mode(parameters, mask) if key is None else policy.sample(parameters, mask, key)
-        extras = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
-        return policy.action(raw), memory, extras | ({"value": value} if free else {})
+        if not extras:
+            return policy.action(raw), memory, ()
+        judged = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
+        return policy.action(raw), memory, judged | ({"value": value} if free else {})
 
     return act
-
-
-def critic(spec: Spec, config: OnActorCritic) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
-    """Function (policy, memory, observation [B, ...]) -> the learner's value, float32 [B]."""
-    inner = parts(spec, config).network
-
-    def value(policy: Policy, memory: PyTree, observation: PyTree) -> jax.Array:
-        return inner.apply(policy.params, memory, look(policy.moments, observation)[0])[1]
-
-    return value
 
 
 def network(spec: Spec, config: OnActorCritic) -> actor_critic.ActorCritic:
@@ -158,10 +146,32 @@ def network(spec: Spec, config: OnActorCritic) -> actor_critic.ActorCritic:
     return inner._replace(apply=apply, both=apply)
 
 
-def moments_of(
-    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], isolated: Isolate
-) -> tuple[jax.Array, jax.Array]:
+def advanced(
+    state: State, params: Params, opt_state: optax.OptState, data: Rollout, weight: jax.Array | None, context: Context
+) -> State:
+    """State after an update. Its moments follow here: acting and learning of this batch used the old ones."""
+    moments = state.moments
+    if isinstance(moments, normalise.Moments):
+        seen, valid = look((), data.observation)[0], None if weight is None else data.valid
+        moments = normalise.update(moments, seen, valid, context.mean, context.isolated)
+    return State(params, opt_state, moments, state.updates + 1)
+
+
+def explained_variance(error: jax.Array, target: jax.Array, weight: jax.Array | None, context: Context) -> jax.Array:
+    """Share of the targets' variance that the values before the update explain; `error` is what they miss."""
+    unexplained, spread = (moments_of(x, weight, context)[1] for x in (error, target))
+    return 1.0 - unexplained / jnp.maximum(spread, 1e-8)
+
+
+def normalised(advantage: jax.Array, weight: jax.Array | None, context: Context) -> jax.Array:
+    """Advantages of mean 0 and deviation 1 over all shards."""
+    centre, variance = moments_of(advantage, weight, context)
+    return (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
+
+
+def moments_of(x: jax.Array, weight: jax.Array | None, context: Context) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over all shards of x where weight is 1."""
+    mean, isolated = context.mean, context.isolated
 
     def of_sums(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:
         first, second = first / share, second / share

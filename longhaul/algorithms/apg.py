@@ -12,8 +12,6 @@ that of PPO, whose critic learns nothing here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,7 +21,7 @@ from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import APGConfig
 from longhaul.algorithms.context import Context
 from longhaul.spaces import Box
-from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
+from longhaul.types import Algorithm, Key, Metrics, Pathwise, Spec
 
 
 def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
@@ -33,11 +31,6 @@ def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
     parts = actor_critic.parts(spec, config)
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     rate = actor_critic.annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
-    acting = actor_critic.acting(parts, config)
-
-    def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
-        action, memory, _ = acting(params, memory, observation, key)
-        return action, memory, ()
 
     def learn(state: State, data: Pathwise, key: Key) -> tuple[State, Metrics]:
         upwards, metrics = context.mean((data.gradient.params, data.metrics))
@@ -49,5 +42,5 @@ def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
 
     return Algorithm(
         actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
-        parts.network.memory, act, learn,
+        parts.network.memory, actor_critic.acting(parts, config, extras=False), learn,
     )  # fmt: skip

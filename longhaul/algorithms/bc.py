@@ -11,21 +11,20 @@ critic learns nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import normalise
 from longhaul.algorithms import actor_critic, minibatch, values
-from longhaul.algorithms.actor_critic import Policy, State, look
+from longhaul.algorithms.actor_critic import Policy, State, advanced, look
 from longhaul.algorithms.config import BCConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.runtime.errors import FieldError
-from longhaul.spaces import Action, Box, Discrete, Masked
+from longhaul.spaces import Action, Box, Discrete
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
@@ -82,18 +81,11 @@ def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array
 
 def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
     """Behaviour cloning for environments of `spec`."""
-    mean, isolated = context.mean, context.isolated
-    masked = isinstance(spec.observation, Masked)
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     loss = _loss(network, policy, spec.action)
     optimise = minibatch.optimiser_steps(loss, network.live, optimiser, config, context, PARTS)
-    acting = actor_critic.acting(parts, config)
-
-    def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
-        action, memory, _ = acting(params, memory, observation, key)
-        return action, memory, ()
 
     def see(state: State, data: Rollout) -> Batch:
         assert isinstance(data.extras, Guided), "cloning without an expert: the collector has no guide"
@@ -106,16 +98,13 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
         return Batch(visible, mask, raw, weight, begins, data.memory)
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch = isolated(see)(state, data)
+        batch = context.isolated(see)(state, data)
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
-        metrics["known"] = mean(isolated(jnp.mean)(batch.weight))
-        moments = state.moments
-        if isinstance(moments, normalise.Moments):  # after the update, as in PPO
-            seen = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, seen, data.valid, mean, isolated)
-        return State(params, opt_state, moments, state.updates + 1), {f"bc/{k}": v for k, v in metrics.items()}
+        metrics["known"] = context.mean(context.isolated(jnp.mean)(batch.weight))
+        after = advanced(state, params, opt_state, data, batch.weight, context)
+        return after, {f"bc/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
         actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
-        network.memory, act, learn,
+        network.memory, actor_critic.acting(parts, config, extras=False), learn,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import GateConfig, ModelConfig
@@ -77,6 +78,8 @@ OF_ACTOR_CRITICS = ("model_size", "shared", "memory")
 class PPOConfig:
     """PPO's hyperparameters; the defaults are PureJaxRL's."""
 
+    name: ClassVar[str] = "ppo"
+    title: ClassVar[str] = "PPO"
     lr: float = LR.field(2.5e-4)
     anneal: bool = ANNEAL.field(True)
     warmup: int = WARMUP.field(0)
@@ -111,6 +114,8 @@ REWARD_CLIPS = ("none", "unit", "asymmetric")
 class IMPALAConfig:
     """IMPALA's hyperparameters. None for a clip leaves ratios as they are."""
 
+    name: ClassVar[str] = "impala"
+    title: ClassVar[str] = "IMPALA, or APPO"
     lr: float = LR.field(6e-4)
     anneal: bool = ANNEAL.field(True)
     warmup: int = WARMUP.field(0)
@@ -158,6 +163,8 @@ class IMPALAConfig:
 class PQNConfig:
     """PQN's hyperparameters. Steps are agent steps."""
 
+    name: ClassVar[str] = "pqn"
+    title: ClassVar[str] = "PQN"
     lr: float = LR.field(2.5e-4)
     anneal: bool = ANNEAL.field(True)
     warmup: int = WARMUP.field(0)
@@ -196,6 +203,8 @@ class PQNConfig:
 class DQNConfig:
     """DQN's hyperparameters. Steps are agent steps."""
 
+    name: ClassVar[str] = "dqn"
+    title: ClassVar[str] = "DQN"
     lr: float = LR.field(1e-3)
     anneal: bool = ANNEAL.field(True)
     adam_eps: float = ADAM_EPS.field(1e-8)
@@ -227,6 +236,8 @@ class DQNConfig:
 class SACConfig:
     """SAC's hyperparameters. Steps are agent steps."""
 
+    name: ClassVar[str] = "sac"
+    title: ClassVar[str] = "SAC"
     lr: float = LR.field(3e-4)
     anneal: bool = ANNEAL.field(False)
     adam_eps: float = ADAM_EPS.field(1e-8)
@@ -261,6 +272,8 @@ class SACConfig:
 class TD3Config:
     """TD3's hyperparameters. Steps are agent steps; noise is of actions within -1 to 1."""
 
+    name: ClassVar[str] = "td3"
+    title: ClassVar[str] = "TD3"
     lr: float = LR.field(1e-3)
     anneal: bool = ANNEAL.field(False)
     adam_eps: float = ADAM_EPS.field(1e-8)
@@ -295,6 +308,8 @@ class TD3Config:
 class BCConfig:
     """Behaviour cloning's hyperparameters."""
 
+    name: ClassVar[str] = "bc"
+    title: ClassVar[str] = "behaviour cloning"
     recorded: tuple[str, ...] = setting(
         (),
         "recordings to imitate: .npz files of observation and action, or folders of them; none: the expert acts",
@@ -323,6 +338,8 @@ class BCConfig:
 class APGConfig:
     """Analytic policy gradient's hyperparameters."""
 
+    name: ClassVar[str] = "apg"
+    title: ClassVar[str] = "analytic policy gradient"
     lr: float = LR.field(1e-3)
     anneal: bool = ANNEAL.field(True)
     gamma: float = GAMMA.field(0.99)
@@ -360,6 +377,8 @@ LOSSES = {
 class GRPOConfig:
     """GRPO's hyperparameters."""
 
+    name: ClassVar[str] = "grpo"
+    title: ClassVar[str] = "GRPO, or one of its kin"
     loss: str = setting("dapo", "loss on groups of completions", choices=tuple(LOSSES))
     clip_low: float | None = setting(
         None, "clip range of a ratio below 1; none: the loss's own", least=0, resume=CHANGEABLE
@@ -427,34 +446,10 @@ Reasoner = GRPOConfig
 AlgorithmConfig = OnActorCritic | OffPolicy | Reasoner
 """Config of any algorithm. A run.json without the algorithm's name is of the first."""
 
+ALGORITHMS: dict[str, Any] = {config.name: config for config in typing.get_args(AlgorithmConfig)}
+"""Config of each algorithm by its name in run.json, which is the prefix of its metrics, too ("ppo/entropy")."""
+
 
 def precision(config: AlgorithmConfig) -> str:
     """Type that the network's layers compute in."""
     return config.model.precision if isinstance(config, Reasoner) else config.network.precision
-
-
-NAMES: dict[type, str] = {
-    PPOConfig: "ppo",
-    IMPALAConfig: "impala",
-    PQNConfig: "pqn",
-    BCConfig: "bc",
-    APGConfig: "apg",
-    DQNConfig: "dqn",
-    SACConfig: "sac",
-    TD3Config: "td3",
-    GRPOConfig: "grpo",
-}
-"""Name of each algorithm in run.json and in front of its metrics ("ppo/entropy")."""
-
-TITLES: dict[type, str] = {
-    PPOConfig: "PPO",
-    IMPALAConfig: "IMPALA, or APPO",
-    PQNConfig: "PQN",
-    BCConfig: "behaviour cloning",
-    APGConfig: "analytic policy gradient",
-    DQNConfig: "DQN",
-    SACConfig: "SAC",
-    TD3Config: "TD3",
-    GRPOConfig: "GRPO, or one of its kin",
-}
-"""Name of each algorithm in help texts and messages."""

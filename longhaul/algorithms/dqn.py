@@ -83,9 +83,7 @@ def dqn(spec: Spec, config: DQNConfig, context: Context) -> Algorithm:
 
     assert isinstance(spec.action, Discrete)
     kept = off_policy.kept_choice(spec.action)
-    parts = Parts(
-        "dqn", lambda key: {"q": tower.init(key)}, ("q",), loss, lambda action: action, kept, "q", explore
-    )  # fmt: skip
+    parts = Parts(lambda key: {"q": tower.init(key)}, ("q",), loss, lambda action: action, kept, "q", explore)
     return off_policy.algorithm(spec, config, parts, act, context)
 
 

@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import normalise, returns
+from longhaul import returns
 from longhaul.algorithms import actor_critic, minibatch, values
-from longhaul.algorithms.actor_critic import Policy, State, look, moments_of
+from longhaul.algorithms.actor_critic import Policy, State, advanced, explained_variance, look, normalised
 from longhaul.algorithms.config import IMPALAConfig
-from longhaul.algorithms.context import Context, Isolate
+from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
-from longhaul.spaces import Masked
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 NOTICED = 1e-3
@@ -106,8 +105,6 @@ def _loss(
 
 def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
     """IMPALA for environments of `spec`."""
-    mean, isolated = context.mean, context.isolated
-    masked = isinstance(spec.observation, Masked)
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     optimiser = _optimiser(config)
@@ -145,22 +142,17 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
         return batch, value, log_ratio
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch, value, log_ratio = isolated(see)(state, data)
+        batch, value, log_ratio = context.isolated(see)(state, data)
         weight = batch.weight
-        errors = isolated(jnp.subtract)(batch.target, value)
-        unexplained, spread = (moments_of(x, weight, mean, isolated)[1] for x in (errors, batch.target))
+        errors = context.isolated(jnp.subtract)(batch.target, value)
+        explained = explained_variance(errors, batch.target, weight, context)
         if config.normalise_advantage:
-            centre, variance = moments_of(batch.advantage, weight, mean, isolated)
-            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
+            batch = batch._replace(advantage=normalised(batch.advantage, weight, context))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
-        metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
-        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean, isolated)
-        moments = state.moments
-        # After the update: acting and learning of this batch used the old moments.
-        if isinstance(moments, normalise.Moments):
-            seen = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean, isolated)
-        return State(params, opt_state, moments, state.updates + 1), {f"impala/{k}": v for k, v in metrics.items()}
+        metrics["explained_variance"] = explained
+        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, context)
+        after = advanced(state, params, opt_state, data, weight, context)
+        return after, {f"impala/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
         actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
@@ -169,12 +161,7 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
 
 
 def _staleness(
-    log_ratio: jax.Array,
-    clip: float,
-    age: jax.Array,
-    weight: jax.Array | None,
-    mean: Callable[[PyTree], PyTree],
-    isolated: Isolate,
+    log_ratio: jax.Array, clip: float, age: jax.Array, weight: jax.Array | None, context: Context
 ) -> Metrics:
     """Distance of the policy at an update's beginning from the acting ones: in updates, and in ratios."""
 
@@ -184,6 +171,6 @@ def _staleness(
         clipped = (rho > clip * (1.0 + NOTICED)).astype(jnp.float32)
         return jnp.stack([jnp.mean(x * count) for x in (rho, clipped, age.astype(jnp.float32), jnp.ones_like(rho))])
 
-    sums = mean(isolated(local)(log_ratio, age, weight))
+    sums = context.mean(context.isolated(local)(log_ratio, age, weight))
     rho, clipped, age = sums[:3] / jnp.maximum(sums[3], 1e-8)
     return {"rho": rho, "rho_clipped": clipped, "staleness": age}

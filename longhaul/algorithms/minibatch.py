@@ -43,8 +43,8 @@ def optimiser_steps(
     """Function (params, opt_state, update, batch, key) -> (params, opt_state, metrics) after all epochs over the batch;
     metrics are means over rows and steps.
 
-    `loss` takes (params, batch, entropy weight) to sums over rows of the loss and
-    of its parts, whose names are `parts`. A batch is a NamedTuple of rows, `memory` and `weight` among them.
+    `loss` takes (params, batch, entropy weight) to sums over rows of the loss and of its parts, whose names are
+    `parts`. A batch is a NamedTuple of rows, `memory` and `weight` among them.
     """
     mean, isolated, split, schedule = context.mean, context.isolated, context.split, annealing(context)
     working = optimiser if split else optax.flatten(optimiser)

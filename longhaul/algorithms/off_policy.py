@@ -45,7 +45,6 @@ class Policy(NamedTuple):
 class Parts(NamedTuple):
     """Specific part of one algorithm of this kind."""
 
-    name: str  # its metrics begin with it
     init: Callable[[Key], dict[str, Params]]
     followed: tuple[str, ...]  # those of `params` with a target
     loss: Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
@@ -53,7 +52,8 @@ class Parts(NamedTuple):
     keep: Callable[[jax.Array], jax.Array]  # an action -> its stored form
     kept: jax.ShapeDtypeStruct  # shape and type of the stored form
     acts: str  # the one of `params` that acts
-    explore: Callable[[jax.Array], jax.Array]  # finished updates -> share of random actions, once it learns
+    explore: Callable[[jax.Array], jax.Array] = lambda updates: jnp.float32(0.0)
+    #     finished updates -> share of random actions, once it learns
     rare: tuple[str, ...] = ()  # those of `params` that step more rarely, together with all targets
     interval: int = 1  # steps of the optimiser for one of the rare ones
     noise: Callable[[Key, int], PyTree] = lambda key, rows: ()  # random numbers of the loss of so many rows
@@ -245,6 +245,6 @@ def algorithm(
         metrics["replay"] = held(cursor).astype(jnp.float32)
         rings = Local(jax.tree.map(lambda x: x[None], ring))
         after = State(params, target, opt_state, rings, cursor, state.updates + 1)
-        return after, {f"{parts.name}/{name}": value for name, value in metrics.items()}
+        return after, {f"{config.name}/{name}": value for name, value in metrics.items()}
 
     return Algorithm(init, policy, lambda columns: (), act, learn)

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import normalise, returns
+from longhaul import returns
 from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
-from longhaul.algorithms.actor_critic import look, moments_of
+from longhaul.algorithms.actor_critic import advanced, explained_variance, look, normalised
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
-from longhaul.spaces import Masked
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
@@ -85,8 +84,6 @@ def _loss(
 
 def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
     """PPO for environments of `spec`."""
-    mean, isolated = context.mean, context.isolated
-    masked = isinstance(spec.observation, Masked)
     parts = actor_critic.parts(spec, config)
     network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
@@ -114,20 +111,15 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
         )  # fmt: skip
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch = isolated(see)(state, data)
+        batch = context.isolated(see)(state, data)
         weight = batch.weight
-        unexplained, spread = (moments_of(x, weight, mean, isolated)[1] for x in (batch.advantage, batch.target))
+        explained = explained_variance(batch.advantage, batch.target, weight, context)
         if config.normalise_advantage:
-            centre, variance = moments_of(batch.advantage, weight, mean, isolated)
-            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
+            batch = batch._replace(advantage=normalised(batch.advantage, weight, context))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
-        metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
-        moments = state.moments
-        # After the update: acting and learning of this batch used the old moments.
-        if isinstance(moments, normalise.Moments):
-            raw = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, isolated)
-        return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
+        metrics["explained_variance"] = explained
+        after = advanced(state, params, opt_state, data, weight, context)
+        return after, {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
         actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),

@@ -18,7 +18,7 @@ import optax
 
 from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, minibatch, off_policy, values
-from longhaul.algorithms.actor_critic import Parts, State, moments_of
+from longhaul.algorithms.actor_critic import Parts, State, advanced, explained_variance
 from longhaul.algorithms.config import PQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic as networks
@@ -84,7 +84,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 
 def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
     """PQN for environments of `spec`."""
-    updates, mean, isolated, first, done = context[:5]
+    updates, first, done = context.updates, context.first, context.done
     parts = _make(spec, config)
     network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
@@ -106,17 +106,12 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
         return Batch(seen, data.action, target, weight, begins, data.memory), target - ahead
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch, surplus = isolated(see)(state, data)
-        unexplained, spread = (moments_of(x, batch.weight, mean, isolated)[1] for x in (surplus, batch.target))
+        batch, surplus = context.isolated(see)(state, data)
+        explained = explained_variance(surplus, batch.target, batch.weight, context)
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
-        metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
-        metrics["epsilon"] = explore(state.updates)
-        moments = state.moments
-        # After the update: acting and learning of this batch used the old moments.
-        if isinstance(moments, normalise.Moments):
-            raw = actor_critic.look((), data.observation)[0]
-            moments = normalise.update(moments, raw, None if batch.weight is None else data.valid, mean, isolated)
-        return State(params, opt_state, moments, state.updates + 1), {f"pqn/{k}": v for k, v in metrics.items()}
+        metrics |= {"explained_variance": explained, "epsilon": explore(state.updates)}
+        after = advanced(state, params, opt_state, data, batch.weight, context)
+        return after, {f"pqn/{k}": v for k, v in metrics.items()}
 
     def explore(at: jax.Array) -> jax.Array:
         passed = done + (1.0 - done) * (at - first) / max(updates - first, 1)

@@ -13,20 +13,13 @@ import jax
 
 from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, off_policy, ppo, pqn, sac, td3
 from longhaul.algorithms.config import (
-    NAMES,
-    TITLES,
     AlgorithmConfig,
     APGConfig,
     BCConfig,
-    DQNConfig,
-    GRPOConfig,
-    IMPALAConfig,
     OffPolicy,
     OnPolicy,
-    PPOConfig,
     PQNConfig,
     SACConfig,
-    TD3Config,
 )
 from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic as networks
@@ -38,8 +31,6 @@ from longhaul.types import Algorithm, PyTree, Spec
 class Learner(NamedTuple):
     """Functions of an algorithm."""
 
-    name: str  # in run.json, and the prefix of its metrics: "ppo/entropy"
-    title: str  # shown to users
     make: Callable[[Spec, Any, Context], Algorithm]
     check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises FieldError
     network: Callable[[Spec, Any], networks.ActorCritic]  # its `apply` takes a policy for parameters
@@ -49,34 +40,27 @@ def _any(config: APGConfig, *, columns: int, steps: int) -> None:
     """Every size is possible."""
 
 
-LEARNERS: dict[type, Learner] = {
-    PPOConfig: Learner(NAMES[PPOConfig], TITLES[PPOConfig], ppo.ppo, actor_critic.check, actor_critic.network),
-    IMPALAConfig: Learner(
-        NAMES[IMPALAConfig], TITLES[IMPALAConfig], impala.impala, actor_critic.check, actor_critic.network
-    ),
-    PQNConfig: Learner(NAMES[PQNConfig], TITLES[PQNConfig], pqn.pqn, actor_critic.check, pqn.network),
-    BCConfig: Learner(NAMES[BCConfig], TITLES[BCConfig], bc.bc, bc.check, actor_critic.network),
-    APGConfig: Learner(NAMES[APGConfig], TITLES[APGConfig], apg.apg, _any, actor_critic.network),
-    DQNConfig: Learner(NAMES[DQNConfig], TITLES[DQNConfig], dqn.dqn, off_policy.check, dqn.network),
-    SACConfig: Learner(NAMES[SACConfig], TITLES[SACConfig], sac.sac, sac.check, sac.network),
-    TD3Config: Learner(NAMES[TD3Config], TITLES[TD3Config], td3.td3, td3.check, td3.network),
-    GRPOConfig: Learner(NAMES[GRPOConfig], TITLES[GRPOConfig], grpo.grpo, grpo.check, grpo.network),
+LEARNERS: dict[str, Learner] = {
+    "ppo": Learner(ppo.ppo, actor_critic.check, actor_critic.network),
+    "impala": Learner(impala.impala, actor_critic.check, actor_critic.network),
+    "pqn": Learner(pqn.pqn, actor_critic.check, pqn.network),
+    "bc": Learner(bc.bc, bc.check, actor_critic.network),
+    "apg": Learner(apg.apg, _any, actor_critic.network),
+    "dqn": Learner(dqn.dqn, off_policy.check, dqn.network),
+    "sac": Learner(sac.sac, sac.check, sac.network),
+    "td3": Learner(td3.td3, td3.check, td3.network),
+    "grpo": Learner(grpo.grpo, grpo.check, grpo.network),
 }
-
-
-def of(config: AlgorithmConfig) -> Learner:
-    """Learner of a config."""
-    return LEARNERS[type(config)]
 
 
 def on_policy(config: AlgorithmConfig) -> OnPolicy:
     """Config of an algorithm with a policy and without a replay; ValueError for others."""
     if isinstance(config, OffPolicy):
-        raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
+        raise ValueError(f"{config.title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
     if isinstance(config, PQNConfig):
         raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
     if not isinstance(config, OnPolicy):
-        raise ValueError(f"{of(config).title} does not learn from rewards alone; this is for PPO, IMPALA")
+        raise ValueError(f"{config.title} does not learn from rewards alone; this is for PPO, IMPALA")
     return config
 
 
@@ -87,11 +71,6 @@ def guidance(config: AlgorithmConfig) -> float | None:
     return config.expert_share if isinstance(config, SACConfig) and config.imitation else None
 
 
-def pathwise(config: AlgorithmConfig) -> APGConfig | None:
-    """Config of an algorithm that learns from gradients through the environment; None for others."""
-    return config if isinstance(config, APGConfig) else None
-
-
 def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
     """Files of recorded steps that the algorithm learns from instead of an environment."""
     return config.recorded if isinstance(config, BCConfig) else ()
@@ -99,19 +78,19 @@ def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
 
 def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
     """Algorithm of a config for environments of `spec`."""
-    return of(config).make(spec, config, context)
+    return LEARNERS[config.name].make(spec, config, context)
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:
     """Raises FieldError for impossible settings or sizes."""
     settings.check(config)
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
-    of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
+    LEARNERS[config.name].check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 
 
 def network(spec: Spec, config: AlgorithmConfig) -> networks.ActorCritic:
     """Network whose `apply` takes a policy for parameters: policy parameters and value."""
-    return of(config).network(spec, config)
+    return LEARNERS[config.name].network(spec, config)
 
 
 def critic(spec: Spec, config: AlgorithmConfig) -> Callable[[Any, PyTree, PyTree], jax.Array]:

@@ -182,38 +182,33 @@ def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
 def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
     """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     networks = _Networks(spec, config)
-    box = spec.action if isinstance(spec.action, Box) else None
 
     def init(key: Key) -> dict[str, Params]:
         actor, *critics = jax.random.split(key, 3)
         params = {"actor": networks.actor.init(actor), "critics": tuple(map(networks.critic.init, critics))}
         return params | ({"temperature": jnp.float32(0.0)} if config.temperature is None else {})
 
-    loss = _of_vectors(config, networks, box) if box else _of_choices(config, networks)
-    keep, kept = _keeping(spec)
-    parts = Parts("sac", init, ("critics",), loss, keep, kept, "actor", lambda updates: jnp.float32(0.0))
-    if box is not None:
-        parts = parts._replace(noise=lambda key, rows: _noise(key, (rows, len(box.low))))
-    if config.imitation:
-        if box is None:
-            raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
-        parts = parts._replace(kept=jax.ShapeDtypeStruct((len(box.low) + 1,), jnp.float32), mark=_mark)
+    if isinstance(spec.action, Box):
+        box, size = spec.action, len(spec.action.low)
+
+        def noise(key: Key, rows: int) -> tuple[jax.Array, jax.Array]:
+            """Standard normal noise for the current actions and the next ones."""
+            now, next_ = prng.split(key, 2)
+            return prng.normal(now, (rows, size)), prng.normal(next_, (rows, size))
+
+        parts = Parts(
+            init, ("critics",), _of_vectors(config, networks, box), lambda action: off_policy.inward(box, action),
+            jax.ShapeDtypeStruct((size,), jnp.float32), "actor", noise=noise,
+        )  # fmt: skip
+        if config.imitation:
+            parts = parts._replace(kept=jax.ShapeDtypeStruct((size + 1,), jnp.float32), mark=_mark)
+    elif config.imitation:
+        raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
+    else:
+        assert isinstance(spec.action, Discrete)
+        loss, kept = _of_choices(config, networks), off_policy.kept_choice(spec.action)
+        parts = Parts(init, ("critics",), loss, lambda action: action, kept, "actor")
     return off_policy.algorithm(spec, config, parts, _acting(spec, networks), context)
-
-
-def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Standard normal noise for the current actions and the next ones."""
-    now, next_ = prng.split(key, 2)
-    return prng.normal(now, shape), prng.normal(next_, shape)
-
-
-def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:
-    """(function of an action to its stored form, shape and type of that): vectors lie within -1 to 1."""
-    if isinstance(spec.action, Discrete):
-        return lambda action: action, off_policy.kept_choice(spec.action)
-    assert isinstance(spec.action, Box)
-    box = spec.action
-    return lambda action: off_policy.inward(box, action), jax.ShapeDtypeStruct((len(box.low),), jnp.float32)
 
 
 def _mark(kept: jax.Array, data: Rollout) -> jax.Array:

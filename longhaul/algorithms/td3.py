@@ -78,9 +78,9 @@ def td3(spec: Spec, config: TD3Config, context: Context) -> Algorithm:
 
     kept = jax.ShapeDtypeStruct((len(box.low),), jnp.float32)
     parts = Parts(
-        "td3", init, ("actor", "critics"), loss, lambda action: off_policy.inward(box, action), kept, "actor",
-        lambda done: jnp.float32(0.0), ("actor",), config.actor_interval,
-        lambda key, rows: prng.normal(key, (rows, len(box.low))),
+        init, ("actor", "critics"), loss, lambda action: off_policy.inward(box, action), kept, "actor",
+        rare=("actor",), interval=config.actor_interval,
+        noise=lambda key, rows: prng.normal(key, (rows, len(box.low))),
     )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, act, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,25 +42,24 @@ def estimates(
     `observation` are the network's inputs for (the steps, `successors.last`, `successors.truncated`).
     """
     steps, last, truncated = observation
-    t, b = data.reward.shape
+    if not isinstance(data.memory, tuple):
+        _, value, after = along_time(network, params, data.memory, steps, begins(data))
+        return value, _following(network, params, data, value, after, last, truncated)
+    of = functools.partial(_plain, network, params, chunk=chunk)
     if "value" in data.extras:
+        ahead = of(jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated))
+        value = jax.lax.cond(data.version == updates, lambda: data.extras["value"], lambda: of(steps))
+        return value, returns.successor_values(value, ahead[0], ahead[1:], data.truncated)
+    t = len(data.reward)
+    value = of(jax.tree.map(lambda x, y, z: jnp.concatenate([x, y[None], z]), steps, last, truncated))
+    return value[:t], returns.successor_values(value[:t], value[t], value[t + 1 :], data.truncated)
 
-        def of(rows: PyTree, n: int) -> jax.Array:
-            flat = jax.tree.map(lambda x: x.reshape(n * b, *x.shape[2:]), rows)
-            return by_chunks(lambda part: network.apply(params, (), part)[1], flat, chunk).reshape(n, b)
 
-        k = jax.tree.leaves(truncated)[0].shape[0]
-        after = of(jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated), 1 + k)
-        value = jax.lax.cond(data.version == updates, lambda: data.extras["value"], lambda: of(steps, t))
-        return value, returns.successor_values(value, after[0], after[1:], data.truncated)
-    if isinstance(data.memory, tuple):
-        k = jax.tree.leaves(truncated)[0].shape[0]
-        rows = jax.tree.map(lambda x, y, z: jnp.concatenate([x, y[None], z]), steps, last, truncated)
-        rows = jax.tree.map(lambda x: x.reshape((t + 1 + k) * b, *x.shape[2:]), rows)
-        value = by_chunks(lambda part: network.apply(params, (), part)[1], rows, chunk).reshape(t + 1 + k, b)
-        return value[:t], returns.successor_values(value[:t], value[t], value[t + 1 :], data.truncated)
-    _, value, after = along_time(network, params, data.memory, steps, begins(data))
-    return value, _following(network, params, data, value, after, last, truncated)
+def _plain(network: actor_critic.ActorCritic, params: Params, rows: PyTree, *, chunk: int | None) -> jax.Array:
+    """Values [N, B] of observations [N, B, ...] without memory."""
+    lead = jax.tree.leaves(rows)[0].shape[:2]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+    return by_chunks(lambda part: network.apply(params, (), part)[1], flat, chunk).reshape(lead)
 
 
 def _following(
@@ -106,10 +106,8 @@ def judgements(
         pi, value = jax.lax.cond(jnp.all(data.version == updates), lambda: known, of_steps)
     else:
         pi, value = of_steps()
-    k = jax.tree.leaves(truncated)[0].shape[0]
     others = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated)
-    others = jax.tree.map(lambda x: x.reshape((1 + k) * b, *x.shape[2:]), others)
-    ahead = by_chunks(lambda rows: network.apply(params, (), rows)[1], others, chunk).reshape(1 + k, b)
+    ahead = _plain(network, params, others, chunk=chunk)
     return pi, value, returns.successor_values(value, ahead[0], ahead[1:], data.truncated)
 
 

@@ -17,8 +17,7 @@ from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
-from longhaul.config.run import Run
-from longhaul.config.serialize import to_dict
+from longhaul.config.run import Run, to_dict
 from longhaul.diagnostics import checks, two_shard_probe
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.diagnostics.program import compiled, smaller

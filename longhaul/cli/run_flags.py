@@ -11,13 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longhaul.algorithms.config import TITLES
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.config import recipes
 from longhaul.config.population import Population
-from longhaul.config.run import PUBLISHED, Run
-from longhaul.config.validate import check_topology
+from longhaul.config.run import PUBLISHED, TOPOLOGIES, Run
 from longhaul.runtime import settings
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
@@ -121,7 +119,7 @@ MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
-    headings = GROUPS | {"algorithm": f"How it learns: {TITLES[type(run.algorithm)]}."}
+    headings = GROUPS | {"algorithm": f"How it learns: {run.algorithm.title}."}
     groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     for leaf in settings.walk(run):
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
@@ -166,8 +164,23 @@ def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     recipe = dataclasses.replace(recipe, base_batch=recipe.base_batch or base)
     given = {name: parsed.values[name] for name in sorted(usual.keys() & parsed.given)}
     run = apply(recipe, given)
-    check_topology(run, {name: value for name, value in given.items() if value != usual[name]})
+    _check_topology(run, {name: value for name, value in given.items() if value != usual[name]})
     return run
+
+
+def _check_topology(run: Run, changed: Mapping[str, Any]) -> None:
+    """Raises RunError where one of the flags that were given, and change something, is not of the run's topology."""
+    topologies = {name_of(leaf): leaf.setting.topologies for leaf in settings.walk(run)}
+    for name, value in changed.items():
+        have = topologies[name] or TOPOLOGIES
+        said = f"--{name} is {'none' if value is None else 'on' if value is True else value}"
+        if run.topology in TOPOLOGIES and run.topology not in have:
+            raise RunError(
+                f"{said}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
+                f"or leave --{name} out"
+            )
+        if name == "ray-address" and run.acting.actor_kind != "ray":
+            raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
 
 
 def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
@@ -208,5 +221,5 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     if any(value != before[name] for name, value in free.items() if known[name].setting.resume == CHANGEABLE):
         stored = resume.reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
     run = apply(stored, free)
-    check_topology(run, {name: value for name, value in free.items() if value != before[name]})
+    _check_topology(run, {name: value for name, value in free.items() if value != before[name]})
     return run

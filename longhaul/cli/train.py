@@ -14,8 +14,7 @@ from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import ALONE, Flag, FlagError
 from longhaul.cli.status import show_result
 from longhaul.config import recipes
-from longhaul.config.run import Driving, Named, Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Driving, Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, on_cpu
 from longhaul.runtime.errors import RunError

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, OffPolicy, Reasoner
-from longhaul.config import reasoning
+from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
 from longhaul.config.population import Member, check
 from longhaul.config.run import MOST, Driving, Named, Run
-from longhaul.config.validate import check_driving, check_expert, check_reasoning
+from longhaul.driving.sim import config as sim
 from longhaul.envs import registry as environments
 from longhaul.envs import suites
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
-from longhaul.reasoning.config import Reasoning
+from longhaul.reasoning import huggingface, problem_sets, tokenizer
+from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
+from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
 from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu
@@ -54,10 +55,10 @@ def _resolved(run: Run) -> Run:
         raise FieldError("mesh", run.mesh, "model must be at least 1")
     settings.check(run)
     if isinstance(run.environment, Driving):
-        check_driving(run.environment)
-    check_reasoning(run)
-    run = reasoning.fitted(run)
-    check_expert(run)
+        _check_driving(run.environment)
+    _check_reasoning(run)
+    run = _fitted(run)
+    _check_expert(run)
     siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
@@ -87,7 +88,7 @@ def _resolved(run: Run) -> Run:
     algorithm = _learning(run, steps, columns)
     sizes = Sizes(parts(run, devices), columns, run.num_steps)
     for values in ({}, *(member.values for member in siblings if run.population.sweep)):
-        registry.check(with_values(algorithm, values), sizes)
+        registry.check(settings.replaced(algorithm, **values), sizes)
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
@@ -113,8 +114,56 @@ def _resolved(run: Run) -> Run:
     )  # fmt: skip
 
 
+def _check_driving(task: Driving) -> None:
+    """Raises FieldError where settings of driving do not fit each other."""
+    sim.check_settings(task.simulator)
+    if task.bank is not None and not task.data:
+        raise FieldError("bank", f"{task.bank}, and there is no --data", "of generated scenarios, --scenarios are held")
+    if task.bank_updates is not None and task.bank is None:
+        raise FieldError("bank_updates", task.bank_updates, "it needs --bank")
+    if task.least > task.simulator.agents:
+        raise FieldError("least", task.least, f"it must lie in 1 to --agents, {task.simulator.agents}")
+    if task.objects < task.simulator.agents:
+        raise FieldError("objects", task.objects, f"it must be at least --agents, {task.simulator.agents}")
+
+
+def _check_reasoning(run: Run) -> None:
+    """Raises RunError or FieldError where settings of reasoning do not fit each other, the algorithm or topology."""
+    if isinstance(run.environment, Reasoning) != isinstance(run.algorithm, Reasoner):
+        raise RunError(f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does")
+    if not isinstance(run.environment, Reasoning):
+        return
+    if run.topology == "central" or (run.topology == "actors" and run.acting.actor_kind == "ray"):
+        raise RunError("completions are sampled by the learner, its threads or its processes; give --topology actors "
+                       "--actor-kind thread, or leave both out")  # fmt: skip
+    problem_sets.check(run.environment)
+    if not run.environment.exact and run.topology != "actors":
+        raise RunError(f"--task {run.environment.task} is checked on the host; give --topology actors")
+
+
+def _check_expert(run: Run) -> None:
+    """Raises RunError where imitation, or gradients through environments, do not fit the topology and task."""
+    share, files, task = registry.guidance(run.algorithm), registry.recorded(run.algorithm), run.environment
+    if isinstance(run.algorithm, APGConfig) and run.topology != "fused":
+        raise RunError(
+            f"--topology is {run.topology}, and gradients pass through environments in one program: choose fused"
+        )
+    if share is None and not files:
+        return
+    if run.topology != "fused":
+        raise RunError(
+            f"--topology is {run.topology}, and {run.algorithm.title} asks an expert in the same program: choose fused"
+        )
+    if files and isinstance(task, Driving):
+        raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
+
+
+def _path(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
 def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    return tuple(map(_path, paths))
 
 
 def _acting(run: Run, devices: int) -> ActorConfig:
@@ -219,10 +268,6 @@ def _default_devices(run: Run, runs: int) -> int:
     return max(1, processes * own // model)
 
 
-def with_values(config: AlgorithmConfig, values: Mapping[str, Any]) -> AlgorithmConfig:
-    return dataclasses.replace(config, **values)
-
-
 def members_of(run: Run) -> tuple[Member, ...]:
     """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
     found = check(run.population, run.algorithm, run.seed)
@@ -266,3 +311,67 @@ def named(environment: Named) -> Environment:
         return spec_stub(environment.env) if is_hosted(environment.env) else environments.make(environment.env)
     except ValueError as error:
         raise RunError(str(error)) from error
+
+
+# ----------------------------------------------------------------------------------------------------------- reasoning
+
+
+def both(run: Run) -> tuple[Reasoning, GRPOConfig]:
+    assert isinstance(run.environment, Reasoning) and isinstance(run.algorithm, GRPOConfig)
+    return run.environment, run.algorithm
+
+
+def reads_file(run: Run) -> bool:
+    return isinstance(run.environment, Reasoning) and run.environment.task == QUESTIONS
+
+
+def _fitted(run: Run) -> Run:
+    """`run` with the paths of its questions and its model made absolute, and with the model that its files tell of.
+
+    Raises RunError, one line, where they can't be read or don't fit each other. Of a run that was fitted before no file
+    is read again.
+    """
+    if not isinstance(run.environment, Reasoning) or not isinstance(run.algorithm, GRPOConfig):
+        return run
+    task, config = run.environment, run.algorithm
+    if not reads_file(run):
+        if config.model_folder:
+            raise RunError(
+                f"--model-folder is {config.model_folder}, and problems of --task {task.task} are written in "
+                f"{len(tokenizer.CHARACTERS)} characters of their own; choose --task {QUESTIONS}, "
+                "or leave it out"
+            )
+        return run
+    paths: dict[str, Any] = {name: _path(getattr(task, name)) for name in ("questions", "held_out_questions")}
+    if config.model.pad != tokenizer.NONE:
+        config = dataclasses.replace(config, model_folder=_path(config.model_folder))
+        words = tokeniser(config.model_folder)
+        known = _model_of(config, words) if config.model_folder else config.model
+        size = known.vocabulary if config.model_folder else words.size
+        config = dataclasses.replace(config, model=dataclasses.replace(known, vocabulary=size, pad=tokenizer.NONE))
+    return dataclasses.replace(run, environment=dataclasses.replace(task, **paths), algorithm=config)
+
+
+def tokeniser(folder: str) -> Tokeniser:
+    """Tokeniser of a model's folder; bytes where there is no folder."""
+    try:
+        return huggingface.tokeniser(folder) if folder else tokenizer.BYTES
+    except ImportError as error:
+        raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+    except huggingface.HubError as error:
+        raise RunError(f"--model-folder: {error}") from error
+
+
+def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
+    """The model of a folder, which computes as `config` says."""
+    try:
+        told = huggingface.config(config.model_folder)
+    except huggingface.HubError as error:
+        raise RunError(f"--model-folder: {error}") from error
+    if words.size > told.vocabulary:
+        raise RunError(f"--model-folder {config.model_folder} has a tokeniser of {words.size} words and a model of "
+                       f"{told.vocabulary}; they must be of one model")  # fmt: skip
+    if not words.ends:
+        raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
+                       "generation_config.json")  # fmt: skip
+    return dataclasses.replace(told, precision=config.model.precision, remat=config.model.remat)

@@ -183,7 +183,7 @@ def still(run: Run) -> Check:
     program = compiled(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
     progress = program.start(run.seed)
     _, rows = program.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
-    kl = float(abs(rows[f"{registry.of(run.algorithm).name}/approx_kl"]).max())
+    kl = float(abs(rows[f"{run.algorithm.name}/approx_kl"]).max())
     bound = STILL if precision(run.algorithm) == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
     remedy = {

@@ -24,8 +24,7 @@ import numpy as np
 from longhaul.algorithms import registry
 from longhaul.config.recipes import Grid
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_law, scaling_page
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import replaced

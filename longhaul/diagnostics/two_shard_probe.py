@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.diagnostics import hlo
 from longhaul.diagnostics.hlo import Crossing
 from longhaul.diagnostics.program import compiled

@@ -19,8 +19,7 @@ import jax
 from longhaul.algorithms import registry
 from longhaul.algorithms.context import Context
 from longhaul.config.resolve import named
-from longhaul.config.run import Named, Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.environment import vectorise
 from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning import sampler

@@ -14,7 +14,7 @@ from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
 from longhaul.algorithms.context import Context
 from longhaul.config import population
 from longhaul.config.population import Member
-from longhaul.config.resolve import agents, members_of, named, parts, with_values
+from longhaul.config.resolve import agents, members_of, named, parts
 from longhaul.config.run import BEGINNING, Named, Origin, Run
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.environment import advising, vectorise
@@ -100,7 +100,7 @@ def assemble(
     sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
 
     def make(values: Mapping[str, Any]) -> Algorithm:
-        config = with_values(run.algorithm, values)
+        config = dataclasses.replace(run.algorithm, **values)
         done, split = origin.agent_steps / run.total_steps, run.model > 1
         context = Context(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
         return registry.make(spec, dataclasses.replace(config, lr=scaled_rate(run, config.lr)), context)
@@ -119,8 +119,8 @@ def assemble(
         if isinstance(world, World):
             return completing(run, world, worlds)
         many = vectorise(world, worlds)
-        if through := registry.pathwise(run.algorithm):
-            how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
+        if isinstance(run.algorithm, APGConfig):
+            how: dict[str, Any] = {"gamma": run.algorithm.gamma, "detach": run.algorithm.detach}
             return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **how)
         guide = None
         if (share := registry.guidance(run.algorithm)) is not None:

@@ -146,7 +146,7 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
             recorded = offline_data.read(files, environment.spec)
             return Feed(lambda context: environment, once(_send(run, recorded)), about=_identity(recorded))
         if registry.guidance(run.algorithm) is not None:
-            title = registry.of(run.algorithm).title
+            title = run.algorithm.title
             raise RunError(f"{title} has no expert in {task.env}; give --recorded FILES, or train driving-bc")
         return Feed(lambda context: environment, once(()))
     if task.bank is not None:

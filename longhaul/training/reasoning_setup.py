@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.config.reasoning import both, reads_file, tokeniser
+from longhaul.config.resolve import both, reads_file, tokeniser
 from longhaul.config.run import Run
 from longhaul.reasoning import huggingface, problem_sets, tokenizer
 from longhaul.reasoning.config import Reasoning

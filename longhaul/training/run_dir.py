@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longhaul.algorithms.config import NAMES
+from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
-from longhaul.config.run import Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.runtime import files, process_group, settings
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
@@ -142,8 +141,7 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm.get("remat"), bool):  # once a switch
         algorithm["remat"] = "full" if algorithm["remat"] else "none"
     if "torso" in algorithm:  # the network's fields once stood among the algorithm's
-        kinds: dict[str, Any] = {name: kind for kind, name in NAMES.items()}
-        network = to_dict(kinds[algorithm.get("kind", "ppo")].network)
+        network = to_dict(ALGORITHMS[algorithm.get("kind", "ppo")].network)
         network |= {name: value for name, value in algorithm.items() if name in network}
         algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
     return {"population": to_dict(Population())} | run | {"algorithm": algorithm}

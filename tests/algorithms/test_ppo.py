@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul import normalise
-from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo, registry
 from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import PPOConfig
@@ -116,7 +115,7 @@ def values_by_hand(
     environment: Chaos, config: PPOConfig, algorithm: Algorithm, state: State, data: Rollout
 ) -> tuple[np.ndarray, np.ndarray]:
     """V(observation), V(successor) [T, B], one step after the other, with acting's own memory."""
-    policy, critic = algorithm.policy(state), quick(algorithms_actor_critic.critic(environment.spec, config))
+    policy, critic = algorithm.policy(state), quick(registry.critic(environment.spec, config))
     act = quick(lambda memory, seen: algorithm.act(policy, memory, seen, None)[1])
     memory, used = data.memory, np.zeros(data.reward.shape[1], int)
     value, successor = [], []

@@ -16,8 +16,7 @@ from longhaul.cli import train as commands
 from longhaul.cli.main import main
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Named, Run
-from longhaul.config.serialize import to_dict
+from longhaul.config.run import Driving, Named, Run, to_dict
 from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, replaced, walk
 from longhaul.telemetry import wandb
 from longhaul.training import loop, run_dir

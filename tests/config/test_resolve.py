@@ -16,8 +16,7 @@ import pytest
 from longhaul.algorithms.config import PPOConfig, PQNConfig, SACConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import MOST, Driving, Named, Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import MOST, Driving, Named, Run, from_dict, to_dict
 from longhaul.driving.sim import simulator
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import devices, settings

@@ -13,8 +13,7 @@ import pytest
 
 from longhaul.cli import main
 from longhaul.config.recipes import Grid, driving_scaling
-from longhaul.config.run import Driving, Run
-from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics import scaling_page
 from longhaul.diagnostics.scaling_grid import Cell

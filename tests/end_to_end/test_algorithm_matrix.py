@@ -7,7 +7,6 @@ learner had acted are that policy's; V-trace finds the best one's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import actor_critic, impala, ppo, pqn
-from longhaul.algorithms.config import IMPALAConfig, PPOConfig, PQNConfig
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import AlgorithmConfig, IMPALAConfig, PPOConfig, PQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
@@ -30,54 +29,24 @@ from tests.helpers.quick import quick
 UPDATES = 150
 
 
-@dataclass(frozen=True)
-class Learner:
-    make: Callable[[Probe, Callable], Algorithm]
-    value: Callable[[Probe], Callable]  # (policy, memory, observation) -> value
+Config = Callable[[Probe], AlgorithmConfig]
+
+SMALL: dict[str, Any] = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1}
 
 
-def ppo_config(probe: Probe, **options: Any) -> PPOConfig:
-    return replaced(PPOConfig(),
-        lr=1e-2, gamma=probe.gamma, gae_lambda=probe.gae_lambda, hidden_dim=32, num_layers=1, ent_coef=0.0,
-        clip_value=False, num_minibatches=2, max_grad_norm=1.0, **options,
-    )  # fmt: skip
+def ppo(**options: Any) -> Config:
+    settings = SMALL | {"ent_coef": 0.0, "clip_value": False, "num_minibatches": 2, "max_grad_norm": 1.0} | options
+    return lambda probe: replaced(PPOConfig(gamma=probe.gamma, gae_lambda=probe.gae_lambda), **settings)
 
 
-def ppo_learner(**options: Any) -> Learner:
-    def make(probe: Probe, mean: Callable) -> Algorithm:
-        config = ppo_config(probe, **options)
-        return ppo.ppo(probe.environment.spec, config, Context(UPDATES, mean))
-
-    return Learner(make, lambda probe: actor_critic.critic(probe.environment.spec, ppo_config(probe, **options)))
+def impala(**options: Any) -> Config:
+    settings = SMALL | {"ent_coef": 0.0, "max_grad_norm": 1.0} | options
+    return lambda probe: replaced(IMPALAConfig(gamma=probe.gamma, vtrace_lambda=probe.gae_lambda), **settings)
 
 
-def impala_config(probe: Probe, **options: Any) -> IMPALAConfig:
-    settings = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "ent_coef": 0.0, "max_grad_norm": 1.0}
-    return replaced(IMPALAConfig(), gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
-
-
-def impala_learner(**options: Any) -> Learner:
-    def make(probe: Probe, mean: Callable) -> Algorithm:
-        return impala.impala(probe.environment.spec, impala_config(probe, **options), Context(UPDATES, mean))
-
-    return Learner(make, lambda probe: actor_critic.critic(probe.environment.spec, impala_config(probe, **options)))
-
-
-def pqn_learner(**options: Any) -> Learner:
-    def config(probe: Probe) -> PQNConfig:
-        settings: dict[str, Any] = {
-            "lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "epsilon_final": 0.0, "exploration": 0.5
-        }  # fmt: skip
-        return replaced(PQNConfig(), gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
-
-    def make(probe: Probe, mean: Callable) -> Algorithm:
-        return pqn.pqn(probe.environment.spec, config(probe), Context(UPDATES, mean))
-
-    def value(probe: Probe) -> Callable:
-        network = pqn.network(probe.environment.spec, config(probe))
-        return lambda policy, memory, observation: network.apply(policy, memory, observation)[1]
-
-    return Learner(make, value)
+def pqn(**options: Any) -> Config:
+    settings = SMALL | {"epsilon_final": 0.0, "exploration": 0.5} | options
+    return lambda probe: replaced(PQNConfig(gamma=probe.gamma, q_lambda=probe.gae_lambda), **settings)
 
 
 APPO: dict[str, Any] = {
@@ -85,21 +54,25 @@ APPO: dict[str, Any] = {
 }  # fmt: skip
 
 LEARNERS = {
-    "ppo": ppo_learner(),
-    "ppo-gru": ppo_learner(memory=16),
-    "ppo-bf16": ppo_learner(precision="bf16"),
-    "ppo-normalised": ppo_learner(normalise_observation=True, ent_coef_final=0.001),
-    "impala": impala_learner(),
-    "impala-gru": impala_learner(memory=16, **APPO),
-    "appo": impala_learner(**APPO),
-    "pqn": pqn_learner(),
-    "pqn-gru": pqn_learner(memory=16, duelling=True),
+    "ppo": ppo(),
+    "ppo-gru": ppo(memory=16),
+    "ppo-bf16": ppo(precision="bf16"),
+    "ppo-normalised": ppo(normalise_observation=True, ent_coef_final=0.001),
+    "impala": impala(),
+    "impala-gru": impala(memory=16, **APPO),
+    "appo": impala(**APPO),
+    "pqn": pqn(),
+    "pqn-gru": pqn(memory=16, duelling=True),
 }
 
 
-def run_fused(probe: Probe, learner: Learner, devices: int) -> tuple[Any, Algorithm]:
+def make(probe: Probe, config: Config, mean: Callable) -> Algorithm:
+    return registry.make(probe.environment.spec, config(probe), Context(UPDATES, mean))
+
+
+def run_fused(probe: Probe, config: Config, devices: int) -> tuple[Any, Algorithm]:
     mesh = meshes.make_mesh(devices)
-    algorithm = learner.make(probe, meshes.mean_over_data)
+    algorithm = make(probe, config, meshes.mean_over_data)
     worlds = vectorise(probe.environment, 64 // devices)
     collect = collector(worlds, algorithm.act, algorithm.memory, steps=16)
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
@@ -112,8 +85,8 @@ def run_fused(probe: Probe, learner: Learner, devices: int) -> tuple[Any, Algori
 
 
 TOPOLOGIES = {
-    "fused": lambda probe, learner: run_fused(probe, learner, 1),
-    "fused-4-devices": lambda probe, learner: run_fused(probe, learner, 4),
+    "fused": lambda probe, config: run_fused(probe, config, 1),
+    "fused-4-devices": lambda probe, config: run_fused(probe, config, 4),
 }
 
 FEW = {
@@ -163,7 +136,8 @@ CELLS = [
 ]
 
 
-def check(probe: Probe, algorithm: Algorithm, policy: Any, value: Callable) -> None:
+def check(probe: Probe, config: Config, algorithm: Algorithm, policy: Any) -> None:
+    value = registry.critic(probe.environment.spec, config(probe))
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
     found = value(policy, algorithm.memory(len(expected)), batch)
@@ -181,9 +155,9 @@ def check(probe: Probe, algorithm: Algorithm, policy: Any, value: Callable) -> N
 
 @pytest.mark.parametrize(("name", "topology", "probe"), CELLS)
 def test_learner_finds_the_known_values(name, topology, probe):
-    made, learner = PROBES[probe](), LEARNERS[name]
-    policy, algorithm = TOPOLOGIES[topology](made, learner)
-    check(made, algorithm, policy, learner.value(made))
+    made, config = PROBES[probe](), LEARNERS[name]
+    policy, algorithm = TOPOLOGIES[topology](made, config)
+    check(made, config, algorithm, policy)
 
 
 @pytest.mark.slow
@@ -192,7 +166,7 @@ def test_without_memory_the_memory_probe_stays_unsolved():
     made = PROBES["memory"]()
     policy, algorithm = run_fused(made, LEARNERS["ppo"], 1)
     with pytest.raises(AssertionError):
-        check(made, algorithm, policy, LEARNERS["ppo"].value(made))
+        check(made, LEARNERS["ppo"], algorithm, policy)
 
 
 # ----------------------------------------------------------------------------------------------------- older policies
@@ -201,9 +175,9 @@ FROZEN = -1
 """Instead of an age: the policy of version 0 acts throughout."""
 
 
-def run_old(probe: Probe, learner: Learner, age: int) -> tuple[Any, Algorithm, dict[str, jax.Array]]:
+def run_old(probe: Probe, config: Config, age: int) -> tuple[Any, Algorithm, dict[str, jax.Array]]:
     """(the last policy, the algorithm, the metrics of every update), with data by the policy of `age` updates ago."""
-    algorithm = learner.make(probe, meshes.identity)
+    algorithm = make(probe, config, meshes.identity)
     collect = collector(vectorise(probe.environment, 64), algorithm.act, algorithm.memory, steps=16)
 
     def update(carried: Any, key: jax.Array) -> tuple[Any, Any]:
@@ -235,17 +209,17 @@ def run_old(probe: Probe, learner: Learner, age: int) -> tuple[Any, Algorithm, d
     ],
 )
 def test_values_are_known_from_what_older_policies_did(name: str, probe: str, age: int) -> None:
-    made, learner = PROBES[probe](), LEARNERS[name]
-    policy, algorithm, metrics = run_old(made, learner, age)
+    made, config = PROBES[probe](), LEARNERS[name]
+    policy, algorithm, metrics = run_old(made, config, age)
     expected = jnp.arange(UPDATES) if age == FROZEN else jnp.minimum(jnp.arange(UPDATES), age)
     assert jnp.array_equal(metrics["impala/staleness"], expected)
     assert jnp.max(metrics["impala/approx_kl"]) > 1e-3, "the policies must differ"
-    check(made, algorithm, policy, learner.value(made))
+    check(made, config, algorithm, policy)
 
 
 def test_without_ratios_they_are_not() -> None:
     """The check above can fail: PPO takes what the first policy earned, -1 as often as 1, for its own."""
-    made, learner = PROBES["action"](), LEARNERS["ppo"]
-    policy, algorithm, _ = run_old(made, learner, FROZEN)
+    made, config = PROBES["action"](), LEARNERS["ppo"]
+    policy, algorithm, _ = run_old(made, config, FROZEN)
     with pytest.raises(AssertionError):
-        check(made, algorithm, policy, learner.value(made))
+        check(made, config, algorithm, policy)

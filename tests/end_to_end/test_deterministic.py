@@ -22,9 +22,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul.algorithms.config import PPOConfig
-from longhaul.config import recipes, serialize
+from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, Run
+from longhaul.config.run import Driving, Run, to_dict
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import batch_shards
 from longhaul.runtime import devices as machine
@@ -175,7 +175,7 @@ def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
         path = folder / name
         path.unlink() if path.is_file() else shutil.rmtree(path)
     about = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(about | {"run": serialize.to_dict(one)}))
+    (folder / "run.json").write_text(json.dumps(about | {"run": to_dict(one)}))
     assert run_dir.load_run(folder).devices == 1
     result = resume(folder).result
     assert result is not None

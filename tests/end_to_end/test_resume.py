@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from longhaul.algorithms.config import PPOConfig
-from longhaul.config import serialize as runs
+from longhaul.config import run as runs
 from longhaul.config.run import Named, Run
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
@@ -34,7 +34,7 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 from longhaul.training import run_dir as folders
-from longhaul.config import resolve as runs
+from longhaul.config import run as runs
 from longhaul.training import loop as training
 folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
 run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))

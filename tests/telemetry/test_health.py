@@ -302,8 +302,7 @@ def test_every_check_has_a_remedy_and_every_grave_one_is_a_check() -> None:
 
 
 def test_bounds_of_recipes_go_through_a_runs_file() -> None:
-    from longhaul.config.run import Run
-    from longhaul.config.serialize import from_dict, to_dict
+    from longhaul.config.run import Run, from_dict, to_dict
 
     run = recipes.recipe("hackmatrix")
     assert run.health.entropy == 0.3

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 
 from longhaul.config import resolve as runs
-from longhaul.config import serialize
-from longhaul.config.run import Driving, Run
+from longhaul.config.run import Driving, Run, to_dict
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import shard, stream
@@ -406,7 +405,7 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 from longhaul.training import run_dir as folders
-from longhaul.config import resolve as runs
+from longhaul.config import run as runs
 from longhaul.training import loop as training
 folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
 run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
@@ -422,7 +421,7 @@ def test_killed_between_two_chunks_it_ends_bit_identical(data: Path, tmp_path: P
 
     def started(folder: Path) -> subprocess.Popen:
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(serialize.to_dict(run))]
+        command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(to_dict(run))]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"

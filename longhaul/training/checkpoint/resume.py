@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from longhaul.algorithms.config import OffPolicy
 from longhaul.config.resolve import agents, resolve
-from longhaul.config.run import BEGINNING, Origin, Run
-from longhaul.config.serialize import to_dict
+from longhaul.config.run import BEGINNING, Origin, Run, to_dict
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training.assemble import Assembly

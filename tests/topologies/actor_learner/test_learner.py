@@ -35,7 +35,7 @@ from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.staleness import Rule, Ticket
 from longhaul.training import actor_learner, loop
 from longhaul.types import Algorithm, Progress
-from tests.end_to_end.test_algorithm_matrix import APPO, impala_config
+from tests.end_to_end.test_algorithm_matrix import APPO, impala
 from tests.helpers.checkable_environment import Chaos
 from tests.helpers.small_runs import after, begin, make_quick, records, result, resume, small
 from tests.topologies.test_fused import simple
@@ -243,7 +243,7 @@ def test_processes_end_as_fused_does_also_when_an_actor_is_killed(
 def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: int | None, tmp_path: Path) -> None:
     """In threads, behind, values within 0.1 of the oracle: bootstraps, masks and columns are right."""
     probe = probes.PROBES[name]()
-    config: Any = impala_config(probe, **(APPO if algorithm == "appo" else {}))
+    config: Any = impala(**(APPO if algorithm == "appo" else {}))(probe)
     if algorithm == "ppo":
         config = PPOConfig(
             lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, num_minibatches=2,

@@ -25,7 +25,7 @@ from longhaul.runtime.settings import replaced
 from longhaul.topologies.inference_server import wire
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
-from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
+from tests.end_to_end.test_algorithm_matrix import LEARNERS, UPDATES, check, make
 from tests.helpers import checkable_environment
 from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, site
 
@@ -326,14 +326,13 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
 
 
 def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[Any, Algorithm]:
-    learner, updates = LEARNERS[name], 150
-    algorithm = learner.make(probe, lambda tree: tree)
+    algorithm = make(probe, LEARNERS[name], lambda tree: tree)
     learn = jax.jit(algorithm.learn)
     sizes, environment = Sizes(2, 2, 16, 16, staleness), probe.environment
     state = jax.jit(algorithm.init)(jax.random.key(0))
     programs = Programs(environment, sizes.worlds)
     with site(algorithm, environment.spec, lambda a, s: JaxVector(programs), sizes, lane=lane) as here:
-        for update in range(updates):
+        for update in range(UPDATES):
             serve(here)
             data, _, _ = here.server.gather()
             state, _ = learn(state, data, jax.random.key(update))
@@ -359,4 +358,4 @@ def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[A
 def test_the_known_values_are_learnt(probe: str, name: str, lane: str, staleness: int | None) -> None:
     made = PROBES[probe]()
     policy, algorithm = probed(made, name, lane, staleness)
-    check(made, algorithm, policy, LEARNERS[name].value(made))
+    check(made, LEARNERS[name], algorithm, policy)
