@@ -14,6 +14,7 @@ epoch, not secrecy; a test checks positions and pairs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -27,8 +28,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
+@functools.partial(jax.jit, inline=True)
 def threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds: counters (high, low), uint32 of any shape, under key data uint32 [2, ...]."""
+    """Threefry-2x32 with 20 rounds: counters (high, low), uint32 of any shape, under key data uint32 [2, ...].
+
+    It is traced once for each shape, and then copied into each program that draws: tracing its rounds takes long.
+    """
     k0, k1 = key[0], key[1]
     schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
     x, y = high + k0, low + k1
