@@ -14,7 +14,7 @@ import pytest
 
 from longhaul.driving import inspect_logs
 from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, readers
-from longhaul.driving.datasets.geopackage import utm
+from longhaul.driving.datasets.geopackage import transverse_mercator, utm
 from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log, Malformed
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
@@ -45,6 +45,33 @@ def test_places_that_the_proj_library_knows(
 ) -> None:
     found = utm(np.array(longitude), np.array(latitude), epsg)
     np.testing.assert_allclose(found, (easting, northing), rtol=0, atol=1e-4)
+
+
+def test_snyders_example() -> None:
+    """Snyder, "Map projections: a working manual", USGS 1395, 1987, p. 269: UTM on Clarke's ellipsoid of 1866."""
+    flattening = 1 - np.sqrt(1 - 0.00676866)
+    x, y = transverse_mercator(np.radians(1.5), np.radians(40.5), 6378206.4, flattening)
+    assert (0.9996 * x, 0.9996 * y) == pytest.approx((127106.5, 4484124.4), abs=0.06)
+
+
+def test_the_central_meridian_is_as_long_as_it_is() -> None:
+    """y on the meridian is the integral of its radius of curvature; the projection is conformal beside it."""
+    radius, flattening = 6378137.0, 1 / 298.257223563
+    squared = flattening * (2 - flattening)
+    nodes, weights = np.polynomial.legendre.leggauss(60)
+    for latitude in (0.3, 0.8, 1.3):
+        at = latitude * (nodes + 1) / 2
+        arc = (weights * radius * (1 - squared) / (1 - squared * np.sin(at) ** 2) ** 1.5).sum() * latitude / 2
+        assert float(transverse_mercator(0.0, latitude, radius, flattening)[1]) == pytest.approx(arc, abs=1e-5)
+        step, curve = 1e-5, np.sqrt(1 - squared * np.sin(latitude) ** 2)
+        here, north, east = (
+            np.array(transverse_mercator(0.05 + right, latitude + up, radius, flattening))
+            for right, up in ((0, 0), (0, step), (step, 0))
+        )
+        up = (north - here) / (radius * (1 - squared) / curve**3)
+        right = (east - here) / (radius / curve * np.cos(latitude))
+        assert np.linalg.norm(up) == pytest.approx(np.linalg.norm(right), rel=1e-4)
+        assert abs(up @ right) < 1e-4 * np.linalg.norm(up) ** 2
 
 
 def test_other_projections_are_refused() -> None:

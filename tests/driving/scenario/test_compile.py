@@ -25,6 +25,7 @@ from longhaul.driving.datasets.log import (
     Path,
 )
 from longhaul.driving.generator.generate import corners, generate
+from longhaul.driving.scenario import compile
 from longhaul.driving.scenario.bank import bucket, stack
 from longhaul.driving.scenario.compile import compile_log, lights_disputed
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
@@ -35,8 +36,27 @@ from tests.helpers.short_logs import ORIGIN, lights_at, make_log, on_route, poly
 DATA = FilePath(os.environ.get("LONGHAUL_DATA", FilePath(__file__).resolve().parents[3] / "../shared/data"))
 
 
+@pytest.fixture
+def disputes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many lights each route disputes of the logs that a test compiles; the ego's is the first of a log."""
+    counts: list[int] = []
+    signals_of = compile.signals_of
+
+    def begins(*known: Any) -> Any:
+        counts.append(0)
+        return signals_of(*known)
+
+    def counted(*known: Any) -> np.ndarray:
+        counts[-1] += int(lights_disputed(*known).sum())
+        return lights_disputed(*known)
+
+    monkeypatch.setattr(compile, "signals_of", begins)
+    monkeypatch.setattr(compile, "lights_disputed", counted)
+    return counts
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_generated_logs_come_back_from_their_scenarios(seed: int) -> None:
+def test_generated_logs_come_back_from_their_scenarios(seed: int, disputes: list[int]) -> None:
     log = generate(seed)
     scenario = compile_log(log, agents=4)
     for a, i in enumerate(scenario.controlled[scenario.controlled >= 0]):
@@ -48,6 +68,7 @@ def test_generated_logs_come_back_from_their_scenarios(seed: int) -> None:
     np.testing.assert_allclose(scenario.pose[:, 0, :2], ego, atol=1e-4)
     outline = corners(scenario.pose[:, 0].astype(float), np.broadcast_to(scenario.size[0], (scenario.steps, 2)))
     assert sample(scenario.field, scenario.field_origin, outline).max() < 0.0
+    assert disputes[0] == 0
 
 
 # --- agents, padding, bad logs
@@ -152,11 +173,13 @@ def test_buckets(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("folder", ["womd", "gpudrive", "scenarionet"])
-def test_the_egos_of_real_logs_stay_on_the_road_and_on_their_routes(folder: str) -> None:
+def test_the_egos_of_real_logs_stay_on_the_road_and_on_their_routes(folder: str, disputes: list[int]) -> None:
     if not (DATA / folder).is_dir():
         pytest.skip(f"no real logs of {folder}: set LONGHAUL_DATA")
     for log in [log for path in readers.expand([str(DATA / folder)]) for log in readers.read(path)]:
+        disputes.clear()
         scenario = compile_log(log, agents=8)
+        assert disputes[0] == 0
         for a, i in enumerate(scenario.controlled[scenario.controlled >= 0]):
             there = scenario.present[:, i]
             error = np.hypot(*(on_route(scenario, scenario.expert_s[a], a) - scenario.pose[:, i, :2])[there].T)
@@ -292,11 +315,12 @@ def test_light_states_are_mapped_from_the_current_step_on() -> None:
 
 
 @pytest.mark.parametrize(("x", "disputed"), [(20.0, True), (60.0, False)])
-def test_a_red_light_that_the_log_itself_passes_is_unknown(x: float, disputed: bool) -> None:
+def test_a_red_light_that_the_log_itself_passes_is_unknown(x: float, disputed: bool, disputes: list[int]) -> None:
     log = make_log(straight(10.0), lights=lights_at([(1, (x, 0.0), LIGHT_STOP)], 50))
     scenario = compile_log(log)
     assert scenario.light_s.shape == (1, 1)
     assert (scenario.light_state == (0 if disputed else 1)).all()
+    assert disputes == [int(disputed)]
 
 
 def test_a_light_is_disputed_only_around_the_crossing() -> None:
