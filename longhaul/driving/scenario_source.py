@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from longhaul import driving
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.generator.generate import generate
@@ -212,9 +211,10 @@ class Store:
             return None
         try:
             with np.load(path, allow_pickle=False) as file:
-                arrays = {name: (file[name], file[name + SHAPES]) for name in NAMES}
+                arrays = {name: file[name] for name in file.files}
             rows: list[dict[str, np.ndarray]] = [{} for _ in range(BLOCK)]
-            for name, (values, shapes) in arrays.items():  # the arrays of one name lie one behind the other
+            for name in filter(lambda name: not name.endswith(SHAPES), arrays):
+                values, shapes = arrays[name], arrays[name + SHAPES]  # the arrays of one name lie one behind the other
                 ends = np.cumsum(np.prod(shapes, axis=1, dtype=np.int64))
                 for row, part, shape in zip(rows, np.split(values, ends[:-1]), shapes.astype(int), strict=True):
                     row[name] = part.reshape(shape)
@@ -234,8 +234,8 @@ class Store:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             rows = [_arrays(scenario) for scenario in scenarios]
-            columns = {name: np.concatenate([row[name].reshape(-1) for row in rows]) for name in NAMES}
-            shapes = {name + SHAPES: np.array([row[name].shape for row in rows]) for name in NAMES}
+            columns = {name: np.concatenate([row[name].reshape(-1) for row in rows]) for name in rows[0]}
+            shapes = {name + SHAPES: np.array([row[name].shape for row in rows]) for name in rows[0]}
             np.savez_compressed(beside, allow_pickle=False, **columns, **shapes)
             beside.replace(path)
         except OSError as error:
@@ -267,42 +267,29 @@ def open_store(about: str) -> Store | None:
 def maker() -> str:
     """The digest of all that a scenario follows from but its seed: our code, NumPy's version, the kind of machine."""
     digest = hashlib.sha256(f"{np.__version__} {platform.machine()}".encode())
-    root = Path(str(driving.__file__)).parent
-    files = sorted(root.rglob("*.py"))
-    for path in files:
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def _arrays(scenario: Scenario) -> dict[str, np.ndarray]:
     """All that a scenario holds, by name. Lines of the drawing lie one behind the other."""
-    plain = {name: np.asarray(value) for name, value in scenario._asdict().items() if name not in ("road", "drawing")}
-    road = {ROAD + name: value for name, value in scenario.road._asdict().items()}
-    lines = [line for _, line in scenario.drawing]
-    return (
-        plain
-        | road
-        | {
-            DRAWING + "kinds": np.array([kind for kind, _ in scenario.drawing], np.int64),
-            DRAWING + "points": np.array([len(line) for line in lines], np.int64),
-            DRAWING + "lines": np.concatenate(lines) if lines else np.zeros((0, 2), np.float32),
-        }
-    )
+    kinds, lines = zip(*scenario.drawing, strict=True) if scenario.drawing else ((), ())
+    drawing = {
+        "kinds": np.array(kinds, np.int64),
+        "points": np.array([len(line) for line in lines], np.int64),
+        "lines": np.concatenate([np.zeros((0, 2), np.float32), *lines]),
+    }
+    plain = {name: value for name, value in scenario._asdict().items() if name not in ("road", "drawing")}
+    parts = {"": plain, ROAD: scenario.road._asdict(), DRAWING: drawing}
+    return {prefix + name: np.asarray(value) for prefix, part in parts.items() for name, value in part.items()}
 
 
 def _scenario(arrays: Mapping[str, np.ndarray]) -> Scenario:
     """The other way round."""
     kinds, points, lines = (arrays[DRAWING + name] for name in ("kinds", "points", "lines"))
     each = np.split(lines, np.cumsum(points)[:-1]) if len(points) else []
-    values: dict[str, Any] = {name: arrays[name] for name in Scenario._fields if name in arrays}
+    values: dict[str, Any] = {name: arrays[name] for name in Scenario._fields if name not in ("road", "drawing")}
     values |= {"id": str(values["id"]), "control": str(values["control"]), "steps": int(values["steps"])}
     values |= {"dt": float(values["dt"]), "road": Road(*(arrays[ROAD + name] for name in Road._fields))}
     return Scenario(**values, drawing=tuple(zip(kinds.tolist(), each, strict=True)))
-
-
-NAMES = tuple(
-    [name for name in Scenario._fields if name not in ("road", "drawing")]
-    + [ROAD + name for name in Road._fields]
-    + [DRAWING + name for name in ("kinds", "points", "lines")]
-)
-"""Names of a scenario's arrays in a file."""

@@ -235,9 +235,9 @@ def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNI
     )  # fmt: skip
     updates = last_update(run, origin) - origin.updates
     chunks = origin.swaps - (-updates // task.bank_updates) + AHEAD
-    each = np.stack(list(needed.each.values()))
+    each = np.stack([added for _, added in needed.values()])
     most = stream.largest(each, task.bank, chunks, seed=run.seed)
-    room = {name: max(needed.shared[name] + int(more), 1) for name, more in zip(needed.each, most, strict=True)}
+    room = {name: max(needed[name][0] + int(more), 1) for name, more in zip(needed, most, strict=True)}
     name = max(room, key=room.__getitem__)
     if room[name] > MOST:
         raise BadData(f"--bank is {task.bank}; {name} of that many takes {room[name]} places, above {MOST}: hold fewer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from longhaul.driving.scenario.scenario import CANDIDATES, CONTROLS
 from longhaul.runtime import settings
@@ -19,29 +18,6 @@ HELD_OUT = 1_000_000
 GOALS = ("remove", "stop", "respawn")
 
 CRASHES = ("remove", "stop")
-
-
-class Sight(NamedTuple):
-    """Limits of what agents see. The defaults see everything."""
-
-    noise: tuple[float, float, float] = (0.0, 0.0, 0.0)  # standard deviations: position m, heading rad, velocity m/s
-    mask: float = 0.0  # the chance that one of the others, or a piece of road, is missed in a step
-    reach: float = math.inf  # m, to the middle of what is seen
-    angle: float = 2.0 * math.pi  # rad, of the field of view around straight ahead
-    occlusion: bool = False  # whether boxes hide who is behind them
-
-    @property
-    def draws(self) -> bool:
-        """True if a key is needed."""
-        return any(self.noise) or self.mask > 0.0
-
-    @property
-    def limited(self) -> bool:
-        return self.reach < math.inf or self.angle < 2.0 * math.pi
-
-    @property
-    def perfect(self) -> bool:
-        return not (self.draws or self.limited or self.occlusion)
 
 
 EVENTS = ("collision", "offroad", "red_light", "goal")
@@ -113,11 +89,19 @@ class Config:
     )
     view_occlusion: bool = setting(False, "occlusion: boxes hide agents behind them")
 
+    @property
+    def draws(self) -> bool:
+        """True if a key is needed for what agents see."""
+        return any(self.observation_noise) or self.observation_mask > 0.0
 
-def sight_of(config: Config) -> Sight:
-    """Limits of sight of a configuration."""
-    reach = math.inf if config.view_range is None else config.view_range
-    return Sight(config.observation_noise, config.observation_mask, reach, config.view_angle, config.view_occlusion)
+    @property
+    def limited(self) -> bool:
+        return self.view_range is not None or self.view_angle < 2.0 * math.pi
+
+    @property
+    def perfect(self) -> bool:
+        """True if agents see everything as it is."""
+        return not (self.draws or self.limited or self.view_occlusion)
 
 
 def check_settings(config: Config) -> None:

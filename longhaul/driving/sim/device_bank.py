@@ -324,12 +324,8 @@ def walls(bank: Bank, travelled: np.ndarray) -> np.ndarray:
     A log waits where it stands below half a metre a second. NOWHERE where it does not wait any more.
     """
     waits = bank.present & (np.hypot(bank.velocity[..., 0], bank.velocity[..., 1]) < 0.5)
-    wall = np.full(travelled.shape, NOWHERE, np.float32)
-    following = np.full(travelled[:, 0].shape, NOWHERE, np.float32)
-    for t in range(travelled.shape[1] - 1, -1, -1):
-        following = np.where(waits[:, t], travelled[:, t], following)
-        wall[:, t] = following
-    return wall
+    places = np.where(waits, travelled, NOWHERE).astype(np.float32)
+    return np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
 
 
 def slice_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array:
@@ -340,15 +336,8 @@ def slice_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array
     return _decode(tables, scenario, lax.dynamic_slice(tables.motion, (_row(tables, scenario, t), zero, zero), size)[0])
 
 
-def sighted_at(tables: DeviceBank, scenario: jax.Array) -> jax.Array:
-    """float32 [6, N]: the first rows of `slice_at`, of everybody at the step at which the log sees him first."""
-    first = tables.first[scenario].astype(jnp.int32)
-    objects = jnp.arange(first.shape[0], dtype=jnp.int32)
-    return _decode(tables, scenario, tables.motion[_row(tables, scenario, first), :5, objects].T)
-
-
 def logged_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array, objects: jax.Array) -> jax.Array:
-    """float32 [6, M]: the first rows of `slice_at` for `objects` [M] alone."""
+    """float32 [6, M]: the first rows of `slice_at` for `objects` [M] alone, each at a step of its own if `t` is [M]."""
     return _decode(tables, scenario, tables.motion[_row(tables, scenario, t), :5, objects].T)
 
 
@@ -359,7 +348,7 @@ def _row(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array:
 def _decode(tables: DeviceBank, scenario: jax.Array, units: jax.Array) -> jax.Array:
     metre, speed, arc = (tables.scale[scenario, i] for i in range(3))
     scales = (metre, metre, TURN, speed, speed, arc, arc)
-    values = [decode(row, scale) for row, scale in zip(units, scales[: units.shape[0]], strict=True)]
+    values = [row.astype(jnp.float32) * scale for row, scale in zip(units, scales[: units.shape[0]], strict=True)]
     present = units[3] != NOTHING
     values[3] = jnp.where(present, values[3], 0.0)
     if len(values) == 7:
@@ -432,22 +421,10 @@ def encode_angle(angle: np.ndarray) -> np.ndarray:
     return (np.mod(units + 32768.0, 65536.0) - 32768.0).astype(np.int16)
 
 
-def decode(units: Array, scale: Array) -> Array:
-    """float32: what `encode` made `units` of."""
-    return units.astype(np.float32) * scale
-
-
 # ------------------------------------------------------------------------------------------------ room of chunks
 
 Room = Mapping[str, int]
 """Length of each array of `FLAT`."""
-
-
-class Needs(NamedTuple):
-    """Upper bounds, by the names of `FLAT`."""
-
-    shared: dict[str, int]  # what all scenarios of a chunk share
-    each: dict[str, np.ndarray]  # int64 [scenarios]: what a scenario adds
 
 
 def needs(
@@ -457,51 +434,37 @@ def needs(
     agents: int,
     horizon: int | None,
     reactive: bool,
-) -> Needs:
-    """Needs of scenarios, int64 [scenarios] all, whose shapes are `sizes` (letters as of `packing.LETTERS`) and whose
-    `Extents` are `extents`, cut to `agents` controlled agents and `horizon` steps, to any number of objects.
+) -> dict[str, tuple[int, np.ndarray]]:
+    """Upper bounds of each array of `FLAT`: what all scenarios of a chunk share, and what each adds, int64 [scenarios].
 
-    Exact, but for routes where some agents are cut, for lights where steps or agents are, and for paths: those count as
-    if nobody were controlled and everybody went on past the log's end.
+    Scenarios have shapes `sizes` (letters as of `packing.LETTERS`) and `Extents` `extents`, int64 [scenarios] all, and
+    are cut to `agents` controlled agents and `horizon` steps, to any number of objects. Exact, but for routes where
+    some agents are cut, for lights where steps or agents are, and for paths: those count as if nobody were controlled
+    and everybody went on past the log's end.
     """
     steps = np.minimum(sizes["T"], horizon or np.iinfo(np.int64).max)
     driven = np.minimum(extents["routes"], agents)
     points = np.minimum(extents["points"], driven * sizes["R"])
     rows, columns = (-(-(sizes[side] - 1) // distance_field.TILE) for side in "HW")
-    blocks = np.where(np.minimum(sizes["H"], sizes["W"]) < 2, 0, rows * columns)
-    shared = {
-        ".motion": 0,
-        ".routes.points": BEHIND + 1 + AHEAD,
-        ".lights.states": 0,
-        ".cells": 2 * distance_field.COARSE,
-        ".tiles": 0,
-        ".map.place": 1,
-        ".map.shape": 1,
-        ".map.lane": 1,
-        ".map.directory": 1,
-        ".map.points": 1,
-        ".map.lanes": FINE * FINE,
-    }
-    each = {
-        ".motion": steps,
-        ".routes.points": points + driven * (BEHIND + AHEAD),
-        ".lights.states": steps * extents["courses"],
-        ".cells": extents["cells"],
-        ".tiles": blocks,
-        ".map.place": sizes["M"],
-        ".map.shape": sizes["M"],
-        ".map.lane": extents["lanes"],
-        ".map.directory": np.where(sizes["B"] > 0, sizes["Y"] * sizes["X"], 0),
-        ".map.points": sizes["B"],
-        ".map.lanes": sizes["B"] * FINE * FINE,
+    room = {
+        ".motion": (0, steps),
+        ".routes.points": (BEHIND + 1 + AHEAD, points + driven * (BEHIND + AHEAD)),
+        ".lights.states": (0, steps * extents["courses"]),
+        ".cells": (2 * distance_field.COARSE, extents["cells"]),
+        ".tiles": (0, np.where(np.minimum(sizes["H"], sizes["W"]) < 2, 0, rows * columns)),
+        ".map.place": (1, sizes["M"]),
+        ".map.shape": (1, sizes["M"]),
+        ".map.lane": (1, extents["lanes"]),
+        ".map.directory": (1, np.where(sizes["B"] > 0, sizes["Y"] * sizes["X"], 0)),
+        ".map.points": (1, sizes["B"]),
+        ".map.lanes": (FINE * FINE, sizes["B"] * FINE * FINE),
     }
     if reactive:
         # of each way: what is left of a metre and of a step, where it goes on to, both ends, and the window
         beyond = np.ceil(max(ONWARD * ONWARD_SPACING, EXTENSION) / PATH_SPACING).astype(np.int64) + 2 + PATH_WINDOW
-        shared[".paths.lines.points"] = 1 + PATH_WINDOW
         ways = np.ceil(extents["way"] / PATH_SPACING).astype(np.int64)
-        each[".paths.lines.points"] = ways + extents["movers"] * beyond
-    return Needs(shared, each)
+        room[".paths.lines.points"] = (1 + PATH_WINDOW, ways + extents["movers"] * beyond)
+    return room
 
 
 def lengths(host: DeviceBank) -> dict[str, int]:

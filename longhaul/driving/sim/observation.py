@@ -2,7 +2,7 @@
 the lights and its nearest neighbours.
 
 The truth decides about rewards, ends and scores. An agent perceives a scene of its own: measured with noise, some
-missed, only within reach, not behind others (`config.Sight`). Whoever it does not see is absent there; so nothing that
+missed, only within reach, not behind others (`Config`). Whoever it does not see is absent there; so nothing that
 is derived from the scene (gaps, headways, closest approaches) tells of the unseen. All is off by default, and then
 costs nothing.
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
-from longhaul.driving.sim.config import Sight
+from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import AHEAD, ahead_of
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, MAX_CURVATURE, Motion, steerable
 from longhaul.driving.sim.features import FAN, Agent, Features
@@ -56,23 +56,23 @@ class Observation(NamedTuple):
     points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are asked for
 
 
-def perceive(sight: Sight, here: Scene, agent: Agent, key: Key | None) -> Scene:
+def perceive(config: Config, here: Scene, agent: Agent, key: Key | None) -> Scene:
     """The scene as one agent perceives it; it knows itself exactly. `key` is of this step: None if nothing is drawn."""
     own = here.slot == agent.slot
     present, at = here.present, agent.drive.motion
     x, y = into(here.x - at.x, here.y - at.y, jnp.cos(at.heading), jnp.sin(at.heading))
-    if sight.limited:
-        present = present & within(sight, x, y)
-    if sight.occlusion:
+    if config.limited:
+        present = present & within(config, x, y)
+    if config.view_occlusion:
         present = present & ~hidden(here, at, here.present & ~own)
-    if sight.mask > 0.0:
+    if config.observation_mask > 0.0:
         assert key is not None
-        present = present & (prng.uniform(jax.random.fold_in(key, 0), here.x.shape) >= sight.mask)
+        present = present & (prng.uniform(jax.random.fold_in(key, 0), here.x.shape) >= config.observation_mask)
     here = here._replace(present=present | (here.present & own))
-    if not any(sight.noise):
+    if not any(config.observation_noise):
         return here
     assert key is not None
-    metre, turn, speed = sight.noise
+    metre, turn, speed = config.observation_noise
     drawn = jnp.where(own, 0.0, prng.normal(jax.random.fold_in(key, 1), (5, *here.x.shape)))
     heading = here.heading + turn * drawn[2]
     return here._replace(
@@ -86,23 +86,23 @@ def perceive(sight: Sight, here: Scene, agent: Agent, key: Key | None) -> Scene:
     )
 
 
-def perceive_road(sight: Sight, pieces: Pieces, key: Key | None) -> Pieces:
+def perceive_road(config: Config, pieces: Pieces, key: Key | None) -> Pieces:
     """The pieces of road that one agent perceives: those within its view and not missed."""
     there = pieces.there
-    if sight.limited:
-        there = there & within(sight, pieces.x, pieces.y)
-    if sight.mask > 0.0:
+    if config.limited:
+        there = there & within(config, pieces.x, pieces.y)
+    if config.observation_mask > 0.0:
         assert key is not None
-        there = there & (prng.uniform(jax.random.fold_in(key, 2), there.shape) >= sight.mask)
+        there = there & (prng.uniform(jax.random.fold_in(key, 2), there.shape) >= config.observation_mask)
     return pieces._replace(there=there)
 
 
-def within(sight: Sight, x: jax.Array, y: jax.Array) -> jax.Array:
+def within(config: Config, x: jax.Array, y: jax.Array) -> jax.Array:
     """bool: whether places in an agent's frame are within its reach and field of view."""
     square = x * x + y * y
-    seen = square <= jnp.float32(min(sight.reach, 1e6) ** 2)
-    if sight.angle < 2.0 * math.pi:
-        seen = seen & (x >= math.cos(0.5 * sight.angle) * jnp.sqrt(square))
+    seen = square <= jnp.float32((1e6 if config.view_range is None else min(config.view_range, 1e6)) ** 2)
+    if config.view_angle < 2.0 * math.pi:
+        seen = seen & (x >= math.cos(0.5 * config.view_angle) * jnp.sqrt(square))
     return seen
 
 

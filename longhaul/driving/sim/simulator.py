@@ -39,7 +39,7 @@ from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
 from longhaul.driving.sim import device_bank, dynamics, metrics, reward, traffic
-from longhaul.driving.sim.config import Config, Sight, Weights, check_settings, sight_of
+from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
 from longhaul.driving.sim.features import RED, Agent, Features, extract
@@ -117,14 +117,10 @@ class Simulator:
     def scenarios(self) -> int:
         return self.tables.scenarios
 
-    @property
-    def sight(self) -> Sight:
-        return sight_of(self.config)
-
     def reset(self, key: Key) -> tuple[State, Observation]:
         """A scenario drawn from all with equal chances."""
         index = jax.random.randint(key, (), 0, self.scenarios, jnp.int32)
-        seeing = jax.random.fold_in(key, 2) if self.sight.draws else None
+        seeing = jax.random.fold_in(key, 2) if self.config.draws else None
         if not self.config.conditioning:
             return self.start(index, key=seeing)
         return self.start(index, jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1, key=seeing)
@@ -155,7 +151,7 @@ class Simulator:
         here = self._scene(state)
         features = self._features(state, here)
         state = state._replace(s=features.s, tally=metrics.begin(agents, features.s))
-        if key is None and self.sight.draws:
+        if key is None and self.config.draws:
             key = jax.random.fold_in(jax.random.key(0), scenario)
         return state, self._observe(state, here, features, key)
 
@@ -294,23 +290,23 @@ class Simulator:
         return jax.vmap(one)(self._agents(state))
 
     def _observe(self, state: State, here: Scene, features: Features, key: Key | None) -> Observation:
-        tables, config, sight = self.tables, self.config, self.sight
+        tables, config = self.tables, self.config
         offsets = waypoint_offsets(config.waypoints)
         left = tables.route_length[state.scenario] - features.s
 
         def one(features: Features, agent: Agent, left: jax.Array, key: Key | None) -> Observation:
             seen = here
-            if not sight.perfect:
-                seen = perceive(sight, here, agent, key)
+            if not config.perfect:
+                seen = perceive(config, here, agent, key)
                 features = extract(tables, self.search, state.scenario, state.t, seen, agent)
             view = observe(features, seen, agent, left, config.neighbours, offsets)
             if not config.road_points:
                 return view
             x, y, heading, _ = agent.drive.motion
             road = pieces(tables.map, state.scenario, x, y, jnp.cos(heading), jnp.sin(heading), config.road_points)
-            return view._replace(points=describe(perceive_road(sight, road, key)))
+            return view._replace(points=describe(perceive_road(config, road, key)))
 
-        keys = prng.split(key, config.agents) if key is not None and sight.draws else None
+        keys = prng.split(key, config.agents) if key is not None and config.draws else None
         views = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(features, self._agents(state), left, keys)
         if state.episode is None:
             return views

@@ -24,7 +24,7 @@ import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario.bank import STIR
-from longhaul.driving.sim.device_bank import PATH_SPACING, PATH_WINDOW, DeviceBank, Paths, sighted_at, slice_at, stretch
+from longhaul.driving.sim.device_bank import PATH_SPACING, PATH_WINDOW, DeviceBank, Paths, logged_at, slice_at, stretch
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, Motion, travel
 from longhaul.driving.sim.geometry import FREE, into, wrap
 
@@ -138,10 +138,11 @@ def scene(
 
 def adrift(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
     """x, y, heading, velocity x and y [N] of everybody who keeps the velocity of his first logged step."""
-    x, y, heading, vx, vy, _ = sighted_at(tables, scenario)
+    first = tables.first[scenario].astype(jnp.int32)
+    x, y, heading, vx, vy, _ = logged_at(tables, scenario, first, jnp.arange(len(first), dtype=jnp.int32))
     moves = jnp.hypot(vx, vy) > STILL
     vx, vy = jnp.where(moves, vx, 0.0), jnp.where(moves, vy, 0.0)
-    steps = jnp.minimum(t, tables.steps[scenario] - 1) - tables.first[scenario]
+    steps = jnp.minimum(t, tables.steps[scenario] - 1) - first
     time = tables.dt[scenario] * jnp.maximum(steps, 0).astype(jnp.float32)
     return x + time * vx, y + time * vy, heading, vx, vy
 

@@ -186,12 +186,12 @@ def test_reactive_paths_and_walls_are_kept(whole) -> None:
 
 def test_angles_wrap_and_scales_are_exact_enough() -> None:
     angle = np.linspace(-20.0, 20.0, 1001)
-    found = device_bank.decode(device_bank.encode_angle(angle), device_bank.TURN)
+    found = device_bank.encode_angle(angle).astype(np.float32) * device_bank.TURN
     np.testing.assert_allclose(np.exp(1j * found), np.exp(1j * angle), atol=6e-5)
     values = np.array([[0.0, 1.0, -3.0], [655.34, -200.0, 0.01]])
     scale = device_bank.scale_for(values)
     np.testing.assert_allclose(scale, [0.001, 0.02], rtol=1e-4)
-    found = device_bank.decode(device_bank.encode(values, scale[:, None]), scale[:, None])
+    found = device_bank.encode(values, scale[:, None]).astype(np.float32) * scale[:, None]
     np.testing.assert_allclose(found, values, atol=0.0101)
 
 
@@ -243,7 +243,7 @@ def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict
     for i, compiled in enumerate(made):
         one = stack([cut(library[i], **cuts)], agents=cuts["agents"])  # type: ignore[arg-type]
         for name, length in device_bank.lengths(device_bank.arrange(one, cuts["agents"], True)).items():
-            room = needed.shared[name] + int(needed.each[name][i])
+            room = needed[name][0] + int(needed[name][1][i])
             assert length <= room, (compiled.id, name)
             assert room <= 2 * length or name == ".paths.lines.points", (compiled.id, name)
             gaps |= {name} if room > length else set()

@@ -14,7 +14,7 @@ import pytest
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.sim import road_lookup
-from longhaul.driving.sim.config import Config, Sight
+from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.driving.sim.features import Agent
 from longhaul.driving.sim.observation import perceive, perceive_road
@@ -48,16 +48,16 @@ AROUND = [(0.0, 0.0), (10.0, 0.0), (0.0, 10.0), (-10.0, 0.0), (0.0, -10.0), (50.
 @pytest.mark.parametrize(
     ("sight", "heading", "seen"),
     [
-        (Sight(reach=20.0), 0.0, [1, 2, 3, 4]),
-        (Sight(reach=9.0), 0.0, []),
-        (Sight(angle=math.pi / 2), 0.0, [1, 5]),
-        (Sight(angle=math.pi / 2), math.pi / 2, [2]),
-        (Sight(angle=1.02 * math.pi), 0.0, [1, 2, 4, 5]),
-        (Sight(angle=1.9 * math.pi, reach=20.0), math.pi, [2, 3, 4]),
-        (Sight(), 0.3, [1, 2, 3, 4, 5]),
+        (Config(view_range=20.0), 0.0, [1, 2, 3, 4]),
+        (Config(view_range=9.0), 0.0, []),
+        (Config(view_angle=math.pi / 2), 0.0, [1, 5]),
+        (Config(view_angle=math.pi / 2), math.pi / 2, [2]),
+        (Config(view_angle=1.02 * math.pi), 0.0, [1, 2, 4, 5]),
+        (Config(view_angle=1.9 * math.pi, view_range=20.0), math.pi, [2, 3, 4]),
+        (Config(), 0.3, [1, 2, 3, 4, 5]),
     ],
 )
-def test_a_limited_view(sight: Sight, heading: float, seen: list[int]) -> None:
+def test_a_limited_view(sight: Config, heading: float, seen: list[int]) -> None:
     found = perceive(sight, scene(AROUND), looking(heading), None)
     assert np.flatnonzero(found.present).tolist() == [0, *seen]  # oneself always
     x, y = np.array(AROUND[1:], np.float32).T
@@ -84,7 +84,7 @@ def test_a_limited_view(sight: Sight, heading: float, seen: list[int]) -> None:
 def test_boxes_hide_whose_middle_is_behind_them(
     places: list[tuple[float, float]], headings: list[float] | None, size: float, hidden: list[int]
 ) -> None:
-    found = perceive(Sight(occlusion=True), scene(places, headings, size), looking(), None)
+    found = perceive(Config(view_occlusion=True), scene(places, headings, size), looking(), None)
     assert np.flatnonzero(~np.asarray(found.present)).tolist() == hidden
     # wherever all this is, and whichever way it is turned
     turn, shift = 2.1, np.array([300.0, -80.0])
@@ -92,23 +92,23 @@ def test_boxes_hide_whose_middle_is_behind_them(
         tuple(np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]) @ p + shift) for p in places
     ]
     moved = scene(turned, [h + turn for h in headings or [0.0] * len(places)], size)
-    found = perceive(Sight(occlusion=True), moved, looking(turn, *shift), None)
+    found = perceive(Config(view_occlusion=True), moved, looking(turn, *shift), None)
     assert np.flatnonzero(~np.asarray(found.present)).tolist() == hidden
 
 
 def test_who_misses_everything_sees_itself_alone() -> None:
-    found = perceive(Sight(mask=1.0), scene(AROUND), looking(), jax.random.key(0))
+    found = perceive(Config(observation_mask=1.0), scene(AROUND), looking(), jax.random.key(0))
     assert np.flatnonzero(found.present).tolist() == [0]
 
 
 def test_the_absent_hide_nobody() -> None:
-    made = scene([(0, 0), (10, 0), (20, 0)])
-    found = perceive(Sight(occlusion=True), made._replace(present=jnp.array([True, False, True])), looking(), None)
+    made = scene([(0, 0), (10, 0), (20, 0)])._replace(present=jnp.array([True, False, True]))
+    found = perceive(Config(view_occlusion=True), made, looking(), None)
     assert found.present.tolist() == [True, False, True]
 
 
 def test_noise_has_the_deviations_asked_for_and_spares_oneself() -> None:
-    sight = Sight(noise=(0.5, 0.1, 2.0))
+    sight = Config(observation_noise=(0.5, 0.1, 2.0))
     made = scene([(3.0, -4.0)] * 40)
     keys = jax.random.split(jax.random.key(0), 500)
     found = jax.jit(jax.vmap(lambda key: perceive(sight, made, looking(), key)))(keys)
@@ -124,7 +124,7 @@ def test_noise_has_the_deviations_asked_for_and_spares_oneself() -> None:
 
 
 def test_the_mask_misses_its_share() -> None:
-    sight = Sight(mask=0.3)
+    sight = Config(observation_mask=0.3)
     made = scene([(3.0, -4.0)] * 40)
     nothing = jnp.zeros(50)
     road = Pieces(nothing, nothing, nothing, nothing, nothing.astype(jnp.int32), jnp.arange(50) < 40)
