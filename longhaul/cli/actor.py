@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from longhaul.cli import flags
+from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
 from longhaul.envs.host import registry
 from longhaul.runtime import credentials
@@ -39,7 +38,7 @@ def actor(words: Sequence[str]) -> int:
     description = registry.describe(name if name.partition("/")[0] in registry.KINDS else f"jax/{name}")
     held = credentials.load(given["token-file"], tls_ca=given["tls-ca"])
     number = ANY if given["number"] is None else given["number"]
-    print(f"{description} for {given['connect']}", file=sys.stderr, flush=True)
+    tables.progress(f"{description} for {given['connect']}")
     try:
         client.remote(
             given["connect"], description, given["worlds"], given["slots"], actor=number, credentials=held,
@@ -48,6 +47,5 @@ def actor(words: Sequence[str]) -> int:
     except WireError as error:
         raise FlagError(str(error)) from error
     except ConnectionError as error:
-        print(f"longhaul: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return tables.say(str(error), tables.FAILED)
     return 0

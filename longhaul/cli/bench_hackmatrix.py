@@ -21,18 +21,13 @@ ABOUT = "whole training of HackMatrix: starts cold and warm, steps, memory, shar
 BEGIN, END = "<!-- begin: {} -->", "<!-- end: {} -->"
 """Lines of a page between which a table is written."""
 
+PRECISION = choice(hackmatrix_grid.PRECISIONS)
+
 FLAGS = (
     Flag("grid", flags.ALONE, False, "the whole table: 256x128 to 2048x256, fp32 and bf16"),
     Flag("num-envs", INT, (), "environments, a figure for each", True, "256; with --grid those of the table"),
     Flag("num-steps", INT, (), "steps of each environment an update, a figure for each", True, "128; likewise"),
-    Flag(
-        "precision",
-        choice(hackmatrix_grid.PRECISIONS),
-        (),
-        "what the torso computes in",
-        True,
-        "fp32; with --grid both",
-    ),
+    Flag("precision", PRECISION, (), "what the torso computes in", True, "fp32; with --grid both"),
     Flag("devices", INT, None, "devices", shown="as a training run"),
     Flag("repeats", INT, harness.LEAST_REPEATS, "updates that a figure is the median of"),
     Flag("json", OUTPUT, None, "keep the figures in this file: those that it has are not measured again"),
@@ -91,9 +86,9 @@ def measured(cells: Sequence[Cell], path: str | None, measure: Measure) -> list[
         figure = next((one for one in kept if cell.same(one)), None)
         where = f"{cell.num_envs}x{cell.num_steps} {cell.precision}, {i} of {len(cells)}"
         if figure is not None:
-            _say(f"{where}: kept from {path}, of commit {figure['commit'] or 'unknown'}")
+            tables.progress(f"{where}: kept from {path}, of commit {figure['commit'] or 'unknown'}")
         else:
-            _say(f"{where}: measuring")
+            tables.progress(f"{where}: measuring")
             figure = measure(cell)
             kept.append(figure)
             if path not in (None, "-"):
@@ -114,10 +109,6 @@ def _read(path: str | None) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         pass
     raise FlagError(f"--json is {path}, which holds no figures of bench {NAME}; name another file")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ table

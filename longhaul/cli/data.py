@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def _convert(words: Sequence[str]) -> int:
     from longhaul.driving.shards.convert import Progress, convert
 
     def show(now: Progress) -> None:
-        print(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios", file=sys.stderr, flush=True)
+        tables.progress(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios")
 
     *given, out = parsed["PATH"]
     sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon", "control", "routes")}
@@ -54,7 +53,7 @@ def _convert(words: Sequence[str]) -> int:
     report = convert(given, Path(out), workers=count, progress=show, **sizes_given)
     print(f"{out}: {report.scenarios:,} scenarios in {len(report.shards)} shards, {report.bytes:,} bytes")
     for path, message in report.errors:
-        say(tables.clean(f"{path}: {message}" if path not in message else message), FAILED)
+        say(f"{path}: {message}" if path not in message else message, FAILED)
     return FAILED if report.errors else 0
 
 
@@ -77,7 +76,7 @@ def _inspect(words: Sequence[str]) -> int:
     tables.report(parsed["json"], report, lambda: _print_files(report["files"]))
     for file in report["files"]:
         if file["error"] is not None:
-            say(tables.clean(file["error"]), FAILED)
+            say(file["error"], FAILED)
     return FAILED if report["errors"] else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,7 +190,7 @@ def _recipe(words: Sequence[str]) -> int:
     run = run_flags.chosen(recipe, parsed)
     found = []
     for check in checkup(run, quick=values["quick"], seeds=values["seeds"], updates=values["updates"]):
-        print(f"{check.name}: {check.verdict}, {check.value}", file=sys.stderr, flush=True)
+        tables.progress(f"{check.name}: {check.verdict}, {check.value}")
         found.append(check)
     about = {"recipe": run.recipe, "run": to_dict(run), "provenance": provenance()}
     return _show(found, about, values["json"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
-from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
@@ -28,9 +28,8 @@ from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, loop
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
-from longhaul.training.run_dir import find_folder, load_run
+from longhaul.training.run_dir import load_run
 
-RUN = Flag("RUN", TEXT, None, "a run's name or folder")
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True)
 JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
@@ -76,9 +75,7 @@ def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
     parsed = flags.parse("evaluate", about, {"": FLAGS}, words).values
-    if parsed["RUN"] is None:
-        raise FlagError("which run? longhaul evaluate RUN [--flags]: RUN first, or before --data")
-    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+    folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data")
     _check_evaluate(parsed)
     run, acting = policy_of(folder, parsed["policy"], parsed["member"])
     if isinstance(run.environment, Driving):
@@ -299,7 +296,7 @@ def render(words: Sequence[str]) -> int:
     if Path(parsed["out"]).suffix.lower() not in PICTURES:
         raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
     if parsed["RUN"] is not None:
-        folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+        folder = folder_of(parsed, "")
         stored = load_run(folder)
         if not isinstance(stored.environment, Driving):
             what = named_task(stored)

@@ -16,7 +16,7 @@ import numpy as np
 from longhaul.algorithms.config import Reasoner
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, TEXT, Flag, FlagError, choice
-from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, test_time_compute
 from longhaul.reasoning.config import QUESTIONS, Reasoning
@@ -24,9 +24,8 @@ from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
 from longhaul.reasoning.test_time_compute import Solution, drawing
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop, reasoning_setup
-from longhaul.training.run_dir import find_folder, load_run
+from longhaul.training.run_dir import load_run
 
-RUN = Flag("RUN", TEXT, None, "a run's name or folder")
 PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True)
 
 GROUPS = {
@@ -51,14 +50,12 @@ GROUPS = {
 def reason(words: Sequence[str]) -> int:
     """`longhaul reason RUN "3+4-2=" [--samples N] [--select ...] [--steps N] ...`."""
     parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, words).values
-    if parsed["RUN"] is None:
-        raise FlagError('which run? longhaul reason RUN "3+4-2="')
     settings = test_time_compute.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
     try:
         test_time_compute.check(settings)
     except ValueError as error:
         raise FlagError(f"--{error}") from error
-    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+    folder = folder_of(parsed, 'longhaul reason RUN "3+4-2="')
     task = load_run(folder).environment
     if not isinstance(task, Reasoning):
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")

@@ -22,7 +22,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import CHANGEABLE, FIXED, Leaf, Setting
 from longhaul.telemetry import wandb
 from longhaul.training.run_dir import asked as load_asked
-from longhaul.training.run_dir import called, load_run
+from longhaul.training.run_dir import called, find_folder, load_run
 
 GROUPS = {
     "run": "The run.",
@@ -36,6 +36,8 @@ RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
     aliases=("checkpoint-dir",),
 )  # fmt: skip
+
+RUN = Flag("RUN", TEXT, None, "a run's name or folder")
 
 FOLDERS = (
     RUNS_DIR,
@@ -67,6 +69,13 @@ PUBLISHING = (
 
 SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in settings.walk(Population()))
 """Flags that make many runs of one."""
+
+
+def folder_of(values: Mapping[str, Any], usage: str) -> Path:
+    """Folder of the run that RUN names."""
+    if values["RUN"] is None:
+        raise FlagError(f"which run? {usage}")
+    return find_folder(Path(values["runs-dir"]), values["RUN"])
 
 
 def run_flags(run: Run) -> list[Flag]:

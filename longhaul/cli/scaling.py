@@ -10,7 +10,6 @@ from typing import Any
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
 from longhaul.config import recipes
-from longhaul.config.recipes import Grid
 from longhaul.config.run import Run
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import METRICS
@@ -59,7 +58,10 @@ def scaling(words: Sequence[str]) -> int:
 def run(recipe: str, words: Sequence[str], command: str) -> int:
     """A grid's recipe with flags, from its folder on, or on in its folder."""
     default = recipes.GRIDS[recipe]()
-    parsed = flags.parse(command, ABOUT, _table(default), words)
+    groups = {"grid: What is run.": [_with_default(flag, getattr(default, flag.name)) for flag in GRID]}
+    for title, group in run_flags.table(default.base).items():
+        groups[title] = [flag for flag in group if flag.name not in VARIED]
+    parsed = flags.parse(command, ABOUT, groups, words)
     runs_dir, name = Path(parsed.values["runs-dir"]), parsed.values["resume"]
     if name is not None:
         odd = sorted(parsed.given - {"resume", "runs-dir", "debug"})
@@ -86,18 +88,9 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
     return code
 
 
-def _table(default: Grid) -> dict[str, list[Flag]]:
-    """The flags of the grid, and those of a run that it does not set itself."""
-    own = []
-    for flag in GRID:
-        value = getattr(default, flag.name)
-        shown = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
-        own.append(flag._replace(default=value, shown=shown))
-    rest = {
-        title: [flag for flag in group if flag.name not in VARIED]
-        for title, group in run_flags.table(default.base).items()
-    }
-    return {"grid: What is run.": own, **rest}
+def _with_default(flag: Flag, value: Any) -> Flag:
+    shown = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
+    return flag._replace(default=value, shown=shown)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, TEXT, Flag, FlagError
-from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.cli.flags import DEBUG
+from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Driving, Named, Run
 from longhaul.telemetry import forecast, sinks, wandb
 from longhaul.topologies.actor_learner.config import LIVE
-from longhaul.training.run_dir import called, find_folder, read_run
-
-RUN = Flag("RUN", TEXT, None, "a run's name or folder")
+from longhaul.training.run_dir import called, read_run
 
 OLD = 10.0
 """Seconds after which the actors' state is called old."""
@@ -27,9 +25,7 @@ HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "r
 def status(words: Sequence[str]) -> int:
     """`longhaul status RUN`."""
     parsed = flags.parse("status", "Progress of a run.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
-    if parsed["RUN"] is None:
-        raise FlagError("which run? longhaul status RUN")
-    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+    folder = folder_of(parsed, "longhaul status RUN")
     run = read_run(folder)
     about = json.loads((folder / "run.json").read_text())
     metrics = folder / "metrics.jsonl"

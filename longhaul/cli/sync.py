@@ -19,6 +19,7 @@ from typing import Any
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
+from longhaul.cli.tables import FAILED
 from longhaul.runtime import credentials
 from longhaul.weight_sync import cost_model, model_shapes, transports
 from longhaul.weight_sync.cost_model import Cost, Setting
@@ -26,8 +27,6 @@ from longhaul.weight_sync.relay import Relay
 from longhaul.weight_sync.transports.base import Source
 from longhaul.weight_sync.transports.folder import FolderTransport
 from longhaul.weight_sync.transports.safetensors_files import folder_name, read_manifest
-
-FAILED = 1
 
 LOOK = 0.2
 """Seconds between two checks of whether a server can serve at all."""
@@ -59,7 +58,7 @@ def serve(words: Sequence[str]) -> int:
         opened.append(transports.serve(f"shm:{given['shm']}"))
 
     def say(version: int) -> None:
-        print(f"version {version} is served", file=sys.stderr, flush=True)
+        tables.progress(f"version {version} is served")
 
     with (
         _stopped() as stop,
@@ -69,7 +68,7 @@ def serve(words: Sequence[str]) -> int:
             print(transport.address, flush=True)
         while not stop.wait(LOOK):
             if relay.failed is not None:
-                return _failed(str(relay.failed))
+                return tables.say(str(relay.failed), FAILED)
     return 0
 
 
@@ -88,7 +87,12 @@ def pull(words: Sequence[str]) -> int:
         raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
-    _writable(given["out"])
+    try:
+        Path(given["out"]).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=given["out"]):
+            pass
+    except OSError as error:
+        raise FlagError(f"--out is {given['out']}; it must be a writable folder: {error.strerror}") from error
     folder = FolderTransport(given["out"], keep=given["keep"])
     with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder]) as relay:
         shown = None
@@ -101,24 +105,14 @@ def pull(words: Sequence[str]) -> int:
                 if stop.is_set() or (given["follow"] and shown is not None):
                     continue
                 why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
-                return _failed(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}")
+                return tables.say(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}", FAILED)
             if relay.failed is not None:
-                return _failed(f"{given['out']} can't take what {where} serves: {relay.failed}")
+                return tables.say(f"{given['out']} can't take what {where} serves: {relay.failed}", FAILED)
             shown = _fetched(relay, folder)
             print(shown, flush=True)
             if not given["follow"]:
                 break
     return 0
-
-
-def _writable(out: str) -> None:
-    """Raises FlagError where a folder can't be written; makes it if needed."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise FlagError(f"--out is {out}; it must be a writable folder: {error.strerror}") from error
 
 
 def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
@@ -130,11 +124,6 @@ def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
         return latest if read_manifest(latest).root == held.root else None  # another run may use the same name
     except (OSError, ValueError):  # a later one has taken its place
         return None
-
-
-def _failed(line: str) -> int:
-    print(f"longhaul: error: {tables.clean(line)}", file=sys.stderr, flush=True)
-    return FAILED
 
 
 def status(words: Sequence[str]) -> int:
@@ -149,13 +138,13 @@ def status(words: Sequence[str]) -> int:
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
     kind, _, path = where.partition(":")
     if kind == "folder" and not Path(path).is_dir():
-        return _failed(f"there is no folder {path}, so nothing was published there yet")
+        return tables.say(f"there is no folder {path}, so nothing was published there yet", FAILED)
     try:
         source = _connect(where, token, "status")
     except PermissionError:  # a wrong token: the error says so
         raise
     except OSError as error:
-        return _failed(f"nobody answers at {where}: {error.strerror or error}; is it served there?")
+        return tables.say(f"nobody answers at {where}: {error.strerror or error}; is it served there?", FAILED)
     try:
         state = source.status()
     finally:
@@ -163,10 +152,8 @@ def status(words: Sequence[str]) -> int:
     if given["json"] is not None:
         tables.write_json(given["json"], state)
     if given["json"] != "-":
-        about_it = (
-            f"version {state['version']} of epoch {state['epoch']}" if state["version"] >= 0 else "no version yet"
-        )
-        print(tables.clean(f"run {state['run'] or 'unknown'}: {about_it}, {state['image_bytes']:,} bytes"))
+        version = f"version {state['version']} of epoch {state['epoch']}" if state["version"] >= 0 else "no version yet"
+        print(tables.clean(f"run {state['run'] or 'unknown'}: {version}, {state['image_bytes']:,} bytes"))
         names = ("name", "version", "phase", "target", "failures")
         if state["receivers"]:
             tables.table(names, [[tables.clean(str(each[name])) for name in names] for each in state["receivers"]])
@@ -185,17 +172,8 @@ def bench(words: Sequence[str]) -> int:
         "learning-rate", FLOAT, None, "versions are one step of Adam at this rate apart, and tcp sends the changes",
         shown="all of a version",
     )  # fmt: skip
-    layouts = Flag(
-        "layouts",
-        TEXT,
-        (),
-        "instead: planning from one layout to another, as fsdp:8 tp:2x4, by shapes alone",
-        True,
-        "",
-    )
-    peers = Flag(
-        "peers", ALONE, False, "instead: sockets, gRPC, Orbax and others beside ours, in a clone of the project"
-    )
+    layouts = Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", True)
+    peers = Flag("peers", ALONE, False, "instead: sockets, gRPC, Orbax and others, in a clone of the project")
     out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too")
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
     groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
@@ -208,8 +186,21 @@ def bench(words: Sequence[str]) -> int:
         return _peers(given)
 
     sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
+    rate, layouts = given["learning-rate"], tuple(given["layouts"])
+    if rate is not None and not 0.0 < rate < 1.0:
+        raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
+    if layouts and (len(layouts) != 2 or rate is not None or given["lane"]):
+        raise FlagError("--layouts takes two, of trainers and receivers, without --lane and --learning-rate")
+    if rate is not None:
+        if any(lane != "tcp" for lane in given["lane"]):
+            raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
+        sizes |= {"lane": ("tcp",), "learning_rate": rate}
+
+    from longhaul.bench import harness
+    from longhaul.bench.cases import sync as case
+
     figures = []
-    for figure in _figures(sizes, given):
+    for figure in case.layouts(given["model"], *layouts) if layouts else harness.run("sync", **sizes):
         figures.append(figure)
         tables.write_line(figure)
     if given["json"] not in (None, "-"):
@@ -229,25 +220,6 @@ def _peers(given: Mapping[str, Any]) -> int:
     words = ["--model", given["model"], "--repeats", str(given["repeats"])]
     words += [] if given["json"] in (None, "-") else ["--json", str(Path(given["json"]).absolute())]
     return subprocess.run([sys.executable, "-m", "benchmarks.peers.sync", *words], cwd=clone, check=False).returncode
-
-
-def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    rate, layouts = given["learning-rate"], tuple(given["layouts"])
-    if rate is not None and not 0.0 < rate < 1.0:
-        raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
-    if layouts:
-        if len(layouts) != 2 or rate is not None or given["lane"]:
-            raise FlagError("--layouts takes two, of trainers and receivers, without --lane and --learning-rate")
-        from longhaul.bench.cases import sync
-
-        return sync.layouts(given["model"], *layouts)
-    if rate is not None:
-        if any(lane != "tcp" for lane in given["lane"]):
-            raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
-        sizes |= {"lane": ("tcp",), "learning_rate": rate}
-    from longhaul.bench import harness
-
-    return harness.run("sync", **sizes)
 
 
 def _address(words: str) -> str:

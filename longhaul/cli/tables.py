@@ -24,9 +24,14 @@ FAILED, BAD_INPUT = 1, 2
 """Exit codes of a command that did not do what it was asked for."""
 
 
+def progress(line: str) -> None:
+    """Prints a line beside a command's results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def say(line: str, code: int) -> int:
-    """Prints an error's line; -> the exit code."""
-    print(f"longhaul: error: {line}", file=sys.stderr, flush=True)
+    """Prints an error's line, without what could control a terminal; -> the exit code."""
+    progress(f"longhaul: error: {clean(line)}")
     return code
 
 

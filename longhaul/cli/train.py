@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,7 +89,7 @@ def _train(words: Sequence[str]) -> int:
     if tracked is None or not tracked.on:
         for name in ("project", "entity", "wandb-mode"):
             if name in parsed.given:
-                print(f"--{name} does nothing without --wandb", file=sys.stderr)
+                tables.progress(f"--{name} does nothing without --wandb")
     process_group.tell("run", to_dict(run))
     if folder is None:
         folder, outcome = _begin(run, parsed, tracked, published)
@@ -138,7 +137,7 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
         raise RunError(refusal)
     tables.listing(found.rows())
     if warning := found.warning():
-        print(warning, file=sys.stderr)
+        tables.progress(warning)
     return 0
 
 
@@ -160,7 +159,7 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     if left == wanted:
         return parsed
     count = wanted.data * wanted.model
-    print(f"{sum(there)} of {count} devices are there; goes on with {left}", file=sys.stderr, flush=True)
+    tables.progress(f"{sum(there)} of {count} devices are there; goes on with {left}")
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
 
 

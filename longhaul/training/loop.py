@@ -8,6 +8,7 @@ parameters, bit by bit, and a metrics file without gap or repeat.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -86,12 +87,23 @@ def train(
     run.json. All processes of a run call this with the same run. Process 0
     writes what is written once, evaluates, and alone has a result.
 
-    A signal before the folder holds a run raises KeyboardInterrupt, as without this function.
+    Updates that are not finite are rolled back; RunError when rollbacks run out. A signal before the folder holds a
+    run raises KeyboardInterrupt, as without this function.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
     with alone(folder), listening() as stop:
         try:
-            return Outcome(0, _through(run, folder, stop, source, asked or {}, resumed=resumed))
+            detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
+            for turn in itertools.count():
+                try:
+                    result = _train(run, folder, stop, source, asked or {}, resumed=resumed, turn=turn, detours=detours)
+                    return Outcome(0, result)
+                except Poisoned as poisoned:
+                    detours, line = process_group.share(
+                        f"detour {turn}", functools.partial(nan_rollback.keep, run, folder, poisoned)
+                    )
+                _say(line)
+                source, resumed = None, True
         except Stopped as stopped:
             where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
@@ -101,24 +113,6 @@ def train(
         who = "another process was stopped" if stop.signal is None else signal.Signals(stop.signal).name
         _say(f"{who}: {where}; go on with --resume {called(folder)}")
         return Outcome(STOPPED, None)
-
-
-def _through(
-    run: Run, folder: Path, stop: Stop, source: Feed | None, asked: Mapping[str, Any], *, resumed: bool
-) -> dict[str, Any]:
-    """Result of the run, with rollbacks of updates that are not finite. Raises Stopped; RunError when rollbacks run
-    out."""
-    detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
-    turn = 0
-    while True:
-        try:
-            return _train(run, folder, stop, source, asked, resumed=resumed, turn=turn, detours=detours)
-        except Poisoned as poisoned:
-            detours, line = process_group.share(
-                f"detour {turn}", functools.partial(nan_rollback.keep, run, folder, poisoned)
-            )
-        _say(line)
-        source, resumed, turn = None, True, turn + 1
 
 
 def _train(

@@ -59,9 +59,7 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     if not path.exists():
         raise BadData(f"{path}: there is no such file or folder")
     if path.is_dir():
-        arrays = {
-            str(file.relative_to(path).with_suffix("")): _load(file) for file in sorted(path.rglob("*.npy"))
-        }  # fmt: skip
+        arrays = {str(file.relative_to(path).with_suffix("")): _load(file) for file in sorted(path.rglob("*.npy"))}
         if arrays:
             return [(path, arrays)]
         files = sorted(path.glob("*.npz"))
@@ -70,8 +68,13 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
         return [each for file in files for each in _open(file)]
     if path.suffix != ".npz":
         raise BadData(f"{path}: is no .npz file; numpy.savez writes one")
-    found = _load(path)
-    return [(path, {name: _of(path, found, name) for name in found.files})]
+    archive, found = _load(path), {}
+    for name in archive.files:
+        try:
+            found[name] = archive[name]
+        except Exception as error:  # zipfile and zlib raise many kinds
+            raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
+    return [(path, found)]
 
 
 def _load(path: Path) -> Any:
@@ -81,30 +84,10 @@ def _load(path: Path) -> Any:
         raise BadData(f"{path}: can't be read as NumPy's: {error}".splitlines()[0]) from error
 
 
-def _of(path: Path, found: Any, name: str) -> np.ndarray:
-    try:
-        array: np.ndarray = found[name]
-    except Exception as error:  # zipfile and zlib raise many kinds
-        raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
-    return array
-
-
 def _leaves(observation: PyTree) -> dict[str, Any]:
     """ "observation", or "observation/NAME" -> a leaf of it."""
-    found = jax.tree_util.tree_flatten_with_path(observation)[0]
-    return {"/".join(["observation", *(str(_key(k)) for k in path)]): leaf for path, leaf in found}
-
-
-def _key(key: Any) -> Any:
-    """Name or index of one step of a pytree path."""
-    match key:
-        case jax.tree_util.GetAttrKey():
-            return key.name
-        case jax.tree_util.DictKey():
-            return key.key
-        case jax.tree_util.SequenceKey():
-            return key.idx
-    return key
+    found = jax.tree_util.tree_flatten_with_path({"observation": observation})[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
 def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
@@ -120,14 +103,17 @@ def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recor
         raise BadData(f"{where}: has no {missing[0]}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
     lead = arrays["action"].shape[: arrays["action"].ndim - len(shape)]
     if not lead or not math.prod(lead):
-        raise BadData(f"{where}: action is {_said(arrays['action'])}; it must be [N, {_inner(shape)}], N at least 1")
+        what = f"{arrays['action'].dtype} {arrays['action'].shape}"
+        inner = ", ".join(map(str, shape)) or "no more axes"
+        raise BadData(f"{where}: action is {what}; it must be [N, {inner}], N at least 1")
     if "mask" in forms and "mask" not in arrays:
         arrays = {**arrays, "mask": np.ones((*lead, *forms["mask"][0]), bool)}
     made = {}
     for name, (inner, kind) in forms.items():
         array = arrays[name]
         if array.shape != (*lead, *inner):
-            raise BadData(f"{where}: {name} is {_said(array)}; for these actions it must be {(*lead, *inner)}")
+            what = f"{array.dtype} {array.shape}"
+            raise BadData(f"{where}: {name} is {what}; for these actions it must be {(*lead, *inner)}")
         if not np.can_cast(array.dtype, kind, "same_kind"):
             raise BadData(f"{where}: {name} is of {array.dtype}, and the environment's of {kind}; convert it")
         if not np.all(np.isfinite(array)):
@@ -150,14 +136,6 @@ def _bounded(where: Path, action: np.ndarray, space: Action) -> None:
     odd = np.flatnonzero(((action < least) | (action > most)).reshape(len(action), -1).any(-1))
     if len(odd):
         raise BadData(f"{where}: action {odd[0]} is {action[odd[0]].tolist()}; it must lie in {allowed}")
-
-
-def _said(array: np.ndarray) -> str:
-    return f"{array.dtype} {array.shape}"
-
-
-def _inner(shape: tuple[int, ...]) -> str:
-    return ", ".join(map(str, shape)) or "no more axes"
 
 
 def collector(recorded: Recorded, *, columns: int, steps: int) -> Collector:

@@ -97,7 +97,13 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
         '<p class="muted note">Lines are means over the seeds of a setting; bands are 95 % bootstrap intervals of '
         "these means, over the seeds. Each run was evaluated as if it were alone.</p>"
     )
-    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{_table(rows)}'
+    header, body, footer = columns(rows)
+
+    def cell(value: Any) -> str:
+        return html.escape(f"{value:,.3f}" if isinstance(value, float) else str(value))
+
+    table = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in [*body, footer]]
+    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{pages.table([cell(name) for name in header], table)}'
 
 
 def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], list[Any]]:
@@ -116,13 +122,3 @@ def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], 
         mean, low, high = (float(edge[0]) for edge in evaluate.around(values[None]))
         footer.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return header, body, footer
-
-
-def _table(rows: list[Mapping[str, Any]]) -> str:
-    header, body, footer = columns(rows)
-
-    def cell(value: Any) -> str:
-        return html.escape(f"{value:,.3f}" if isinstance(value, float) else str(value))
-
-    lines = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in [*body, footer]]
-    return pages.table([cell(name) for name in header], lines)

@@ -151,7 +151,7 @@ def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
     look = _look(values, "")
     live = _is_live()
     if live:
-        print("compiling the game ...", file=sys.stderr, flush=True)
+        tables.progress("compiling the game ...")
     game = games.game(environment, values["seed"])
     if live:
         with terminal.screen() as there:
@@ -169,7 +169,7 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
     if show == "table" or (values["json"] == "-" and not live):
         return list(games.table(environment, values["seed"], agent, episodes=episodes, greedy=greedy, limit=limit))
     if live:
-        print("compiling the game ...", file=sys.stderr, flush=True)
+        tables.progress("compiling the game ...")
     game = games.game(environment, values["seed"], agent, greedy=greedy)
     look = _look(values, f", {tables.clean(agent.label)}")
     if show == "boards" and live:
