@@ -54,6 +54,8 @@ gc.set_threshold(50_000, 20, 50)
 assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes must not be the one that decides
 
 TOGETHER = {
+    "tests/algorithms/test_ppo.py": "actor_critics",
+    "tests/algorithms/test_impala.py": "actor_critics",
     "tests/envs/hackmatrix/test_environment.py": "trainer_rules",
     "tests/envs/hackmatrix/test_environment_play.py": "trainer_rules",
     "tests/envs/hackmatrix/swift_rules/test_actions.py": "swift_rules",

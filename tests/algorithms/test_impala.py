@@ -14,20 +14,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import actor_critic, impala, minibatch, ppo, registry
+from longhaul.algorithms import actor_critic, impala, ppo, registry
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import distribution
-from longhaul.environment import vectorise
 from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
-from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.settings import replaced
 from longhaul.telemetry import health, wandb_process
 from longhaul.types import Algorithm, Rollout
-from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
+from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, rolling, stirred, values_by_hand
 from tests.helpers.checkable_environment import BOX, Chaos
 from tests.helpers.quick import quick
 from tests.test_returns import papers_sum
@@ -62,18 +60,7 @@ def case(kind: str) -> Case:
     state = stirred(algorithm, config)._replace(updates=jnp.int32(VERSION))
     rng = np.random.default_rng(3)
     before = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.2, size=x.shape), jnp.float32), state.params)
-    collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=STEPS)
-
-    @quick
-    def second(policy: Any) -> Rollout:
-        """Rollout of a fresh run by this policy: it begins in the middle of episodes."""
-
-        def one(carry: Any, key: jax.Array) -> tuple[Any, Rollout]:
-            return collect.collect(policy, carry, key, jnp.int32(0))[:2]
-
-        rollouts = jax.lax.scan(one, collect.start(jax.random.key(0)), jax.random.split(jax.random.key(1), 2))[1]
-        return jax.tree.map(lambda x: x[1], rollouts)
-
+    second = rolling(environment, config.network)
     own = second(algorithm.policy(state))._replace(version=jnp.int32(VERSION))
     old = second(algorithm.policy(state._replace(params=before)))
     return Case(environment, config, algorithm, state, own, old, quick(algorithm.learn))
@@ -253,21 +240,6 @@ def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
     assert_close(ours.params, reference.params, 1e-5)
 
 
-def test_accumulated_and_computed_again_it_is_the_gradient_of_one_big_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest: list[int] = []
-    chunk_of = minibatch.chunk_of
-
-    def noted(n: int, most: int) -> int:
-        largest.append(n)
-        return chunk_of(n, most)
-
-    monkeypatch.setattr(minibatch, "chunk_of", noted)
-    pieces = step_of(replaced(ONE_STEP, accumulate=4, remat="full"), case("categorical").old)
-    assert largest == [STEPS * WORLDS // 4]
-    assert_close(gradient(pieces), gradient(one_step()), 1e-6)
-    assert_close(pieces.params, one_step().params, 1e-6)
-
-
 def test_rmsprop_divides_by_the_root_of_its_moment() -> None:
     """First step: lr g / sqrt((1 - decay) g^2 + eps)."""
     config = replace(ONE_STEP, optimiser="rmsprop", rms_decay=0.9, rms_eps=1e-4)
@@ -307,9 +279,6 @@ def test_rewards_are_shaped_as_the_paper_has_it() -> None:
     [
         ({"optimiser": "sgd"}, "optimiser is 'sgd'; it must be one of rmsprop, adam"),
         ({"reward_clip": "some"}, "reward_clip is 'some'; it must be one of none, unit, asymmetric"),
-        ({"accumulate": 7}, "accumulate is 7, which does not divide the 96 steps of a minibatch; choose one of 1, 2"),
-        ({"num_minibatches": 5}, "num_minibatches is 5, which does not divide the 96 steps of a batch"),
-        ({"num_minibatches": 16, "memory": 4}, "num_minibatches is 16, which does not divide the 8 environments"),
         ({"vtrace_lambda": 1.5}, "vtrace_lambda is 1.5; it must lie in 0 to 1"),
         ({"rms_decay": -0.1}, "rms_decay is -0.1; it must lie in 0 to 1"),
         ({"rho_clip": -1.0}, "rho_clip is -1.0; it must be at least 0"),

@@ -24,22 +24,7 @@ from longhaul.spaces import Discrete
 from longhaul.types import Rollout, Spec, Successors
 from tests.helpers.quick import quick
 from tests.helpers.small_runs import small
-
-SEEN = {"ego": jax.ShapeDtypeStruct((3,), jnp.float32), "items": jax.ShapeDtypeStruct((5, 4), jnp.float32)}
-
-
-def drawn(tree: Any, *lead: int, seed: int = 0, scale: float = 0.5) -> Any:
-    """Numbers like the shapes of a pytree, with further axes in front."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=scale, size=(*lead, *x.shape)), jnp.float32), tree)
-
-
-def relative(one: Any, other: Any) -> float:
-    """Relative distance of two pytrees."""
-    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
-    apart = sum(float(np.sum(np.square(np.asarray(a, np.float64) - np.asarray(b)))) for a, b in pairs)
-    return (apart / sum(float(np.sum(np.square(np.asarray(b, np.float64)))) for _, b in pairs)) ** 0.5
-
+from tests.networks.test_actor_critic_remat import SEEN, drawn, relative
 
 STEPS, COLUMNS = 6, 8
 
