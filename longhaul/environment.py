@@ -141,7 +141,6 @@ Advise = Callable[[WorldsState], tuple[jax.Array, jax.Array]]
 
 
 def advising(environment: Demonstrator, worlds: int) -> Advise:
-    """Expert of `worlds` copies of `environment`."""
     shape = _Shape(worlds, environment.spec.agents)
 
     def advise(state: WorldsState) -> tuple[jax.Array, jax.Array]:
@@ -239,7 +238,6 @@ class _TimeLimit:
 
 
 def time_limit(environment: Environment, steps: int) -> Environment:
-    """Environment with episodes truncated after `steps` steps."""
     if steps < 1:
         raise ValueError(f"a time limit of {steps} steps; at least 1 is needed")
     return _TimeLimit(environment, steps)

@@ -1,4 +1,4 @@
-"""Replay on the device: a ring of experience [rows, columns], sampled uniformly, by priority, or in sequences.
+"""Replay on the device: a ring of experience [rows, columns], sampled uniformly or by priority.
 
 Lin 1992; priorities after Schaul et al. 2016 (arXiv 1511.05952), n-step targets after Hessel et al. 2018 (arXiv
 1710.02298). Where we differ:
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from longhaul import prng, sum_tree
 from longhaul.sum_tree import Tree
-from longhaul.types import Key, PyTree, Rollout, Spec, Successors
+from longhaul.types import Key, PyTree, Rollout, Spec
 
 ON, TERMINATED, NOBODY = -1, -2, -3
 """Ending of a row: it continues; it terminated; nobody played. From 0 on: truncated, the place of its successor."""
@@ -38,8 +38,6 @@ MOST = 2**31 - 1
 
 
 class Sizes(NamedTuple):
-    """Sizes of a run's experience."""
-
     shards: int
     columns: int  # of each shard
     steps: int  # rows of a rollout
@@ -67,15 +65,11 @@ class Ring(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Places of the n steps of a sample."""
-
     place: jax.Array  # int32 [n], in the ring, row by row
     weight: jax.Array  # float32 [n]: importance, at most 1
 
 
 class Transitions(NamedTuple):
-    """Sample of n steps of experience."""
-
     observation: PyTree  # [n, ...]
     action: jax.Array  # [n, ...]
     rewards: jax.Array  # float32 [n_step, n], 0 past an end
@@ -87,8 +81,6 @@ class Transitions(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Functions of a ring."""
-
     rows: int
     start: Callable[[], Ring]  # of all shards, leaves [shards, ...]
     add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
@@ -96,12 +88,10 @@ class Replay(NamedTuple):
     #     (ring, cursor, key, n, exponent of the importance weights)
     choose: Callable[[Ring, Cursor, Key, int, jax.Array | float], Chosen]  # first half of `sample`: reads no experience
     look: Callable[[Ring, Cursor, Chosen], Transitions]  # second half of `sample`
-    sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
     prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
 
 def begun() -> Cursor:
-    """Cursor of an empty ring."""
     return Cursor(jnp.int32(0), jnp.int32(0))
 
 
@@ -139,13 +129,11 @@ def replay(
     of = functools.partial
     return Replay(
         rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_choose, layout), of(_look, layout),
-        of(_sequences, layout), _prioritise,
+        _prioritise,
     )  # fmt: skip
 
 
 class _Layout(NamedTuple):
-    """Sizes and types of a ring."""
-
     rows: int
     columns: int
     places: int  # for successors of truncated steps, of each column
@@ -259,26 +247,6 @@ def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transition
     return Transitions(
         of.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
         last == TERMINATED, of.look(ring, following, column), jnp.where(m > 0, chosen.weight, 0.0), chosen.place,
-    )  # fmt: skip
-
-
-def _sequences(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, length: int) -> Rollout:
-    drawn = prng.bits(key, (2, n))
-    first = _below(drawn[0], jnp.maximum(cursor.filled - length + 1, 1))
-    column = jnp.broadcast_to(_below(drawn[1], of.columns), (length, n))
-    t = jnp.arange(length)[:, None]
-    row = (first[None] + t + cursor.at - cursor.filled) % of.rows
-    ending = jnp.where(first[None] + t < cursor.filled, ring.ending[row, column].astype(jnp.int32), NOBODY)
-    cut = ending >= 0
-    slots = math.ceil(length / (of.spec.truncation_interval or length))
-    number = jnp.cumsum(cut, axis=0) - cut
-    here = cut[None] & (number[None] == jnp.arange(slots)[:, None, None])  # [slots, length, n]
-    where = of.rows + jnp.sum(jnp.where(here, ending[None], 0), axis=1)
-    last = of.look(ring, (row[-1] + 1) % of.rows, column[0])
-    return Rollout(
-        of.look(ring, row, column), ring.action[row, column], ring.reward[row, column], ending == TERMINATED, cut,
-        ending != NOBODY, (), Successors(last, of.look(ring, where, jnp.broadcast_to(column[0], where.shape))), (),
-        jnp.int32(0),
     )  # fmt: skip
 
 

@@ -69,7 +69,6 @@ class Leaf:
 
 
 def action_shape(action: Action) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of one action."""
     match action:
         case Discrete():
             return (), np.dtype(np.int32)

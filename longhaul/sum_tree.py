@@ -29,7 +29,6 @@ class Tree(NamedTuple):
 
 
 def start(n: int) -> Tree:
-    """Tree of `n` weights of 0."""
     widths = [-(-n // FANOUT) * FANOUT]
     while widths[-1] > FANOUT:
         widths.append(-(-(widths[-1] // FANOUT) // FANOUT) * FANOUT)

@@ -175,7 +175,6 @@ class Local(NamedTuple):
 
 
 def is_local(tree: PyTree) -> bool:
-    """True for a part of a State that is `Local`."""
     return isinstance(tree, Local)
 
 

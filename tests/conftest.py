@@ -56,11 +56,6 @@ assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes mu
 TOGETHER = {
     "tests/algorithms/test_ppo.py": "actor_critics",
     "tests/algorithms/test_impala.py": "actor_critics",
-    "tests/envs/hackmatrix/test_environment.py": "trainer_rules",
-    "tests/envs/hackmatrix/test_environment_play.py": "trainer_rules",
-    "tests/envs/hackmatrix/swift_rules/test_actions.py": "swift_rules",
-    "tests/envs/hackmatrix/swift_rules/test_environment.py": "swift_rules",
-    "tests/envs/hackmatrix/swift_rules/test_environment_play.py": "swift_rules",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 

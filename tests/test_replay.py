@@ -138,7 +138,7 @@ def store(request: pytest.FixtureRequest) -> replay.Replay:
     )  # fmt: skip
     assert made.rows == ROWS
     jitted = {name: quick(getattr(made, name), static_argnums=i) for name, i in
-              (("add", ()), ("sample", 3), ("sequences", (3, 4)), ("prioritise", ()))}  # fmt: skip
+              (("add", ()), ("sample", 3), ("prioritise", ()))}  # fmt: skip
     return made._replace(**jitted)
 
 
@@ -197,31 +197,6 @@ def compare(store: replay.Replay, rollouts: int) -> int:
                 np.testing.assert_allclose(np.asarray(below).reshape(-1, FANOUT).sum(1), above[: len(below) // FANOUT],
                                            rtol=1e-5)  # fmt: skip
     return rollouts * (T * B + 256 * (1 + prioritised))
-
-
-def test_sequences_are_rollouts_of_other_times(store: replay.Replay) -> None:
-    (ring, cursor), world, model = empty(store), World(1), Model()
-    for _ in range(9):
-        data, rows = world.rollout()
-        ring, cursor = store.add(ring, cursor, data)
-        model.add(rows)
-    found = jax.device_get(store.sequences(ring, cursor, jax.random.key(0), 64, 7))
-    seen, last, cuts = (number(x) for x in (found.observation, found.successors.last, found.successors.truncated))
-    where = {step.seen: (t, b) for t, row in enumerate(model.rows) for b, step in enumerate(row)}
-    for j in range(64):
-        t, b = where[int(seen[0, j])]
-        steps, used = [row[b] for row in model.rows[t : t + 7]], 0
-        assert [step.seen for step in steps] == seen[:, j].tolist()
-        assert [step.ending == "terminated" for step in steps] == found.terminated[:, j].tolist()
-        assert [step.ending != "nobody" for step in steps] == found.valid[:, j].tolist()
-        np.testing.assert_allclose([step.reward for step in steps], found.reward[:, j], rtol=1e-6)
-        for i, step in enumerate(steps):
-            assert found.truncated[i, j] == (step.ending == "truncated")
-            if step.ending == "truncated":
-                assert cuts[used, j] == step.led_to
-                used += 1
-        if steps[-1].ending == "on":
-            assert last[j] == steps[-1].led_to
 
 
 def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> None:

@@ -26,11 +26,6 @@ from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, 
 if TYPE_CHECKING:
     import gymnasium
 
-NAMESPACE = "longhaul"
-
-VERSION = 0
-"""Version of the names: longhaul/cartpole-v0."""
-
 
 def describe(name: str, **options: Any) -> host.Description:
     """Our environment of that name: one of `longhaul envs`, "driving", or "driving/PATH" of logs."""
@@ -40,7 +35,6 @@ def describe(name: str, **options: Any) -> host.Description:
 
 
 def action_space(action: Action) -> gymnasium.Space[Any]:
-    """The space of one agent's actions."""
     from gymnasium import spaces
 
     match action:
@@ -53,7 +47,6 @@ def action_space(action: Action) -> gymnasium.Space[Any]:
 
 
 def observation_space(form: Tree) -> gymnasium.Space[Any]:
-    """The space of one agent's observations."""
     from gymnasium import spaces
 
     match form:
@@ -117,14 +110,10 @@ def _seen(vector: HostVector) -> tuple[Tree, Any]:
 
 def vector(name: str, num_envs: int = 1, **options: Any) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
     """`num_envs` worlds, `num_envs` x agents columns. `options` are those of the environment."""
-    return exported(host.make(describe(name, **options), num_envs))
-
-
-def exported(inner: HostVector) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
-    """A vector on the host as one of Gymnasium's."""
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.vector.utils import batch_space
 
+    inner = host.make(describe(name, **options), num_envs)
     form, seen = _seen(inner)
 
     class Exported(VectorEnv[Any, Any, Any]):
@@ -172,7 +161,6 @@ def _mask(observation: Tree) -> dict[str, np.ndarray]:
 
 
 def _narrow(actions: Any) -> np.ndarray:
-    """Actions of 32 bits."""
     given = np.asarray(actions)
     return given.astype(np.int32 if given.dtype.kind in "iu" else np.float32)
 
@@ -277,7 +265,7 @@ def register() -> list[str]:
 
     ids = []
     for name in ("driving", *registry.TABLE):
-        known = f"{NAMESPACE}/{name}-v{VERSION}"
+        known = f"longhaul/{name}-v0"
         ids.append(known)
         if known not in gym.registry:
             gym.register(

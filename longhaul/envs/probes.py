@@ -52,8 +52,6 @@ class Probe:
 
 
 class Move(NamedTuple):
-    """Effect of an action at a place."""
-
     to: int
     reward: float
     ending: int = ON

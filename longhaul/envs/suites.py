@@ -36,8 +36,6 @@ LIMIT = 1000
 
 
 class Step(NamedTuple):
-    """Result of a step of a suite's own."""
-
     state: PyTree
     observation: PyTree
     reward: jax.Array
@@ -46,8 +44,6 @@ class Step(NamedTuple):
 
 
 class World(NamedTuple):
-    """One environment of a suite."""
-
     action: Action
     begin: Callable[[Key], tuple[PyTree, PyTree]]  # -> (state, observation)
     step: Callable[[Key, PyTree, jax.Array], Step]
@@ -110,8 +106,6 @@ def _formed(state: PyTree, form: PyTree) -> PyTree:
 
 
 class Suite(NamedTuple):
-    """Source of environments of a kind."""
-
     module: str  # what must be importable
     package: str  # what pip calls it
     make: Callable[..., World]  # (name, options of the suite's own)
@@ -173,7 +167,6 @@ def adapted(world: World, most: int | None = None) -> Adapted:
 
 
 def is_suite(name: str) -> bool:
-    """True if an environment's name is of a suite."""
     return name.partition("/")[0] in SUITES
 
 

@@ -140,14 +140,16 @@ def check(probe: Probe, config: Config, algorithm: Algorithm, policy: Any) -> No
     value = registry.critic(probe.environment.spec, config(probe))
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
-    found = value(policy, algorithm.memory(len(expected)), batch)
+    found = quick(value)(policy, algorithm.memory(len(expected)), batch)
     scale = max(1.0, max(abs(worth) for worth in expected))
     np.testing.assert_allclose(found, expected, atol=0.05 * scale)
     environment = probe.environment
-    begun = starts(environment, jax.random.key(1), 64)
-    episodes, _ = play(environment, algorithm.act, algorithm.memory, steps=environment.spec.max_steps)(
-        policy, begun, None, jax.random.key(2)
-    )
+    run = play(environment, algorithm.act, algorithm.memory, steps=environment.spec.max_steps)
+
+    def score_of_64(policy: Any) -> Any:
+        return run(policy, starts(environment, jax.random.key(1), 64), None, jax.random.key(2))[0]
+
+    episodes = quick(score_of_64)(policy)
     score = np.asarray(episodes.scores["return"].value)[np.asarray(episodes.valid)]
     if probe.policy is not None or probe.memory:  # else the return only says which starts were drawn
         assert abs(score.mean() - probe.best_return) <= 0.05 * max(1.0, abs(probe.best_return))

@@ -122,10 +122,12 @@ def assert_as_if_nothing_had_been(folder: Path, whole: Path) -> None:
     assert records(folder) == records(whole)
 
 
-def test_one_hit_leaves_no_trace(tmp_path: Path) -> None:
+def test_one_hit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are killed, and a bit of the newest checkpoint is flipped: they go on from the one before."""
+    monkeypatch.setattr(loop, "evaluations", lambda *_: iter(()))  # which the hits of the slow tests go through, too
     whole = undisturbed(tmp_path, 60)
     storm = Storm(tmp_path, 60, seed=5)
+    storm.variables[launch_faults.UNSCORED] = "1"
     storm.run(["flip"])
     assert_as_if_nothing_had_been(storm.folder, whole)
     said = storm.log.read_text()

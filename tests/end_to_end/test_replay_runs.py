@@ -1,5 +1,6 @@
 """Runs of learners with a replay: gone on with exactly, on several devices, and what may not change on the way."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +71,13 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
     (cut / "result.json").unlink()
     with pytest.raises(RunError, match="num_envs is 8, and this run's replay is laid out for 4"):
         loop.train(small(name, num_envs=8, devices=devices), cut, resumed=True)
-    last = [_last(run, folder) for folder in (whole, cut)]
+    assembly = assemble.assemble(run, lambda _: runs.named(run.environment), ())
+    like, last = assembly.start(run.seed, ()), []
+    for folder in (whole, cut):
+        with closing(Checkpoints(folder / "checkpoints")) as saved:
+            found = saved.latest(like)
+        assert found is not None
+        last.append(jax.device_get(found.progress.state))
     jax.tree.map(np.testing.assert_array_equal, *last)
     ring = last[0].replay.value
     assert ring.reward.shape[0] == devices and np.all(np.any(ring.reward != 0.0, axis=(1, 2)))
-
-
-def _last(run: Run, folder: Path) -> Any:
-    """The state of the last checkpoint."""
-    assembly = assemble.assemble(run, lambda _: runs.named(run.environment), ())
-    saved = Checkpoints(folder / "checkpoints")
-    try:
-        found = saved.latest(assembly.start(run.seed, ()))
-    finally:
-        saved.close()
-    assert found is not None
-    return jax.device_get(found.progress.state)

@@ -134,3 +134,12 @@ class World:
         """(row, col, turns) of the transmissions."""
         p = self.state.pending
         return [(int(p.row[i]), int(p.col[i]), int(p.turns[i])) for i in np.flatnonzero(p.turns > 0)]
+
+
+def about(s: Any) -> list[float]:
+    """The first 33 numbers of a game by section 9 of the rules, of either rule set: the player's and the programs."""
+    return [
+        *(s.row / 5, s.col / 5, s.hp / 3, min(s.credits / 50, 1), min(s.energy / 50, 1), (s.stage - 1) / 7),
+        *(s.siphons / 10, (s.attack - 1) / 2, float(s.show), float(s.calm)),
+        *(float(s.programs >> i & 1) for i in range(23)),
+    ]

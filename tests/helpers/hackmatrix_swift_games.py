@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs.hackmatrix import board_generation, reward
+from longhaul.envs.hackmatrix import board_generation as drawn
+from longhaul.envs.hackmatrix import reward
 from longhaul.envs.hackmatrix import state as world
 from longhaul.envs.hackmatrix.state import DATA, QUESTION
-from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
 from longhaul.envs.hackmatrix.swift_rules import state as c
 from longhaul.envs.hackmatrix.swift_rules.environment import Canonical, canonical
 
@@ -109,7 +109,7 @@ class World:
             spawn[cell] = rest[0] if rest and kind != QUESTION else count
         for (row, col), amounts in (money or {}).items():
             credits[6 * row + col], energy[6 * row + col] = amounts
-        own = board_generation.pack(kinds, points, program, spawn, credits, energy).astype(np.int32)
+        own = drawn.pack(kinds, points, program, spawn, credits, energy).astype(np.int32)
         self.bank = bank(own.tobytes(), drawn.words((kinds > 0)[None])[0].tobytes())
         self.fixes = fixes
         start = jax.tree.map(lambda x: x[0], _first())

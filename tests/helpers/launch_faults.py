@@ -19,34 +19,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FULL, CHANCE = "FAULTS_FULL", "FAULTS_CHANCE"
-"""Variables: a file's path, the chance of a NaN in a step."""
+FULL, CHANCE, UNSCORED = "FAULTS_FULL", "FAULTS_CHANCE", "FAULTS_UNSCORED"
+"""Variables: a file's path, the chance of a NaN in a step, whether no policy is evaluated (which takes a while)."""
 
 
 def main() -> int:
-    import pytest
-
     from longhaul.cli import main as cli
     from longhaul.runtime.launch import local
-    from longhaul.telemetry import sinks
-    from longhaul.training.checkpoint import checkpoint
-    from tests.helpers import nan_environment
 
     local.PROGRAM = (sys.executable, "-m", "tests.helpers.launch_faults")
-    patch = pytest.MonkeyPatch()
-    if CHANCE in os.environ and "train" in sys.argv[1:2]:
-        nan_environment.add(patch, "poisonous", float(os.environ[CHANCE]))
+    if sys.argv[1:2] == ["train"]:  # who launches starts without JAX
+        spoil()
+    return cli.main(sys.argv[1:])
+
+
+def spoil() -> None:
+    """What goes wrong in a process that trains, until it ends."""
+    from longhaul.training import loop
+    from longhaul.training.checkpoint import checkpoint
+
+    if UNSCORED in os.environ:
+        loop.evaluations = lambda *_: iter(())
+    if CHANCE in os.environ:
+        import pytest
+
+        from tests.helpers import nan_environment
+
+        nan_environment.add(pytest.MonkeyPatch(), "poisonous", float(os.environ[CHANCE]))
     if FULL in os.environ:
         full, free, write = Path(os.environ[FULL]), checkpoint._free_bytes, os.write
-        patch.setattr(checkpoint, "_free_bytes", lambda folder: 0 if full.exists() else free(folder))
 
         def filling(descriptor: int, data: bytes) -> int:
             if data.startswith(b'{"update"') and full.exists():
                 raise OSError(errno.ENOSPC, "")
             return write(descriptor, data)
 
-        patch.setattr(sinks.os, "write", filling)
-    return cli.main(sys.argv[1:])
+        checkpoint._free_bytes = lambda folder: 0 if full.exists() else free(folder)
+        os.write = filling
 
 
 # ------------------------------------------------------------------------------------------------------ what goes on

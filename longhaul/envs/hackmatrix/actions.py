@@ -159,7 +159,6 @@ def w_at(table: np.ndarray, action: jax.Array) -> jax.Array:
 
 
 def ends_turn(action: jax.Array) -> jax.Array:
-    """True if the enemies move after an action."""
     return (action <= w.SIPHON) | (action == w.WAIT)
 
 

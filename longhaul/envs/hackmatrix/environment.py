@@ -45,8 +45,6 @@ no board has any.
 
 @dataclass(frozen=True, eq=False)
 class Game:
-    """An `Environment`; made by `hackmatrix`."""
-
     bank: drawn.Boards
     spec: Spec
     fixes: tuple[str, ...] = ()

@@ -34,7 +34,6 @@ class Packed(NamedTuple):
 
 
 def shapes() -> Packed:
-    """The shapes of an observation."""
     return Packed(
         jax.ShapeDtypeStruct((9,), jnp.int16),
         jax.ShapeDtypeStruct((), jnp.uint32),
@@ -63,7 +62,6 @@ def about(state: Any) -> jax.Array:
 
 
 def observe(state: State, cells: Cells) -> Packed:
-    """The packed observation of a game."""
     corner = jnp.asarray(w.CORNERS)[state.exit]
     board = cells.kind | cells.points << 2 | cells.program << 6 | state.spawn.astype(jnp.int32) << 11
     board = board | cells.credits << 15 | cells.energy << 17

@@ -235,8 +235,6 @@ KINDS = ("red", "yellow", "magenta", "cyan")
 
 
 class Style(NamedTuple):
-    """The characters of a board."""
-
     player: str
     block: str
     siphoned: str
@@ -253,8 +251,6 @@ ASCII = Style("@", "#", "s", "*", "o", "-", "|", (("+", "+", "+"),) * 3, "t")
 
 
 class Last(NamedTuple):
-    """The last step."""
-
     action: int
     reward: float
     parts: tuple[float, ...]  # [15]

@@ -113,8 +113,6 @@ class State(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Score of a game so far."""
-
     parts: jax.Array  # float32 [15]: sums of the parts of the reward
     moves: jax.Array  # int32
     siphons: jax.Array

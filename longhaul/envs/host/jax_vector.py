@@ -31,8 +31,6 @@ EPISODES, STEPS = 0, 1
 
 
 class Running(NamedTuple):
-    """State of all worlds."""
-
     state: PyTree  # [W, ...]
     key: jax.Array  # uint32 [W, 2]: data of each world's key
     episode: jax.Array  # int32 [W]: fresh episodes before this one

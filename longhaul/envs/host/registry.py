@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """Maker of environments of one kind."""
-
     module: str  # with a function (name, num_envs, seed, **options) -> HostVector
     function: str
     needs: tuple[str, ...]  # what must be importable

@@ -132,8 +132,7 @@ def slot(spec: HostSpec, columns: int) -> Slot:
 
 def no_finals(spec: HostSpec) -> Finals:
     """Finals of a step that ended nothing."""
-    observation = mapped(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), spec.observation)
-    return Finals(np.zeros(0, np.int32), observation, {})
+    return Finals(np.zeros(0, np.int32), slot(spec, 0).observation, {})
 
 
 def write(out: Tree, values: Tree) -> None:

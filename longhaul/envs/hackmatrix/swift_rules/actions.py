@@ -17,8 +17,6 @@ from longhaul.envs.hackmatrix.swift_rules.state import Cells, Enemies, Ground, S
 
 
 class Outcome(NamedTuple):
-    """Result of an action, beside the state."""
-
     reached: jax.Array  # bool: the exit
     killed: jax.Array  # int32: enemies and transmissions, without scheduled ones
     collected: jax.Array  # bool: a data siphon, by walking

@@ -185,10 +185,8 @@ def _first_steps(near: Cells, start: Cells, free: Cells, open_: Cells) -> tuple[
         after = before
         for _ in range(WAVES):
             after = wave(after)
-        grew = _differs(before[0], after[0])
-        wide_grew = _differs(before[1], after[1])
-        searching = ~after[2].any() & (grew | wide_grew & ~after[3].any())
-        return after, searching
+        grew, wide_grew = _differs(before[0], after[0]), _differs(before[1], after[1])
+        return after, ~after[2].any() & (grew | wide_grew & ~after[3].any())
 
     none = start.only(jnp.bool_(False))
     (_, _, hit, wide_hit), _ = lax.while_loop(

@@ -2,7 +2,7 @@
 
 Facts of the rules come from charleseff/hack-matrix; the code is ours. Where we differ from that game: at most 20
 enemies and 20 transmissions exist at once, what is beyond is lost; UNDO goes back DEPTH turns at most; boards are
-drawn in advance (`canonical_boards`); and where several first steps of an enemy are equally good it chooses among
+drawn in advance (`board_generation`); and where several first steps of an enemy are equally good it chooses among
 all of them as the rules say, while the Swift game's search finds a single one (`FIXES`).
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.envs.hackmatrix import actions, observation, reward
+from longhaul.envs.hackmatrix import board_generation as drawn
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.state import CORNERS, SIDE, SLOTS, Tally
 from longhaul.envs.hackmatrix.swift_rules import actions as player
-from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
 from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
 from longhaul.envs.hackmatrix.swift_rules import state as c
 from longhaul.envs.hackmatrix.swift_rules.state import Cells, Ground, State
@@ -54,8 +54,6 @@ SHORT = observation.compact(
 
 @dataclass(frozen=True, eq=False)
 class Canonical:
-    """An `Environment`; made by `canonical`."""
-
     bank: drawn.Bank
     spec: Spec
     fixes: tuple[str, ...] = ()
@@ -234,4 +232,4 @@ def canonical(
     for name in fixes:
         if name not in FIXES:
             raise ValueError(f"fixes names {name!r}; the canonical rules have {', '.join(FIXES)}")
-    return Canonical(drawn.draw(board_seed, boards), observation.spec(max_steps, SHORT), fixes)
+    return Canonical(drawn.draw_shelves(board_seed, boards), observation.spec(max_steps, SHORT), fixes)
