@@ -56,15 +56,11 @@ def distribution(action: Action) -> Distribution:
             return _tanh_gaussian(np.asarray(low, np.float32), np.asarray(high, np.float32))
 
 
-def _columns(logits: jax.Array) -> list[jax.Array]:
-    return [logits[..., i] for i in range(logits.shape[-1])]
-
-
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """Choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
     n = logits.shape[-1]
     if n <= FEW:
-        each = _columns(logits)
+        each = [logits[..., i] for i in range(n)]
         most = functools.reduce(jnp.maximum, each)
         *before, total = itertools.accumulate(jnp.exp(logit - most) for logit in each)
         nothing = jnp.zeros_like(total, jnp.int32)
@@ -77,7 +73,7 @@ def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 def _log_softmax(logits: jax.Array) -> list[jax.Array]:
     """Log-probabilities of a few choices, one array each."""
-    each = _columns(logits)
+    each = [logits[..., i] for i in range(logits.shape[-1])]
     most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, each))
     each = [logit - most for logit in each]
     total = jnp.log(functools.reduce(jnp.add, (jnp.exp(logit) for logit in each)))

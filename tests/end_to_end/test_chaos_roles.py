@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from longhaul.config.run import Named, Run
@@ -76,29 +77,15 @@ MARK = "LONGHAUL_CHAOS"
 
 def marked(mark: str, word: str) -> Iterator[int]:
     """The processes of a test with this word on their command line."""
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            variables, words = (place / "environ").read_bytes(), (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"{MARK}={mark}".encode() in variables.split(b"\0") and word.encode() in words:
-            yield int(place.name)
+    for process, words, variables in launch_faults.processes():
+        if variables.get(MARK) == mark and any(word in each for each in words):
+            yield process
 
 
 def listens(process: int) -> str | None:
     """The address at which a process listens for streams."""
-    inodes = set()
-    for entry in Path(f"/proc/{process}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                return f"127.0.0.1:{int(fields[1].rpartition(':')[2], 16)}"
-    return None
+    sockets = psutil.Process(process).net_connections("inet")
+    return next((f"127.0.0.1:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN), None)
 
 
 async def garbage(address: str, seed: int) -> None:
@@ -148,8 +135,8 @@ class Storm:
                     time.sleep(self.rng.uniform(0.3, 2.0))
                     os.kill(victim, signal.SIGCONT)
             if not what.endswith("server"):
-                self.descriptors.setdefault(learner, []).append(len(list(Path(f"/proc/{learner}/fd").iterdir())))
-        except (ProcessLookupError, FileNotFoundError):
+                self.descriptors.setdefault(learner, []).append(psutil.Process(learner).num_fds())
+        except (ProcessLookupError, psutil.NoSuchProcess):
             return
 
     def wait(self, launcher: subprocess.Popen[bytes]) -> None:
@@ -216,11 +203,6 @@ WARM, TIMES, MOST = 12, 4, 8.0
 """Updates until memory has its size; so many times as many are made; MB that it may have grown by then."""
 
 
-def resident(process: int) -> float:
-    """MB of a process in memory."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], list[Any]]]:
     """A run's updates, and its actors' processes."""
     prepare_devices(1, run.threads, True)
@@ -252,7 +234,7 @@ def test_nobody_grows_while_they_learn(topology: str, lane: str) -> None:
         for update, _ in enumerate(updates, 1):
             if update % WARM == 0:
                 gc.collect()
-                sizes.append([resident(process) for process in (os.getpid(), *processes())])
+                sizes.append([psutil.Process(p).memory_info().rss / 2**20 for p in (os.getpid(), *processes())])
     assert len(sizes) == TIMES
     grown = [last - first for first, last in zip(sizes[0], sizes[-1], strict=True)]
     assert max(grown) < MOST, f"MB of the learner and its actors: {sizes}"

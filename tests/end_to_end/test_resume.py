@@ -12,20 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.config import DQNConfig, PPOConfig, SACConfig
 from longhaul.config import run as runs
+from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused
-from longhaul.training import loop, run_dir
+from longhaul.training import assemble, loop, run_dir
 from longhaul.training.checkpoint import checkpoint
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
@@ -415,3 +420,62 @@ def test_two_processes_never_train_in_one_folder(stopped: Path) -> None:
         holder.kill()
     with run_dir.alone(stopped):  # who is killed lets go
         assert sorted(stopped.rglob("*")) == files
+
+
+# ------------------------------------------------------------------------------------------------------------ replay
+
+LITTLE: dict[str, Any] = {
+    "hidden_dim": 8, "num_layers": 1, "batch_size": 16, "gradient_steps": 2, "learning_starts": 64, "replay_size": 256
+}  # fmt: skip
+LEARNERS = {
+    "sac": ("pendulum", replaced(SACConfig(), **LITTLE)),
+    "dqn": ("cartpole", replaced(DQNConfig(), **LITTLE, replay_precision="bf16")),
+}
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("dqn", 2), pytest.param("sac", 1, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_a_run_with_a_replay_goes_on_bit_for_bit(
+    name: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay is full after 16 updates."""
+    env, config = LEARNERS[name]
+    settings: dict[str, Any] = {"algorithm": config, "environment": Named(env), "num_steps": 4, "devices": devices}
+    run = small(**settings, num_envs=4, total_steps=4 * 4 * 60)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    begin(run, whole)
+    stepped, calls = fused.fused, []
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        for out in stepped(*args, **kwargs):
+            calls.append(out)
+            if len(calls) == 17:  # after update 34, of which 30 are saved
+                raise Killed
+            yield out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "fused", killed)
+        with pytest.raises(Killed):
+            begin(run, cut)
+    assert max(checkpoints(cut)) == 30
+    resume(cut)
+    assert records(cut) == records(whole)
+    assert result(cut) == result(whole)
+    (cut / "result.json").unlink()
+    with pytest.raises(RunError, match="num_envs is 8, and this run's replay is laid out for 4"):
+        loop.train(small(**settings, num_envs=8, total_steps=4 * 4 * 60), cut, resumed=True)
+    assembly = assemble.assemble(run, lambda _: named(run.environment), ())
+    like, last = assembly.start(run.seed, ()), []
+    for folder in (whole, cut):
+        with closing(Checkpoints(folder / "checkpoints")) as saved:
+            found = saved.latest(like)
+        assert found is not None
+        last.append(jax.device_get(found.progress.state))
+    jax.tree.map(np.testing.assert_array_equal, *last)
+    ring = last[0].replay.value
+    assert ring.reward.shape[0] == devices and np.all(np.any(ring.reward != 0.0, axis=(1, 2)))

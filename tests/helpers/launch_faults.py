@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,19 +79,22 @@ def launched(
             launcher.wait()
 
 
+def processes() -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """(id, words of the command line, variables) of every process that can be looked into."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            yield process.pid, process.cmdline(), process.environ()
+
+
 def pids(name: str) -> dict[int, int]:
     """The processes that train the run of this name: number -> process id."""
-    found = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
-            variables = dict(v.split(b"=", 1) for v in (place / "environ").read_bytes().split(b"\0") if b"=" in v)
-        except OSError:
-            continue
-        mine = any(word == name.encode() or word.endswith(b"/" + name.encode()) for word in words)
-        if mine and b"launch" not in words and b"LONGHAUL_PROCESS_ID" in variables:
-            found[int(variables[b"LONGHAUL_PROCESS_ID"])] = int(place.name)
-    return found
+    return {
+        int(variables["LONGHAUL_PROCESS_ID"]): process
+        for process, words, variables in processes()
+        if any(word == name or word.endswith(f"/{name}") for word in words)
+        and "launch" not in words
+        and "LONGHAUL_PROCESS_ID" in variables
+    }
 
 
 def wait_for(ready: Callable[[], object], seconds: float = 300.0) -> None:

@@ -117,11 +117,8 @@ def _warp(state: State, action: jax.Array, word: jax.Array) -> tuple[jax.Array, 
     total = many + jnp.sum(waits)
     number = (word % jnp.maximum(total, 1).astype(jnp.uint32)).astype(jnp.int32)
     warps = (action == w.WARP) & (total > 0)
-    return (
-        alive & (w.rank(alive) == number) & warps,
-        waits & (w.rank(waits) == number - many) & warps,
-        warps,
-    )
+    to_enemy, to_sent = alive & (w.rank(alive) == number), waits & (w.rank(waits) == number - many)
+    return to_enemy & warps, to_sent & warps, warps
 
 
 def _siphon(state: State, ground: Ground, action: jax.Array) -> State:
