@@ -83,7 +83,6 @@ ELSEWHERE = {
     "training/assemble.py": "algorithms/test_batch_scaling.py",
     "training/evaluate_driving.py": "training/test_evaluate.py",
     "training/inference_server.py": "end_to_end/test_chaos_roles.py",
-    "training/load_policy.py": "end_to_end/test_reasoning_runs.py",
     "training/offline_data.py": "algorithms/test_bc.py",
     "training/population.py": "topologies/test_population.py",
     "training/reasoning_setup.py": "end_to_end/test_reasoning_runs.py",

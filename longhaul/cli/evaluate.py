@@ -26,6 +26,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, loop
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import load_run
@@ -76,7 +77,13 @@ def evaluate(words: Sequence[str]) -> int:
     about = "Scores of a policy on whole episodes, with 95 % intervals."
     parsed = flags.parse("evaluate", about, {"": FLAGS}, words).values
     folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data")
-    _check_evaluate(parsed)
+    if parsed["json"] == parsed["csv"] == "-":
+        raise FlagError("--json and --csv are both stdout; write one of them to a file")
+    where = parsed["worst-dir"]
+    if where is not None and not parsed["worst"]:
+        raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
+    if where is not None and Path(where).exists() and not Path(where).is_dir():
+        raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
     run, acting = policy_of(folder, parsed["policy"], parsed["member"])
     if isinstance(run.environment, Driving):
         who = driver_of(parsed["policy"])
@@ -106,21 +113,10 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def _check_evaluate(parsed: dict[str, Any]) -> None:
-    """Raises before work is done for nothing."""
-    if parsed["json"] == parsed["csv"] == "-":
-        raise FlagError("--json and --csv are both stdout; write one of them to a file")
-    where = parsed["worst-dir"]
-    if where is not None and not parsed["worst"]:
-        raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
-    if where is not None and Path(where).exists() and not Path(where).is_dir():
-        raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
-
-
 def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
     """(the run, the policy that acts in it): None for a driver that no learning made."""
     if who in ("run", "untrained"):
-        run, trained, untrained = loop.restore_policy(folder, member)
+        run, trained, untrained = restore_policy(folder, member)
         return run, trained if who == "run" else untrained
     run = load_run(folder)
     if not isinstance(run.environment, Driving):

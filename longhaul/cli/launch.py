@@ -21,9 +21,7 @@ from longhaul.runtime.launch.supervisor import DEADLINE, say, supervise
 FOOTPRINT = 2**29
 """Bytes that a process takes at least: training CartPole on four worlds takes 0.62 GB."""
 
-
 ABOUT = "Several processes of one training run, looked after: longhaul launch --hosts N -- train RECIPE ..."
-
 
 FLAGS = (
     Flag("hosts", INT, 2, "processes, each of which stands for a host", least=1),
@@ -33,7 +31,6 @@ FLAGS = (
     Flag("on", choice(("here", "ray")), "here", "where: on this machine, or on the nodes of a Ray cluster"),
     DEBUG,
 )
-
 
 RAY = (
     Flag("address", TEXT, "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -114,8 +115,7 @@ def short_run(run: Run, calls: int) -> tuple[Measured, int]:
 
 
 def _bytes(tree: Any) -> float:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes")]
-    return float(sum(leaf.nbytes for leaf in leaves))
+    return float(sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)))
 
 
 def show(found: dict[str, Any]) -> None:
@@ -151,8 +151,5 @@ def show(found: dict[str, Any]) -> None:
 
 def _size(count: float) -> str:
     """1234567 -> "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
+    unit = min(int(math.log10(max(count, 1)) / 3), 4)
+    return f"{count:.0f} B" if unit == 0 else f"{count / 1000**unit:.1f} {('kB', 'MB', 'GB', 'TB')[unit - 1]}"

@@ -23,7 +23,8 @@ from longhaul.reasoning.config import QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
 from longhaul.reasoning.test_time_compute import Solution, drawing
 from longhaul.runtime.errors import RunError
-from longhaul.training import loop, reasoning_setup
+from longhaul.training import reasoning_setup
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.run_dir import load_run
 
 PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True)
@@ -68,7 +69,7 @@ def reason(words: Sequence[str]) -> int:
             made.posed(prompt)  # what is no problem is said before anything is loaded
     if parsed["steps"] is not None and task.task == QUESTIONS:
         raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
-    run, policy, _ = loop.restore_policy(folder)
+    run, policy, _ = restore_policy(folder)
     draw = drawing(
         _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
         temperature=_temperature(run, parsed),
@@ -101,7 +102,7 @@ def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test
         raise FlagError("--curve is of problems held out; leave PROBLEM out")
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
-    run, policy, _ = loop.restore_policy(folder)
+    run, policy, _ = restore_policy(folder)
     made, asked = problem_sets.task(task), problem_sets.held_out(task, parsed["curve"])
     posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps)
     how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)

@@ -87,39 +87,29 @@ def show_result(result: dict[str, Any]) -> None:
     tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer)
 
 
-def live_rows(told: dict[str, Any], now: float) -> list[tuple[str, str]]:
-    """Lines on all actors: staleness, queue, waits, bottleneck."""
-    metrics, bound = told["metrics"], told["staleness"]
-    age = max(0.0, now - told["time"])
-    return [
-        ("actors", f"{len(told['actors'])}, {told['kind']}"),
-        ("staleness", f"{metrics['staleness_mean']:.2f}, bound {'none' if bound is None else bound}"),
-        ("queue", f"{told['queue']} rollouts"),
-        ("waits", f"learner {metrics['learner_wait']:.0%}, actors {metrics['actor_wait']:.0%} of their time"),
-        ("bottleneck", told["bottleneck"]),
-        ("restarts", str(int(metrics["restarts"]))),
-        ("told", f"{age:.0f} s ago" + (", which is long: the learner waits, is stopped, or was killed" * (age > OLD))),
-    ]
-
-
-def actor_rows(told: dict[str, Any]) -> list[list[str]]:
-    """Rows of the actors, in the columns of `HEADER`."""
-    found = []
-    for row in told["actors"]:
-        whole = row["seconds_acting"] + row["seconds_waiting"]
-        waiting = f"{row['seconds_waiting'] / whole:.0%}" if whole else ""
-        numbers = [row["rollouts"], waiting, row["queue"], row["restarts"]]
-        found.append(
-            [str(row["actor"]), str(row["process"]), row["state"], f"{row['since']:.1f} s", *map(str, numbers)]
-        )
-    return found
-
-
 def show_live(folder: Path) -> None:
-    """Prints the state of a run's actors; nothing where none are at work."""
+    """Prints the state of a run's actors: staleness, queue, waits, bottleneck; nothing where none are at work."""
     try:
         state: dict[str, Any] = json.loads((folder / LIVE).read_text())
     except (OSError, ValueError):
         return
-    tables.listing(live_rows(state, time.time()))
-    tables.table(HEADER, actor_rows(state))
+    metrics, bound, age = state["metrics"], state["staleness"], max(0.0, time.time() - state["time"])
+    late = ", which is long: the learner waits, is stopped, or was killed" * (age > OLD)
+    tables.listing(
+        [
+            ("actors", f"{len(state['actors'])}, {state['kind']}"),
+            ("staleness", f"{metrics['staleness_mean']:.2f}, bound {'none' if bound is None else bound}"),
+            ("queue", f"{state['queue']} rollouts"),
+            ("waits", f"learner {metrics['learner_wait']:.0%}, actors {metrics['actor_wait']:.0%} of their time"),
+            ("bottleneck", state["bottleneck"]),
+            ("restarts", str(int(metrics["restarts"]))),
+            ("told", f"{age:.0f} s ago{late}"),
+        ]
+    )
+    rows = []
+    for actor in state["actors"]:
+        whole = actor["seconds_acting"] + actor["seconds_waiting"]
+        waiting = f"{actor['seconds_waiting'] / whole:.0%}" if whole else ""
+        cells = [actor["actor"], actor["process"], actor["state"], f"{actor['since']:.1f} s", actor["rollouts"]]
+        rows.append([str(cell) for cell in (*cells, waiting, actor["queue"], actor["restarts"])])
+    tables.table(HEADER, rows)

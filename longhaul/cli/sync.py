@@ -162,25 +162,23 @@ def status(words: Sequence[str]) -> int:
     return 0
 
 
+BENCH_FLAGS = [
+    Flag("model", TEXT, "qwen3-0.6b", "model whose parameters are sent, by its name"),
+    Flag("receivers", INT, 2, "processes that receive", least=1),
+    Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp"),
+    Flag("repeats", INT, 5, "repeats, of which medians are reported; at least 5"),
+    Flag("learning-rate", FLOAT, None, "versions are one step of Adam apart, and tcp sends the changes", shown="all"),
+    Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", True),
+    Flag("peers", ALONE, False, "instead: sockets, gRPC, Orbax and others, in a clone of the project"),
+    Flag("json", OUTPUT, None, "write the figures as a list to this file, too"),
+    DEBUG,
+]
+
+
 def bench(words: Sequence[str]) -> int:
     """`longhaul sync bench`: `longhaul bench sync` with flags of its own."""
-    model = Flag("model", TEXT, "qwen3-0.6b", "model whose parameters are sent, by its name")
-    receivers = Flag("receivers", INT, 2, "processes that receive")
-    lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
-    repeats = Flag("repeats", INT, 5, "repeats, of which medians are reported; at least 5")
-    rate = Flag(
-        "learning-rate", FLOAT, None, "versions are one step of Adam at this rate apart, and tcp sends the changes",
-        shown="all of a version",
-    )  # fmt: skip
-    layouts = Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", True)
-    peers = Flag("peers", ALONE, False, "instead: sockets, gRPC, Orbax and others, in a clone of the project")
-    out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too")
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
-    groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
-    given = flags.parse("sync bench", about, groups, words).values
-    if given["receivers"] < 1:
-        raise FlagError(f"--receivers is {given['receivers']}; at least 1")
-
+    given = flags.parse("sync bench", about, {"": BENCH_FLAGS}, words).values
     model_shapes.forms(given["model"])
     if given["peers"]:
         return _peers(given)

@@ -63,7 +63,13 @@ def _follow() -> None:
 def _train(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
-            _train_help()
+            print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
+            tables.listing((f"  {name}", about) for name, about in recipes.described())
+            print(
+                "\nlonghaul train RECIPE --help shows its flags with their defaults, "
+                "longhaul train RECIPE --resume ID goes on."
+                "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
+            )
             return 0
         there = ", ".join(name for name, _ in recipes.described())
         raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {there}")
@@ -161,15 +167,6 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     count = wanted.data * wanted.model
     tables.progress(f"{sum(there)} of {count} devices are there; goes on with {left}")
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
-
-
-def _train_help() -> None:
-    print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
-    tables.listing((f"  {name}", about) for name, about in recipes.described())
-    print(
-        "\nlonghaul train RECIPE --help shows its flags with their defaults, longhaul train RECIPE --resume ID goes on."
-        "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
-    )
 
 
 def _begin(

@@ -165,11 +165,11 @@ def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, in
     if mode == "online":
         try:
             run = wandb.init(mode="online", resume="allow", **common)
-            say(f"W&B: {run.url}")
+            print(f"W&B: {run.url}", flush=True)
             return run, run.starting_step - 1 if run.resumed else 0
         except Exception as error:
             traceback.print_exc()
-            say(f"W&B does not take the run ({_first_line(error)}), so it is logged offline")
+            print(f"W&B does not take the run ({_first_line(error)}), so it is logged offline", flush=True)
             wandb.teardown()
     for place in where.glob(f"wandb/offline-run-*-{tracked.id}"):  # each of this run's records is written again
         mark = place / MARK
@@ -178,17 +178,12 @@ def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, in
     run = wandb.init(mode="offline", **common)
     place = Path(run.settings.sync_dir)
     (place / MARK).write_text(str(folder.resolve()))
-    say(f"W&B: offline; wandb sync {place}")
+    print(f"W&B: offline; wandb sync {place}", flush=True)
     return run, 0
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def say(line: str) -> None:
-    """Print a line, which the run shows."""
-    print(line, flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -215,7 +210,7 @@ def main(words: list[str]) -> int:
             run.finish(exit_code=0 if end == "done" else 75 if end == "stopped" else 1)
     except Exception as error:
         traceback.print_exc()
-        say(f"W&B failed: {_first_line(error)}")
+        print(f"W&B failed: {_first_line(error)}", flush=True)
         return 1
     return 0
 

@@ -82,18 +82,15 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
 
 
 def _acting(
-    run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]
+    run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector] | None = None
 ) -> learner.CompiledActor:
     """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
+        assert on_device is not None
         return learner.acting(on_device(), policy, reasoning_setup.checker(run))
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return host_rollout.acting(run.environment.env, algorithm, policy, sizes)
-
-
-def _nobody() -> Collector:
-    raise AssertionError("an environment on the host has no collector on the device")
 
 
 class Opened(NamedTuple):
@@ -114,7 +111,7 @@ def opened(
 
     def make(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
-            return _acting(run, assembly.algorithm, policy, _nobody).collect
+            return _acting(run, assembly.algorithm, policy).collect
         return prepared.acting.collect
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import google_crc32c
 import jax
@@ -44,7 +44,6 @@ from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
 from longhaul.training import offline_data, reasoning_setup
 from longhaul.training.assemble import last_update
-from longhaul.training.offline_data import Recorded
 from longhaul.types import Environment, PyTree, Spec
 
 AHEAD = 1
@@ -138,13 +137,15 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
     """
     task = run.environment
     if isinstance(task, Reasoning):  # problems of the run's seed, without those held out for evaluation
-        held = meshes.everywhere(reasoning_setup.bank(run), meshes.make_mesh(*run.mesh))
-        return Feed(lambda context: reasoning_setup.world(run, context), once(held))
+        held = once(_send(run, reasoning_setup.bank(run)))
+        return Feed(lambda context: reasoning_setup.world(run, context), held)
     if not isinstance(task, Driving):
         environment = named(task)
         if files := registry.recorded(run.algorithm):
             recorded = offline_data.read(files, environment.spec)
-            return Feed(lambda context: environment, once(_send(run, recorded)), about=_identity(recorded))
+            sums = json.dumps([_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(recorded)])
+            about = {"steps": recorded.rows, "sha256": hashlib.sha256(sums.encode()).hexdigest()}
+            return Feed(lambda context: environment, once(_send(run, recorded)), about=about)
         if registry.guidance(run.algorithm) is not None:
             title = run.algorithm.title
             raise RunError(f"{title} has no expert in {task.env}; give --recorded FILES, or train driving-bc")
@@ -272,19 +273,9 @@ def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree
     return lambda context: dataclasses.replace(environment, tables=context)
 
 
-Sent = TypeVar("Sent")
-
-
-def _send(run: Run, host: Sent) -> Sent:
+def _send(run: Run, host: PyTree) -> Any:
     """Data replicated on each device of the run's mesh."""
-    sent: Sent = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
-    return sent
-
-
-def _identity(recorded: Recorded) -> dict[str, Any]:
-    """Count and SHA-256 of recorded steps."""
-    rows = [_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(recorded)]
-    return {"steps": recorded.rows, "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
+    return meshes.everywhere(host, meshes.make_mesh(*run.mesh))
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -28,15 +28,12 @@ from longhaul.types import Environment, Params
 POLICIES = ("run", "untrained", "idm", "log", "constant")
 """Policies that can be evaluated: the run's, the same before training, and rule-based drivers."""
 
-
 TRAFFICS = (*config.TRAFFICS, "self")
 """Traffic in an evaluation: the simulator's kinds around the ego alone, or "self", where the policy drives all agents.
 """
 
-
 MOST = 64
 """Largest number of agents that the policy drives in one scenario with "self"."""
-
 
 EVENTS = ("collision", "offroad", "red_light", "goal")
 
@@ -88,7 +85,6 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
 
 SAMPLES = 8
 """Completions of a problem in an evaluation: the k of pass@k and majority@k."""
-
 
 SHOWN = 12
 """Chains shown in a report, each of another problem."""

@@ -48,8 +48,12 @@ class Drives(NamedTuple):
 
     def actor(self, environment: Environment, driver: str) -> tuple[rollout.Act, Callable[[int], Any]]:
         """(act, memory) of the run's policy; a placeholder if the simulator drives."""
-        if driver != "policy":
-            return _hands_off, lambda count: ()
+        if driver != "policy":  # the simulator ignores these actions
+
+            def act(policy: Params, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
+                return jnp.zeros((jax.tree.leaves(observation)[0].shape[0], 2), jnp.int32), memory, ()
+
+            return act, lambda count: ()
         algorithm = registry.make(environment.spec, self.run.algorithm, Context(updates=1, mean=meshes.identity))
         return algorithm.act, algorithm.memory
 
@@ -119,20 +123,9 @@ class Drives(NamedTuple):
 def _verdict(agent: int, slot: int, end: int, metrics: dict[str, Measure]) -> Verdict:
     """Events and scores of an agent until frame `end`; metrics are [T+1, A]."""
     scores = {name: float(m.value[end - 1, slot]) for name, m in metrics.items() if m.valid[end - 1, slot]}
-    happened = {name: metrics[name].value[:end, slot] for name in EVENTS if name in metrics}
-    events = {name: _first(values) if name in scores else None for name, values in happened.items()}
+    happened = {name: np.flatnonzero(metrics[name].value[:end, slot] > 0) for name in EVENTS if name in metrics}
+    events = {name: int(at[0]) if name in scores and len(at) else None for name, at in happened.items()}
     return Verdict(agent, events, scores)
-
-
-def _hands_off(policy: Params, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
-    """Placeholder policy where the simulator drives; its actions are ignored."""
-    count = jax.tree.leaves(observation)[0].shape[0]
-    return jnp.zeros((count, 2), jnp.int32), memory, ()
-
-
-def _first(values: np.ndarray) -> int | None:
-    """First frame at which a metric that starts at 0 is above it."""
-    return int(np.argmax(values > 0)) if np.any(values > 0) else None
 
 
 def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic: str | None = None) -> Drives:

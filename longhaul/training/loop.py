@@ -63,10 +63,8 @@ from longhaul.training.assemble import Assembly, assemble, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.data import Feed, Feeding, feed
-from longhaul.training.load_policy import restore_policy as restore_policy
 from longhaul.training.nan_rollback import Poisoned
 from longhaul.training.run_dir import alone, called, save_run, write_json
-from longhaul.training.run_dir import load_run as load_run
 from longhaul.types import Params, Progress, PyTree
 
 STOPPED = 75

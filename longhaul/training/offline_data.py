@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import BadData
-from longhaul.spaces import Action, Box, Discrete, Masked, action_shape
+from longhaul.spaces import Box, Discrete, Masked, action_shape
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
 LOOSE = 1e-3
@@ -119,12 +119,7 @@ def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recor
         if not np.all(np.isfinite(array)):
             raise BadData(f"{where}: {name} has numbers that are not finite; leave those steps out")
         made[name] = np.ascontiguousarray(array.reshape(-1, *inner), kind)
-    _bounded(where, made["action"], spec.action)
-    seen = jax.tree.unflatten(jax.tree.structure(wanted), [made[name] for name in names])
-    return Recorded(Masked(seen, made["mask"]) if "mask" in forms else seen, made["action"])
-
-
-def _bounded(where: Path, action: np.ndarray, space: Action) -> None:
+    space, action = spec.action, made["action"]
     if isinstance(space, Box):
         low, high = np.asarray(space.low), np.asarray(space.high)
         least, most = low - LOOSE * (high - low), high + LOOSE * (high - low)
@@ -136,6 +131,8 @@ def _bounded(where: Path, action: np.ndarray, space: Action) -> None:
     odd = np.flatnonzero(((action < least) | (action > most)).reshape(len(action), -1).any(-1))
     if len(odd):
         raise BadData(f"{where}: action {odd[0]} is {action[odd[0]].tolist()}; it must lie in {allowed}")
+    seen = jax.tree.unflatten(jax.tree.structure(wanted), [made[name] for name in names])
+    return Recorded(Masked(seen, made["mask"]) if "mask" in forms else seen, made["action"])
 
 
 def collector(recorded: Recorded, *, columns: int, steps: int) -> Collector:

@@ -30,7 +30,6 @@ RUNS = Path("runs")
 FORMAT = 1
 """Version of run.json and the files beside it; folders of other versions are refused."""
 
-
 UNDECIDED = "what it leaves open was decided in the run that wrote it"
 
 

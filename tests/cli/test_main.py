@@ -73,9 +73,11 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
     words = " ".join(out.replace("│", " ").split())
     for heading in run_flags.GROUPS:
         assert f"{heading} options" in words
-    for flag in run_flags.run_flags(recipes.recipe(recipe)):
-        assert f"--{flag.name}" in words
+    apart = (*run_flags.FOLDERS, *run_flags.TRACKING, *run_flags.PUBLISHING)
+    for flag in (*run_flags.run_flags(recipes.recipe(recipe)), *apart):
+        assert all(f"--{name}" in words for name in (flag.name, *flag.aliases))
         assert "".join(flag.help.split()) in "".join(words.split())
+    assert "--total-timesteps " in words and "{online,offline,disabled}" in words
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")

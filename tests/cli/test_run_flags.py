@@ -13,7 +13,6 @@ import pytest
 from longhaul.algorithms.config import OnPolicy, PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.cli import train as commands
-from longhaul.cli.main import main
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run, to_dict
@@ -273,15 +272,6 @@ def test_the_old_command_trains_where_it_is_asked_to(begun: list[tuple[Run, Path
     tracked = wandb.load(folder)
     assert tracked is not None
     assert tracked[:4] == (wandb.run_id(folder.name), True, "mine", "us")
-
-
-def test_the_help_shows_each_other_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "pendulum", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for other, own in (("total-timesteps", "total-steps"), ("checkpoint-dir", "runs-dir"), ("resume-run", "resume")):
-        assert f"--{other} " in text
-        assert f"--{own} " in text
-    assert "{online,offline,disabled}" in text
 
 
 def test_flags_of_a_run_that_is_not_tracked_are_said_to_do_nothing(

@@ -30,8 +30,9 @@ from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import evaluate, load_policy, loop, reasoning_setup
+from longhaul.training import evaluate, loop, reasoning_setup
 from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume
 
 TASK = Reasoning(problems=64, most=3)
@@ -159,7 +160,7 @@ def test_the_recipe_learns_with_a_seed_that_had_been_its_worst(tmp_path: Path) -
     assert begin(run, tmp_path / "run").code == 0
     own = [row["episode/return"] for row in records(tmp_path / "run") if row["grpo/taught"] == 0.0]
     assert 0.6 < own[0] < 0.9 < own[-1], "demonstrations leave to rewards what these are to teach"
-    scores, _ = evaluate.reasoner(run, 256)(load_policy.restore_policy(tmp_path / "run")[1])
+    scores, _ = evaluate.reasoner(run, 256)(restore_policy(tmp_path / "run")[1])
     assert scores.means()["pass_at_1"] >= 0.95
 
 
@@ -288,7 +289,7 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, 
     rewards = [row["episode/return"] for row in found]
     assert np.mean(rewards[:5]) < 0.35 < 0.55 < np.mean(rewards[-10:])
     assert max(row["grpo/mismatch"] for row in found) < 1e-4
-    stored, trained, untrained = load_policy.restore_policy(tmp_path / "run")
+    stored, trained, untrained = restore_policy(tmp_path / "run")
     assert stored == run
     jax.tree.map(np.testing.assert_array_equal, untrained.params, huggingface.load(files)[1])
     assert not np.array_equal(trained.params["embedding"], untrained.params["embedding"])
@@ -318,7 +319,7 @@ def test_a_run_on_questions_is_evaluated_and_asked(
 ) -> None:
     run = asking(files, total_steps=2 * 64 * SHORT)
     assert begin(run, tmp_path / "run").code == 0
-    _, trained, _ = load_policy.restore_policy(tmp_path / "run")
+    _, trained, _ = restore_policy(tmp_path / "run")
     scores, chains = evaluate.reasoner(run, 2)(trained)
     assert [chain["prompt"] for chain in chains] == [each.prompt for each in problem_sets.held_out(run.environment, 2)]
     assert scores.means()["pass_at_k"] >= scores.means()["pass_at_1"]

@@ -28,6 +28,7 @@ from longhaul.training import loop, run_dir
 from longhaul.training import population as training_population
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Found
+from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers import small_runs
 from tests.helpers.small_runs import begin, records, resume
 
@@ -41,7 +42,7 @@ def small(**changes: Any) -> Run:
 
 
 def params(folder: Path, member: int | None = None) -> Any:
-    return loop.restore_policy(folder, member)[1].params
+    return restore_policy(folder, member)[1].params
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +189,10 @@ def _shaped(values: Any) -> Any:
 def test_a_member_must_be_named(four: tuple[Run, Path]) -> None:
     _, folder = four
     with pytest.raises(RunError, match="holds 4 runs; give --member 0 to 3"):
-        loop.restore_policy(folder)
+        restore_policy(folder)
     with pytest.raises(RunError, match="--member is 4; it must be 0 to 3"):
-        loop.restore_policy(folder, 4)
-    assert loop.restore_policy(folder, 1)[0].seed == 4
+        restore_policy(folder, 4)
+    assert restore_policy(folder, 1)[0].seed == 4
 
 
 def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> None:

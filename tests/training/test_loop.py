@@ -31,6 +31,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.training import data, loop, publish, run_dir
 from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.weight_sync import manifest
 from longhaul.weight_sync.consumers import to_jax
 from longhaul.weight_sync.transports import safetensors_files
@@ -107,7 +108,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     assert found.pop("cache") is None  # it is off in tests
     assert found.pop("memory") == json.loads((folder / "memory.json").read_text())
     assert found.pop("evaluation").keys() == {"trained", "untrained"}
-    _, trained, untrained = loop.restore_policy(folder)
+    _, trained, untrained = restore_policy(folder)
     assert found == {
         "status": "done",
         "agent_steps": 58 * 128,
@@ -374,4 +375,4 @@ def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], 
 def test_a_policy_without_a_checkpoint_is_an_error(tmp_path: Path, shared: pytest.MonkeyPatch) -> None:
     run_dir.save_run(tmp_path, small(), {})
     with pytest.raises(RunError, match=rf"has no checkpoint yet; go on with --resume {tmp_path},"):
-        loop.restore_policy(tmp_path)
+        restore_policy(tmp_path)

@@ -20,6 +20,7 @@ from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop, nan_rollback
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.nan_rollback import Poisoned
 from longhaul.types import Progress
 from tests.helpers import nan_environment
@@ -105,7 +106,7 @@ def test_a_run_goes_around_and_ends_with_finite_numbers(survived: Path) -> None:
     assert [r["update"] for r in records(survived)] == list(range(4, 61, 4))
     values = [value for record in records(survived) for value in record.values()]
     assert all(value is not None and math.isfinite(value) for value in values)
-    _, policy, _ = loop.restore_policy(survived)
+    _, policy, _ = restore_policy(survived)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(policy.params))
 
 

@@ -20,6 +20,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import loop, publish
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.publish import Publishing, chosen
 from longhaul.weight_sync import manifest
 from longhaul.weight_sync.manifest import Manifest
@@ -53,7 +54,7 @@ def train(run: Any, folder: Path, asked: Publishing) -> None:
 
 def trained(folder: Path) -> tuple[str, Any]:
     """(digest of the parameters at a run's end, their tree)."""
-    _, policy, _ = loop.restore_policy(folder)
+    _, policy, _ = restore_policy(folder)
     result = json.loads((folder / "result.json").read_text())
     assert params_sha256(policy.params) == result["params_sha256"] or params_sha256(policy) == result["params_sha256"]
     return result["params_sha256"], policy

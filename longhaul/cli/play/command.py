@@ -25,7 +25,8 @@ from longhaul.envs.hackmatrix import reward, screen
 from longhaul.envs.hackmatrix import state as w
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
-from longhaul.training import loop, run_dir
+from longhaul.training import run_dir
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Environment
 
 RULES = {"jax": "hackmatrix", "canonical": "hackmatrix-canonical"}
@@ -95,7 +96,7 @@ def _who(values: dict[str, Any], given: frozenset[str]) -> tuple[str, Environmen
         runs_dir = Path(values["runs-dir"])
         folder = latest(runs_dir) if values["latest"] else run_dir.find_folder(runs_dir, values["run"])
         _check_run(folder)
-        run, policy, _ = loop.restore_policy(folder)
+        run, policy, _ = restore_policy(folder)
         assert isinstance(run.environment, Named)
         agent = Agent(folder.name, run.algorithm, policy)
         if given & {"rules", "fixes"} or name != "hackmatrix":

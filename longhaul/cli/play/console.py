@@ -79,15 +79,11 @@ def by_keys(game: Game, look: Look, there: Screen) -> list[Record]:
             else:
                 asked, message = True, "n again leaves this game and begins another"
         elif key == "?":
-            _help(look, there)
+            for page in screen.pages(look.style):
+                there.draw(page)
+                there.key(None)
         else:
             playing, message = _tried(game, playing, screen.ACTION_OF.get(key.lower()), key)
-
-
-def _help(look: Look, there: Screen) -> None:
-    for page in screen.pages(look.style):
-        there.draw(page)
-        there.key(None)
 
 
 def _tried(game: Game, playing: Playing, action: int | None, word: str) -> tuple[Playing, str]:

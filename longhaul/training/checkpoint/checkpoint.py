@@ -465,20 +465,29 @@ class Staging:
 
     def copy(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays by name, the large ones of CPU devices as copies with the same shardings."""
-        large = [name for name, array in arrays.items() if _is_large(array)]
+        copies = dict(arrays)
         memory: dict[tuple[Any, ...], np.ndarray] = {}
+        places: dict[str, list[tuple[np.ndarray, Any]]] = {}  # the parts of each large array with their devices
         work: list[tuple[np.ndarray, np.ndarray]] = []
-        for name in large:
-            for shard in arrays[name].addressable_shards:
-                key = _key(name, shard)
+        for name, array in arrays.items():
+            if not _is_large(array):
+                continue
+            places[name] = []
+            for shard in array.addressable_shards:
+                key = name, *((part.start, part.stop) for part in shard.index)
                 if key not in memory:  # devices that hold the same part share its copy
                     source = np.asarray(shard.data)
                     memory[key] = self._place(key, source)
                     work.append((memory[key], source))
+                places[name].append((memory[key], shard.device))
         self._memory = memory
         with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
             list(threads.map(lambda pair: np.copyto(*pair), work))
-        return dict(arrays) | {name: _like(arrays[name], name, memory) for name in large}
+        for name, parts in places.items():
+            shape, sharding = arrays[name].shape, arrays[name].sharding
+            placed = [jax.device_put(part, device, may_alias=True) for part, device in parts]
+            copies[name] = jax.make_array_from_single_device_arrays(shape, sharding, placed)
+        return copies
 
     def _place(self, key: tuple[Any, ...], source: np.ndarray) -> np.ndarray:
         """Memory for a copy of `source`: the previous copy's if it fits."""
@@ -496,15 +505,3 @@ def _is_large(array: Any) -> bool:
         return False
     on_cpu = all(shard.device.platform == "cpu" for shard in array.addressable_shards)
     return on_cpu and array.dtype.kind in "fiub"
-
-
-def _key(name: str, shard: Any) -> tuple[Any, ...]:
-    return name, *((part.start, part.stop) for part in shard.index)
-
-
-def _like(array: jax.Array, name: str, memory: Mapping[tuple[Any, ...], np.ndarray]) -> jax.Array:
-    """An array with the sharding of `array` whose parts lie in `memory`."""
-    parts = [
-        jax.device_put(memory[_key(name, shard)], shard.device, may_alias=True) for shard in array.addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

@@ -101,7 +101,7 @@ class CheckpointSource:
     def _restored(self, latest: tuple[int, int]) -> tuple[Manifest, np.ndarray]:
         """The policy of the newest intact checkpoint, as a manifest and an image; restored once."""
         if self._found is None or self._found[0] != latest:
-            from longhaul.training.load_policy import restore_policy
+            from longhaul.training.checkpoint.resume import restore_policy
 
             _, policy, _ = restore_policy(self.folder)
             tensors = named(policy)

@@ -33,7 +33,8 @@ from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.staleness import Rule, Ticket
-from longhaul.training import actor_learner, loop
+from longhaul.training import actor_learner
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Algorithm, Progress
 from tests.end_to_end.test_algorithm_matrix import APPO, impala
 from tests.helpers.checkable_environment import Chaos
@@ -254,7 +255,7 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
         num_envs=16, num_steps=32, total_steps=16 * 32 * 300 * (probe.environment.spec.agents or 1), save_interval=None,
     )  # fmt: skip
     begin(made, tmp_path / "run")
-    _, policy, _ = loop.restore_policy(tmp_path / "run")
+    _, policy, _ = restore_policy(tmp_path / "run")
     value = registry.critic(probe.environment.spec, made.algorithm)
     for seen, worth in probe.value:
         observation = jax.tree.map(lambda x: jnp.asarray(x)[None], seen)

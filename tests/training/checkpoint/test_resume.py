@@ -65,6 +65,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def folder(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of `stopped`."""
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
 def change(folder: Path, *words: str) -> Run:
     """What `longhaul train small --resume` would train with these flags."""
     stored = run_dir.load_run(folder)
@@ -124,8 +130,7 @@ def test_it_ends_at_the_same_total_and_no_update_is_missing_or_repeated(resized:
     assert [r["env_steps"] for r in found] == steps
 
 
-def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(stopped: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(folder: Path) -> None:
     before = saved(folder)
     now = first_call(change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
     assert equal(now.state, before.state)
@@ -142,10 +147,7 @@ def begun(folder: Path) -> np.ndarray:
     return np.asarray(assemble.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation)
 
 
-def test_what_was_dropped_is_said_and_recorded(
-    stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_what_was_dropped_is_said_and_recorded(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first_call(change(folder, "--num-envs", "16", "--lr", "1e-3"), folder, num_envs=16, lr=1e-3)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("goes on")]
     assert len(lines) == 1
@@ -161,11 +163,8 @@ def test_what_was_dropped_is_said_and_recorded(
     assert about["id"] == "run" and about["versions"], "the rest of run.json stays"
 
 
-def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(
-    stopped: Path, resized: Path, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(folder: Path, resized: Path) -> None:
     """Before the first save of the new sizes, when run.json has them and no checkpoint does; and after some saves."""
-    folder = shutil.copytree(stopped, tmp_path / "run")
     run = change(folder, "--num-envs", "16", "--num-steps", "32")
     first_call(run, folder)
     assert run_dir.load_run(folder) == run
@@ -178,8 +177,7 @@ def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(
     assert len(json.loads((folder / "run.json").read_text())["history"]) == 1
 
 
-def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(stopped: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(folder: Path) -> None:
     text = (folder / "run.json").read_bytes()
     run = change(folder, "--num-envs", "16")
     with pytest.MonkeyPatch.context() as patch:
@@ -190,8 +188,7 @@ def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(stopped: Path,
 
 
 @pytest.mark.slow
-def test_sizes_may_change_twice_and_back(stopped: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_sizes_may_change_twice_and_back(folder: Path) -> None:
     stop_after(1, change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
     made = checkpoints(folder)[-1]
     run = change(folder, "--num-envs", "8", "--num-steps", "24")
@@ -204,10 +201,7 @@ def test_sizes_may_change_twice_and_back(stopped: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_only_other_lengths_the_worlds_go_on(
-    stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_with_only_other_lengths_the_worlds_go_on(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = saved(folder)
     assert equal(first_call(change(folder, "--num-steps", "32"), folder), before)
     assert "nothing is dropped; parameters" in capfd.readouterr().err
@@ -233,8 +227,7 @@ def test_the_learning_rate_goes_on_from_the_share_that_is_done(resized: Path) ->
     assert found[30]["ppo/lr"] == pytest.approx(np.mean(last[-(30 - sorted(found)[-2]) :]), rel=1e-5)
 
 
-def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
+def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, folder: Path) -> None:
     run = change(folder, "--num-envs", "480")
     with pytest.raises(RunError, match=r"updates of 7680 steps, and 5120 are left of --total-steps 7680; choose small"):
         loop.train(run, folder, resumed=True)
