@@ -210,16 +210,16 @@ def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
     what the episode scored beside them."""
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-    made = vector(name, num_envs, **options)
+    columns = vector(name, num_envs, **options)
 
     class Columns(VecEnv):
         def __init__(self) -> None:
-            super().__init__(made.num_envs, made.single_observation_space, made.single_action_space)
+            super().__init__(columns.num_envs, columns.single_observation_space, columns.single_action_space)
             self._given: Any = None
 
         def reset(self) -> Any:
             seeds = [seed for seed in self._seeds if seed is not None]
-            observation, _ = made.reset(seed=seeds[0] if seeds else None)
+            observation, _ = columns.reset(seed=seeds[0] if seeds else None)
             self._reset_seeds()
             return observation
 
@@ -227,21 +227,21 @@ def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
             self._given = actions
 
         def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[dict[str, Any]]]:
-            observation, reward, terminated, truncated, infos = made.step(self._given)
-            each: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+            observation, reward, terminated, truncated, infos = columns.step(self._given)
+            reports: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
             for column in np.flatnonzero(terminated | truncated):
-                each[column]["terminal_observation"] = infos["final_obs"][column]
-                each[column]["TimeLimit.truncated"] = bool(truncated[column] & ~terminated[column])
+                reports[column]["terminal_observation"] = infos["final_obs"][column]
+                reports[column]["TimeLimit.truncated"] = bool(truncated[column] & ~terminated[column])
                 scores = infos["final_info"]
                 for name in [name for name in scores if f"_{name}" in scores and scores[f"_{name}"][column]]:
-                    each[column][name] = float(scores[name][column])
-            return observation, reward, terminated | truncated, each
+                    reports[column][name] = float(scores[name][column])
+            return observation, reward, terminated | truncated, reports
 
         def close(self) -> None:
-            made.close()
+            columns.close()
 
         def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-            return [getattr(made, attr_name)] * len(self._get_indices(indices))
+            return [getattr(columns, attr_name)] * len(self._get_indices(indices))
 
         def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
             raise ValueError(f"{attr_name} can't be set: worlds are values; give options where they are made")

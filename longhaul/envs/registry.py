@@ -64,8 +64,8 @@ def make(name: str, **options: Any) -> Environment:
     for option in options:
         if option not in takes:
             raise ValueError(f"{name} has no option {option!r}; {_suggest(option, takes)}")
-    made = maker(**options)
-    return made.environment if isinstance(made, probes.Probe) else made
+    built = maker(**options)
+    return built.environment if isinstance(built, probes.Probe) else built
 
 
 @dataclass(frozen=True)

@@ -212,12 +212,12 @@ def _siphon(state: State, cells: Cells, action: jax.Array, words: jax.Array) -> 
     value = jnp.where(cells.kind == w.PROGRAM, 100, jnp.where(cells.kind == w.DATA, cells.points, 0))
     worth = jnp.where(inside & w.has(cells.walls, cell), value[cell], 0)
     best = jnp.argmax(worth)  # the first of equals
-    found = siphons & (worth[best] > 0)
+    gives = siphons & (worth[best] > 0)
     chosen = cell[best]
-    is_data = found & (cells.kind[chosen] == w.DATA)
-    is_program = found & (cells.kind[chosen] == w.PROGRAM)
-    taken = jnp.where(found, w.bits(chosen), jnp.uint32(0))
-    number = jnp.where(found, jnp.minimum(state.spawn[chosen].astype(jnp.int32), MOST_SENT), 0)
+    is_data = gives & (cells.kind[chosen] == w.DATA)
+    is_program = gives & (cells.kind[chosen] == w.PROGRAM)
+    taken = jnp.where(gives, w.bits(chosen), jnp.uint32(0))
+    number = jnp.where(gives, jnp.minimum(state.spawn[chosen].astype(jnp.int32), MOST_SENT), 0)
     place = chosen
     if words.shape[0] > 4:
         lot = jnp.where(w.spread_bits(crowded(state, cells.walls)), 0, (words[4:] >> 8).astype(jnp.int32) | 1)
@@ -231,9 +231,9 @@ def _siphon(state: State, cells: Cells, action: jax.Array, words: jax.Array) -> 
         score=state.score + jnp.where(is_data, cells.points[chosen], 0),
         programs=state.programs | jnp.where(is_program, own, jnp.uint32(0)),
         siphons=state.siphons - siphons,
-        next_task=state.next_task + jnp.where(found, 5, 0),
+        next_task=state.next_task + jnp.where(gives, 5, 0),
         siphoned=state.siphoned | taken,
-        centre=state.centre | jnp.where(found, w.bits(SIDE * state.row + state.col), jnp.uint32(0)),
+        centre=state.centre | jnp.where(gives, w.bits(SIDE * state.row + state.col), jnp.uint32(0)),
         pending=pending,
     )
 
@@ -413,8 +413,8 @@ def approach(state: State, e: Enemies, walls: jax.Array, moves: jax.Array) -> En
 def schedule(state: State, cells: Cells, words: jax.Array) -> State:
     """When it is due, one transmission somewhere free."""
     due = ~state.calm & (state.turn >= state.next_task)
-    place, found = w.pick(~crowded(state, cells.walls) & np.uint32((1 << 18) - 1), words[0])
-    number = (due & found).astype(jnp.int32)
+    place, exists = w.pick(~crowded(state, cells.walls) & np.uint32((1 << 18) - 1), words[0])
+    number = (due & exists).astype(jnp.int32)
     return state._replace(
         pending=send(state.pending, number, place, 1, words[1], False),
         next_task=jnp.where(due, state.turn + INTERVAL, state.next_task),

@@ -127,8 +127,8 @@ def distances(blocks: np.ndarray) -> np.ndarray:
         )
         np.minimum(before, near + np.int8(1), out=inner)
         if (inner == before).all():
-            found = np.where(inner >= far, np.int8(0), inner).reshape(CELLS, 4, -1)
-            return np.ascontiguousarray(found.transpose(2, 1, 0))
+            ways = np.where(inner >= far, np.int8(0), inner).reshape(CELLS, 4, -1)
+            return np.ascontiguousarray(ways.transpose(2, 1, 0))
 
 
 # ----------------------------------------------------------------------------------------------- the canonical rules

@@ -168,13 +168,13 @@ class Game:
 def _with_past(state: State, before: State, action: jax.Array, completed: jax.Array) -> State:
     """The state after a step with the one before it to go back to, or that one again after UNDO."""
     undone = action == w.UNDO
-    kept = before._replace(past=())
+    previous = before._replace(past=())
     back = before.past._replace(
         tally=state.tally, undo=jnp.bool_(False), credits=jnp.maximum(before.past.credits - w.CREDITS[w.UNDO], 0)
     )
     now = state._replace(past=(), undo=state.undo & ~completed)
     chosen = jax.tree.map(lambda a, b: jnp.where(undone, a, b), back, now)
-    return chosen._replace(past=kept)
+    return chosen._replace(past=previous)
 
 
 def hackmatrix(

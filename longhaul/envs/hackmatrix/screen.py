@@ -331,10 +331,10 @@ def _fit(spans: list[Span], room: int) -> list[Span]:
     """Spans that fit; "+4" stands for four more."""
     if _length(spans) <= room:
         return spans
-    for kept in range(len(spans) - 1, -1, -1):
-        more = f"+{len(spans) - kept}"
-        if _length(spans[:kept]) + len(more) <= room:
-            return [*spans[:kept], (more, "bold")]
+    for count in range(len(spans) - 1, -1, -1):
+        more = f"+{len(spans) - count}"
+        if _length(spans[:count]) + len(more) <= room:
+            return [*spans[:count], (more, "bold")]
     return []
 
 

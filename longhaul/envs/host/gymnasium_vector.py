@@ -159,10 +159,10 @@ Begin = Callable[[int], tuple[Any, Any, dict[str, Any]]]
 
 
 class Vector:
-    """A Gymnasium vector environment `made`. `begin(seed)` -> (environment, observations, infos) of fresh episodes."""
+    """A Gymnasium vector environment `inner`. `begin(seed)` -> (environment, observations, infos) of fresh episodes."""
 
-    def __init__(self, begin: Begin, made: Any, worlds: int, form: Form, mode: str) -> None:
-        self.spec, self._form, self._mode, self._begin, self._inner = form.spec, form, mode, begin, made
+    def __init__(self, begin: Begin, inner: Any, worlds: int, form: Form, mode: str) -> None:
+        self.spec, self._form, self._mode, self._begin, self._inner = form.spec, form, mode, begin, inner
         self.worlds = self.columns = worlds
         self._waits = np.zeros(self.columns, bool)  # whose next step only resets
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
@@ -200,7 +200,7 @@ class Vector:
     def _last(self, observation: Any, infos: dict[str, Any], rows: np.ndarray) -> Tree:
         """Observations that the steps of these rows truly led to, in memory of its own, typed as the spec says."""
         if self._mode != SAME_STEP:
-            found = take(self._form.read(observation, infos), rows)
+            seen = take(self._form.read(observation, infos), rows)
         else:
             last, of_last = infos["final_obs"], infos.get("final_info", {})
             if isinstance(last, np.ndarray) and last.dtype == object:
@@ -208,10 +208,10 @@ class Vector:
                 of_last = {
                     key: np.asarray(value)[rows] for key, value in of_last.items() if not isinstance(value, dict)
                 }
-                found = self._form.read(last, of_last)
+                seen = self._form.read(last, of_last)
             else:
-                found = take(self._form.read(last, of_last), rows)
-        return typed(self.spec, found)
+                seen = take(self._form.read(last, of_last), rows)
+        return typed(self.spec, seen)
 
     state, restore = no_state, no_restore
 
@@ -280,9 +280,9 @@ def gymnasium(
     with _plainly(name):
         own = vectorised and gym.spec(name).vector_entry_point is not None
         if own:
-            made: Any = gym.make_vec(name, num_envs, vectorization_mode="vector_entry_point", **options)
-            limit = made.spec.kwargs.get("max_episode_steps")
-            return _vector(made, limit, truncation_interval, mask, action_bound)
+            worlds: Any = gym.make_vec(name, num_envs, vectorization_mode="vector_entry_point", **options)
+            limit = worlds.spec.kwargs.get("max_episode_steps")
+            return _vector(worlds, limit, truncation_interval, mask, action_bound)
         inner = [gym.make(name, disable_env_checker=True, **options) for _ in range(num_envs)]
     assert inner[0].spec is not None
     spaces = form(
@@ -297,10 +297,10 @@ def vector(
     truncation_interval: int | None = None, **options: Any,
 ) -> Vector:  # fmt: skip
     """Any Gymnasium vector environment: `name` is module:factory, called with the number of worlds and the options."""
-    made = load(name)(num_envs, **options)
-    if "autoreset_mode" not in made.metadata:
+    worlds = load(name)(num_envs, **options)
+    if "autoreset_mode" not in worlds.metadata:
         raise ValueError(f"{name} does not say in its metadata which autoreset_mode it has; Gymnasium asks for it")
-    return _vector(made, None, truncation_interval, mask, action_bound)
+    return _vector(worlds, None, truncation_interval, mask, action_bound)
 
 
 def ale(name: str, num_envs: int, seed: int, *, num_threads: int = 1, **options: Any) -> Vector:
@@ -313,10 +313,10 @@ def ale(name: str, num_envs: int, seed: int, *, num_threads: int = 1, **options:
 
     options = {"max_num_frames_per_episode": 108_000, "frameskip": 4, **options}
     with _plainly(name):
-        made = AtariVectorEnv(
+        worlds = AtariVectorEnv(
             name, num_envs, num_threads=num_threads, autoreset_mode=AutoresetMode.SAME_STEP, **options
         )
-    return _vector(made, options["max_num_frames_per_episode"] // options["frameskip"], None, None, None, many=True)
+    return _vector(worlds, options["max_num_frames_per_episode"] // options["frameskip"], None, None, None, many=True)
 
 
 def envpool(
@@ -351,18 +351,18 @@ def _stack(rows: list[Tree]) -> Tree:
 
 
 def _vector(
-    made: Any, limit: int | None, interval: int | None, mask: str | None, bound: float | None, many: bool = False
+    pool: Any, limit: int | None, interval: int | None, mask: str | None, bound: float | None, many: bool = False
 ) -> Vector:
     """`many`: it takes a seed for each of its environments."""
 
     def begin(seed: int) -> tuple[Any, Any, dict[str, Any]]:
-        given: Any = np.asarray(seeds(seed, made.num_envs)) if many else seeds(seed, 1)[0]
-        return made, *made.reset(seed=given)
+        given: Any = np.asarray(seeds(seed, pool.num_envs)) if many else seeds(seed, 1)[0]
+        return pool, *pool.reset(seed=given)
 
     spaces = form(
-        made.single_observation_space, made.single_action_space, limit=limit, interval=interval, mask=mask, bound=bound
+        pool.single_observation_space, pool.single_action_space, limit=limit, interval=interval, mask=mask, bound=bound
     )
-    return Vector(begin, made, made.num_envs, spaces, made.metadata["autoreset_mode"].value)
+    return Vector(begin, pool, pool.num_envs, spaces, pool.metadata["autoreset_mode"].value)
 
 
 @contextlib.contextmanager

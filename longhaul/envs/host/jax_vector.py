@@ -94,8 +94,8 @@ class Programs:
             return into.at[which].set(values, mode="drop")
 
         valid = put(running.valid, self._playing(state))
-        kept = jax.tree.map(put, running.state, state)
-        return running._replace(state=kept, episode=episode, valid=valid), jax.tree.map(put, observation, first)
+        worlds = jax.tree.map(put, running.state, state)
+        return running._replace(state=worlds, episode=episode, valid=valid), jax.tree.map(put, observation, first)
 
 
 class JaxVector:

@@ -83,9 +83,9 @@ def describe(name: str, **options: Any) -> Description:
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
     rest = FORMER.get(rest, rest)
-    told = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
+    written = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
     return Description(
-        kind, rest, tuple(sorted(({key: _literal(text) for key, text in told.items()} | options).items()))
+        kind, rest, tuple(sorted(({key: _literal(text) for key, text in written.items()} | options).items()))
     )
 
 

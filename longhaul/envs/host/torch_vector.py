@@ -52,10 +52,10 @@ class DeviceStep(NamedTuple):
 class TorchVector:
     """An environment of tensors. `final` says whether its extras tell what the steps that ended led to."""
 
-    def __init__(self, made: Any, form: Form, final: bool) -> None:
+    def __init__(self, inner: Any, form: Form, final: bool) -> None:
         self.spec = replace(form.spec, true_successors=final)
-        self._form, self._inner = form, made
-        self.worlds = self.columns = int(made.num_envs)
+        self._form, self._inner = form, inner
+        self.worlds = self.columns = int(inner.num_envs)
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
         self._before: Tree = None  # what the coming step starts from, where finals need it
 
@@ -123,14 +123,14 @@ def torch(
     Isaac Lab's are. `max_steps` (default: the environment's `max_episode_length`) bounds an episode. Isaac Lab begins
     episodes at different places of their length, so that `truncation_interval` is 1 unless given.
     """
-    made = load(name)(num_envs, **options)
-    space = made.single_observation_space
+    worlds = load(name)(num_envs, **options)
+    space = worlds.single_observation_space
     group = space[POLICY] if POLICY in getattr(space, "spaces", {}) else space
-    limit = max_steps or getattr(made, "max_episode_length", None)
+    limit = max_steps or getattr(worlds, "max_episode_length", None)
     spaces = form(
-        group, made.single_action_space, limit=limit, interval=truncation_interval or 1, mask=None, bound=action_bound
+        group, worlds.single_action_space, limit=limit, interval=truncation_interval or 1, mask=None, bound=action_bound
     )
-    return TorchVector(made, spaces, final_observations)
+    return TorchVector(worlds, spaces, final_observations)
 
 
 def _seen(observation: Any) -> Any:

@@ -218,12 +218,12 @@ def load(name: str) -> Callable[..., Any]:
     if not module or not function:
         raise ValueError(f"{name!r} names no function; write module:function")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{module} can't be imported: {error}") from error
-    if function not in vars(found):
+    if function not in vars(imported):
         raise ValueError(f"{module} has no {function}")
-    return vars(found)[function]
+    return vars(imported)[function]
 
 
 class Interval:

@@ -103,8 +103,8 @@ class Canonical:
         state = turn.send(state._replace(pool=state.pool - pool), after_ground.blocks, number, origin, words[43:63])
         state = state._replace(history=c.remember(state, plays))
         if "undo" in self.fixes:
-            kept = state.history._replace(depth=jnp.where(enters, 0, state.history.depth))
-            state = state._replace(history=kept)
+            forgotten = state.history._replace(depth=jnp.where(enters, 0, state.history.depth))
+            state = state._replace(history=forgotten)
         died = state.hp <= 0
         completed = valid & ended
         approach = jnp.where(died, 0, way - jnp.where(completed, 0, self._way(state, after_ground)))
