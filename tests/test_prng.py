@@ -80,9 +80,3 @@ def test_neighbours_land_in_one_minibatch_as_often_as_chance_says():
         same = np.mean(quarter[:, :-apart] == quarter[:, apart:])
         expected = (n / 4 - 1) / (n - 1)
         assert abs(same - expected) < 5 * np.sqrt(0.25 * 0.75 / (600 * (n - apart))) * 3, (apart, same)
-
-
-def test_epochs_differ():
-    permuted = quick(lambda key: prng.permutation(key, 2048))
-    a, b = (np.asarray(permuted(jax.random.key(s))) for s in (0, 1))
-    assert np.mean(a == b) < 0.01

@@ -245,18 +245,6 @@ def test_without_its_mask_the_masked_probe_pays_a_third() -> None:
     assert max(earned) == pytest.approx(1 / 3, abs=4 * 0.48 / 64)
 
 
-def test_agents_end_one_after_the_other_and_one_of_them_by_truncation() -> None:
-    environment = probes.agents().environment
-    state, _ = environment.reset(jax.random.key(0))
-    ends, rewards = [], []
-    for _ in range(4):
-        state, result = environment.step(jax.random.key(0), state, jnp.zeros(3, jnp.int32))
-        ends.append([int(t) + 2 * int(c) for t, c in zip(result.terminated, result.truncated)])
-        rewards.append(result.reward.tolist())
-    assert ends == [[1, 0, 0], [0, 2, 0], [0, 0, 1], [0, 0, 0]]
-    assert rewards == [[1, 1, 1], [POISON, 1, 1], [POISON, POISON, 1], [POISON] * 3]
-
-
 @pytest.mark.parametrize("make", [lambda: probes.time_limit(0), lambda: probes.memory(0)])
 def test_impossible_lengths_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="is 0, but"):

@@ -298,7 +298,7 @@ def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) ->
     )
 
 
-def bought(state: Any, action: jax.Array) -> dict[str, jax.Array]:
+def bought(state: Any, action: jax.Array) -> dict[str, Any]:
     """What programs change alike by either rule set, and is neither a place nor an enemy: fields of the state."""
     return {
         "hp": jnp.where(action == w.RESET, w.MOST_HP, state.hp),
