@@ -69,7 +69,7 @@ def collected() -> Any:
     config = APGConfig(lr=2e-2, gamma=GAMMA, network=NetworkConfig(hidden_dim=16, num_layers=1))
     algorithm = registry.make(REGULATOR.spec, config, Context(updates=300, mean=meshes.identity))
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
-    begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
+    begun = quick(lambda key: (algorithm.init(key), collect.start(key)))(jax.random.key(0))
     return algorithm, begun, quick(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
 
 

@@ -119,7 +119,7 @@ def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     algorithm = registry.make(environment.spec, config, Context(updates=1, mean=meshes.identity))
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
-    policy = algorithm.policy(algorithm.init(jax.random.key(0)))
+    policy = algorithm.policy(quick(algorithm.init)(jax.random.key(0)))
     run = quick(lambda key: collect.collect(policy, collect.start(key), key, jnp.int32(0))[1])
     data = jax.device_get(run(jax.random.key(1)))
     extras = data.extras

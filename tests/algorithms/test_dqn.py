@@ -13,17 +13,14 @@ from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.runtime.settings import replaced
 from longhaul.spaces import Masked
-from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
+from tests.algorithms.test_sac import SMALL, UPDATES, learnt, steered
+from tests.helpers.quick import zeros
 
 SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}
 
 
 def config(probe: Probe, **changes: Any) -> DQNConfig:
-    settings: dict[str, Any] = {
-        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
-        "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
-    }  # fmt: skip
-    return replaced(DQNConfig(), **(settings | changes))
+    return replaced(DQNConfig(), gamma=probe.gamma, **(SMALL | changes))
 
 
 def told(probe: Probe) -> Probe:
@@ -59,24 +56,20 @@ CELLS = [
 @pytest.mark.parametrize(("name", "changes"), CELLS)
 def test_choices_have_their_known_values(name: str, changes: dict[str, Any]) -> None:
     probe = told(PROBES[name]()) if name == "masked" else PROBES[name]()
-    settings = config(probe, **changes)
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe, **changes))
 
 
 @pytest.mark.slow
 def test_many_devices_learn_the_same_policy() -> None:
     probe = PROBES["agents"]()
-    settings = config(probe)
-    state, algorithm, _ = trained(probe, settings, devices=4)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe), devices=4)
 
 
 def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
     probe = PROBES["masked"]()
     settings = config(probe, epsilon=0.9, epsilon_final=0.2, exploration=0.5)
     algorithm = dqn.dqn(probe.environment.spec, settings, Context(updates=UPDATES, mean=lambda x: x))
-    state = algorithm.init(jax.random.key(0))
+    state = zeros(algorithm.init, jax.random.key(0))
     # Without a replay nothing is in it: what is random says the cursor alone.
     ready = state._replace(cursor=state.cursor._replace(filled=np.int32(10**6)))
     shares = [float(algorithm.policy(ready._replace(updates=np.int32(n))).random) for n in (0, 30, 60, 120)]

@@ -29,10 +29,14 @@ def config(**changes: Any) -> GRPOConfig:
     return dataclasses.replace(GRPOConfig(model=TINY, group=GROUP, num_minibatches=1), **changes)
 
 
+judge = quick(lambda params, prompt, token: sampler.log_probs(TINY, params, prompt, token, 1.0)[0])
+"""Program of parameters, prompts and tokens to the log-probabilities of all tokens."""
+
+
 @functools.cache
 def completions() -> tuple[Any, sampler.Completions]:
     """Parameters, and completions of some lengths that they sampled, with a group whose rewards are equal."""
-    params = transformer.init(jax.random.key(0), TINY)
+    params = quick(lambda key: transformer.init(key, TINY))(jax.random.key(0))
     rng = np.random.default_rng(0)
     prompt = np.repeat(rng.integers(1, 23, (ROWS // GROUP, 3)), GROUP, axis=0).astype(np.int32)
     token = rng.integers(1, 23, (ROWS, LENGTH)).astype(np.int32)
@@ -40,7 +44,7 @@ def completions() -> tuple[Any, sampler.Completions]:
     taken = written & (rng.random((ROWS, LENGTH)) < 0.8)
     taken[:, 0] = True
     token = np.where(written, token, tokenizer.PAD)
-    log_prob, _ = sampler.log_probs(TINY, params, prompt, token, 1.0)
+    log_prob = judge(params, prompt, token)
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
     zero = jnp.zeros(ROWS, jnp.int32)
@@ -158,7 +162,7 @@ def learnt() -> tuple[Any, Any, Any]:
     settings = config(kl_coef=0.1, num_minibatches=2, taught=1, warmup=0, lr=1e-2, lr_taught=1e-2)
     made = grpo.grpo(None, settings, Context(updates=2, mean=meshes.identity))
     params, data = completions()
-    begun = made.init(jax.random.key(1))
+    begun = quick(made.init)(jax.random.key(1))
     state = begun._replace(params=params, updates=jnp.int32(1), imitated=jnp.int32(1))
     learn = quick(made.learn)
     equal = data._replace(reward=jnp.ones(ROWS))
@@ -166,15 +170,10 @@ def learnt() -> tuple[Any, Any, Any]:
     return state, [learn(state, each, jax.random.key(2)) for each in cases], learn
 
 
-@functools.cache
-def _log_probs() -> Any:
-    data = completions()[1]
-    return quick(lambda params: sampler.log_probs(TINY, params, data.prompt, data.token, 1.0)[0])
-
-
 def log_probs(params: Any) -> jax.Array:
     """Log-probabilities of all tokens of the completions."""
-    return _log_probs()(params)
+    data = completions()[1]
+    return judge(params, data.prompt, data.token)
 
 
 def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -> None:

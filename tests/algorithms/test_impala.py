@@ -27,7 +27,7 @@ from longhaul.telemetry import health, wandb_process
 from longhaul.types import Algorithm, Rollout
 from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, rolling, stirred, values_by_hand
 from tests.helpers.checkable_environment import BOX, Chaos
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick, zeros
 from tests.test_returns import papers_sum
 
 SMALL = IMPALAConfig(
@@ -191,8 +191,7 @@ def learning(config: Any) -> tuple[Algorithm, Any]:
 def step_of(config: Any, data: Rollout) -> State:
     """The state of "categorical" after one update by `config`."""
     algorithm, learn = learning(config)
-    state = jax.eval_shape(algorithm.init, jax.random.key(0))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    state = zeros(algorithm.init, jax.random.key(0))
     state = state._replace(params=case("categorical").state.params, updates=jnp.int32(VERSION))
     return learn(state, data, jax.random.key(2))[0]
 

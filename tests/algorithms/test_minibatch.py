@@ -22,7 +22,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import replaced
 from longhaul.spaces import Discrete
 from longhaul.types import Rollout, Spec, Successors
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick, zeros
 from tests.helpers.small_runs import small
 from tests.networks.test_actor_critic_remat import SEEN, drawn, relative
 
@@ -48,7 +48,7 @@ def learner(config: PPOConfig) -> tuple[Any, State, Rollout]:
     """(learn, a state, experience of which some steps do not count)."""
     spec = Spec(SEEN, Discrete(3), agents=2)
     algorithm = ppo.ppo(spec, config, Context(updates=10, mean=meshes.identity))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.init, jax.random.key(0)))
+    state = zeros(algorithm.init, jax.random.key(0))
     state = state._replace(params=drawn(state.params, scale=0.3))
     rng = np.random.default_rng(3)
     raw = jnp.asarray(rng.integers(0, 3, (STEPS, COLUMNS)), jnp.int32)

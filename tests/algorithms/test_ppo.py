@@ -28,7 +28,7 @@ from longhaul.runtime.settings import replaced
 from longhaul.spaces import Discrete, Masked
 from longhaul.types import Algorithm, Rollout, Spec
 from tests.helpers.checkable_environment import BOX, PAIR, Chaos
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick, zeros
 
 STEPS, WORLDS = 12, 8
 SMALL = PPOConfig(
@@ -54,8 +54,7 @@ def rolling(environment: Chaos, network: NetworkConfig) -> Any:
 
 def stirred(algorithm: Algorithm, config: PPOConfig) -> State:
     """A state with life in it: a new policy's last layer is almost zero, and so would be all its gradients."""
-    shapes = jax.eval_shape(algorithm.init, jax.random.key(3))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    state = zeros(algorithm.init, jax.random.key(3))
     rng = np.random.default_rng(7)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.5, size=x.shape), jnp.float32), state.params)
     moments = state.moments

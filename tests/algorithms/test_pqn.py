@@ -13,7 +13,7 @@ from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.runtime.settings import replaced
-from tests.helpers.quick import quick
+from tests.helpers.quick import quick, zeros
 
 
 def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
@@ -30,7 +30,7 @@ def test_exploration_falls_with_the_share_of_the_run_that_is_past() -> None:
         ({"first": 60, "done": 0.2}, (60, 75, 100), (0.58, 0.1, 0.1)),  # gone on with larger batches
     ):
         algorithm = made(PROBES["action"](), **changes, **places)
-        state = algorithm.init(jax.random.key(0))
+        state = zeros(algorithm.init, jax.random.key(0))
         found = [float(algorithm.policy(state._replace(updates=jnp.int32(n))).random) for n in at]
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -41,7 +41,7 @@ def test_choices_are_legal_and_as_random_as_is_told() -> None:
     observation = jax.tree.map(lambda *x: jnp.stack(x), *[seen for seen, _ in probe.value])
     columns = observation.mask.shape[0]
     many = jax.tree.map(lambda x: jnp.tile(x, (2000, *[1] * (x.ndim - 1))), observation)
-    policy = algorithm.policy(algorithm.init(jax.random.key(0)))
+    policy = algorithm.policy(quick(algorithm.init)(jax.random.key(0)))
     act = quick(algorithm.act)
     best = algorithm.act(policy, (), observation, None)[0]
     for share in (0.0, 0.5):

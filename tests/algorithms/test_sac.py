@@ -1,4 +1,4 @@
-"""SAC on the probes: known values, true successors, many devices, and its place in a run."""
+"""SAC on the probes: known values, true successors, many devices, its place in a run, and an expert to imitate."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from longhaul.algorithms.context import Context
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
-from longhaul.replay import Sizes
+from longhaul.replay import Sizes, Transitions
 from longhaul.rollout import collector, play, starts
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.settings import replaced
-from longhaul.spaces import Box
+from longhaul.spaces import Box, Discrete
 from longhaul.topologies import fused
-from longhaul.types import Algorithm, Key, Rollout, Spec, Successors, TimeStep
+from longhaul.types import Algorithm, Guided, Key, Rollout, Spec, Successors, TimeStep
 from tests.helpers.quick import QUICK, quick
 
 UPDATES, WORLDS, STEPS = 120, 16, 8
@@ -54,12 +54,14 @@ def steered(probe: Probe) -> Probe:
     return replace(probe, environment=Steered(probe.environment))
 
 
+SMALL: dict[str, Any] = {
+    "lr": 1e-2, "tau": 0.1, "batch_size": 128, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
+    "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
+}  # fmt: skip
+
+
 def config(probe: Probe, **changes: Any) -> SACConfig:
-    settings: dict[str, Any] = {
-        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "temperature": 0.0, "batch_size": 128, "gradient_steps": 8,
-        "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
-    }  # fmt: skip
-    return replaced(SACConfig(), **(settings | changes))
+    return replaced(SACConfig(), gamma=probe.gamma, **(SMALL | {"temperature": 0.0} | changes))
 
 
 def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = None) -> tuple[Any, Algorithm, Any]:
@@ -98,6 +100,13 @@ def check(probe: Probe, settings: OffPolicy, state: Any, algorithm: Algorithm) -
         assert abs(score.mean() - probe.best_return) <= 0.05 * max(1.0, abs(probe.best_return))
 
 
+def learnt(probe: Probe, settings: OffPolicy, devices: int = 1) -> tuple[Any, Any]:
+    """(the last state, metrics of the last updates) of a learner that found the known values."""
+    state, algorithm, metrics = trained(probe, settings, devices)
+    check(probe, settings, state, algorithm)
+    return state, metrics
+
+
 CHOICES = ["constant", "time_limit", "terminal_reward", "two_step", "action", "masked", "successor", "agents"]
 
 
@@ -105,17 +114,13 @@ CHOICES = ["constant", "time_limit", "terminal_reward", "two_step", "action", "m
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_have_their_known_values(name: str) -> None:
     probe = PROBES[name]()
-    settings = config(probe)
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe))
 
 
 @pytest.mark.parametrize("name", ["successor", pytest.param("time_limit", marks=pytest.mark.slow)])
 def test_vectors_bootstrap_from_the_true_successor(name: str) -> None:
     probe = steered(PROBES[name]())
-    settings = config(probe)
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe))
 
 
 def test_a_swapped_successor_is_seen() -> None:
@@ -136,17 +141,13 @@ def test_a_swapped_successor_is_seen() -> None:
 def test_a_vector_is_aimed() -> None:
     """The continuous probe, by priority and over several rewards: a temperature of 0 lets the deviation shrink."""
     probe = probes.continuous()
-    settings = config(probe, priority_exponent=0.6, n_step=3, replay_precision="bf16")
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe, priority_exponent=0.6, n_step=3, replay_precision="bf16"))
 
 
 @pytest.mark.slow
 def test_many_devices_have_rings_of_their_own_and_one_policy() -> None:
     probe = PROBES["agents"]()
-    settings = config(probe)
-    state, algorithm, metrics = trained(probe, settings, devices=4)
-    check(probe, settings, state, algorithm)
+    state, metrics = learnt(probe, config(probe), devices=4)
     rewards = np.asarray(state.replay.value.reward)
     assert rewards.shape[0] == 4 and metrics["sac/replay"][-1] > 1000
     assert all(np.array_equal(a, b) for a, b in zip(*[jax.tree.leaves(state.params)] * 2))
@@ -206,3 +207,78 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
 def test_what_can_not_work_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         registry.check(config(probes.constant(), **changes), Sizes(2, 8, STEPS))
+
+
+# ------------------------------------------------------------------------------------------- with an expert (BC-SAC)
+
+IMITATED: Spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
+
+
+def sample(action: Any, weight: Any) -> Transitions:
+    n = len(weight)
+    nothing: Any = jnp.zeros(n)
+    return Transitions(
+        nothing, jnp.asarray(action), nothing[None], nothing, nothing, nothing, jnp.asarray(weight), nothing
+    )
+
+
+def test_the_loss_is_the_mean_over_the_experts_rows() -> None:
+    """Two of four rows are the expert's, and one of these is nobody's step."""
+    batch = sample([[0.1, 1.0], [0.2, 0.0], [0.3, 1.0], [0.4, 1.0]], [1.0, 1.0, 1.0, 0.0])
+    rows, told = sac._imitated(SACConfig(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
+    np.testing.assert_allclose(rows, 0.5 * np.array([2.0, 0.0, 6.0, 0.0]), rtol=1e-6)
+    assert float(jnp.mean(told["imitation_loss"])) == pytest.approx((1.0 + 3.0) / 2)
+    assert float(jnp.mean(told["expert"])) == 0.5
+    nobody = sample([[0.1, 0.0]] * 4, [1.0] * 4)
+    assert float(jnp.sum(sac._imitated(SACConfig(imitation=0.5), nobody, lambda kept: kept[:, 0])[0])) == 0.0
+    assert sac._imitated(SACConfig(), batch, lambda kept: kept[:, 0])[1] == {}
+
+
+def test_imitation_that_can_not_work_is_refused() -> None:
+    sizes = Sizes(1, 4, 4)
+    for changes, word in (
+        ({"imitation": -1.0}, "imitation"),
+        ({"imitation": 1.0, "expert_share": 0.0}, "expert_share"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            registry.check(replaced(SACConfig(), learning_starts=64, **changes), sizes)
+    spec = replace(IMITATED, action=Discrete(3))
+    with pytest.raises(ValueError, match="--actions continuous"):
+        registry.make(spec, SACConfig(imitation=1.0), Context(updates=1, mean=meshes.identity, sizes=sizes))
+    assert registry.guidance(SACConfig()) is None
+    assert registry.guidance(SACConfig(imitation=0.1, expert_share=0.5)) == 0.5
+
+
+@pytest.mark.slow
+def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
+    """Without rewards, and with an entropy that weighs nothing, only likelihood is left to learn from."""
+    columns, steps, updates = 8, 8, 150
+    config = replaced(SACConfig(),
+        lr=1e-2, imitation=1.0, temperature=0.0, batch_size=64, gradient_steps=4, learning_starts=64, replay_size=256,
+        hidden_dim=16, num_layers=1,
+    )  # fmt: skip
+    sizes = Sizes(1, columns, steps)
+    registry.check(config, sizes)
+    algorithm = registry.make(IMITATED, config, Context(updates=updates, mean=meshes.identity, sizes=sizes))
+    place = np.arange(columns * steps).reshape(steps, columns) % 4
+    best = np.array([[0.5, 1.0], [-0.8, 3.5], [0.0, 2.0], [0.9, 0.4]], np.float32)
+    his = np.arange(columns) < 4
+    others = np.broadcast_to(np.float32([-0.9, 3.9]), (steps, columns, 2))
+    action = jnp.asarray(np.where(his[:, None], best[place], others))
+    seen, never = jnp.eye(4)[place], jnp.zeros((steps, columns), bool)
+    extras = Guided((), action, ~never, jnp.broadcast_to(his, (steps, columns)))
+    data = Rollout(
+        seen, action, jnp.zeros((steps, columns)), ~never, never, ~never, extras, Successors(seen[0], seen[:1]), (),
+        jnp.int32(0),
+    )  # fmt: skip
+    run = jax.jit(
+        lambda: jax.lax.scan(
+            lambda state, key: algorithm.learn(state, data, key),
+            algorithm.init(jax.random.key(0)), jax.random.split(jax.random.key(1), updates),
+        )
+    )  # fmt: skip
+    state, metrics = run()
+    found = algorithm.act(algorithm.policy(state), (), jnp.eye(4), None)[0]
+    np.testing.assert_allclose(found, best, atol=0.2)
+    assert 0.3 < float(metrics["sac/expert"][-1]) < 0.7
+    assert float(metrics["sac/imitation_loss"][-1]) < float(metrics["sac/imitation_loss"][0]) - 1.0

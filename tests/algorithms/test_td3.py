@@ -12,22 +12,16 @@ from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.runtime.settings import replaced
-from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
+from tests.algorithms.test_sac import SMALL, STEPS, UPDATES, learnt, steered
 
 
 def config(probe: Probe, **changes: Any) -> TD3Config:
-    settings: dict[str, Any] = {
-        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "batch_size": 128, "gradient_steps": 8, "target_noise": 0.1,
-        "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
-    }  # fmt: skip
-    return replaced(TD3Config(), **(settings | changes))
+    return replaced(TD3Config(), gamma=probe.gamma, **(SMALL | {"target_noise": 0.1} | changes))
 
 
 def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:
     probe = PROBES["continuous"]()
-    settings = config(probe)
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    state, _ = learnt(probe, config(probe))
     counts = {
         name: {int(x) for x in jax.tree.leaves(part) if np.ndim(x) == 0} for name, part in state.opt_state.items()
     }
@@ -39,9 +33,7 @@ def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:
 @pytest.mark.parametrize("name", ["successor", "time_limit"])
 def test_it_bootstraps_from_the_true_successor(name: str) -> None:
     probe = steered(PROBES[name]())
-    settings = config(probe)
-    state, algorithm, _ = trained(probe, settings)
-    check(probe, settings, state, algorithm)
+    learnt(probe, config(probe))
 
 
 def test_what_can_not_work_is_refused() -> None:

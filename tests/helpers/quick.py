@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -11,3 +12,8 @@ QUICK = {"xla_backend_optimization_level": 0}
 def quick(function: Callable[..., Any], **options: Any) -> Any:
     """`jax.jit` with these options, without optimisation."""
     return jax.jit(function, compiler_options=QUICK, **options)
+
+
+def zeros(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Zeros of the shapes of function(*arguments), which is not compiled."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arguments))

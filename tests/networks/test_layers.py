@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.networks import layers
+from longhaul.networks import actor_critic as actor_critics
+from longhaul.networks import config, layers
 from longhaul.networks.actor_critic import actor_critic
 from longhaul.networks.config import INITS
 from longhaul.networks.layers import NamedKey
@@ -199,3 +200,12 @@ def test_networks_are_the_same_on_a_cpu_and_elsewhere(monkeypatch, options):
         found.append(quick(jax.value_and_grad(total))(params))
     assert begins[0] == begins[1]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *found)
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+def test_each_name_has_its_function() -> None:
+    assert tuple(actor_critics.ACTIVATIONS) == config.ACTIVATIONS
+    assert tuple(layers.PRECISIONS) == config.PRECISIONS
+    assert ("none", *layers.POLICIES) == config.REMATS
