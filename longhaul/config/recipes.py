@@ -62,14 +62,8 @@ def impala_cartpole() -> Run:
     (central inference by gRPC: seed 0). In training,
     475 within 131,000 steps by `fused`, 164,000 by 2 `actors`, threads or processes, and 229,000 by 2 of `central`.
     """
-    return Run(
-        "impala-cartpole",
-        Named("cartpole"),
-        IMPALAConfig(lr=5e-3, ent_coef=0.01),
-        total_steps=500_000,
-        num_envs=32,
-        num_steps=20,
-        health=Bounds(solved=475.0),
+    return dataclasses.replace(
+        cartpole(), recipe="impala-cartpole", algorithm=IMPALAConfig(lr=5e-3, ent_coef=0.01), num_steps=20
     )
 
 
@@ -78,17 +72,12 @@ def appo_cartpole() -> Run:
 
     Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2; in training, 475 within 164,000.
     """
-    return Run(
-        "appo-cartpole",
-        Named("cartpole"),
-        IMPALAConfig(
+    return dataclasses.replace(
+        cartpole(), recipe="appo-cartpole",
+        algorithm=IMPALAConfig(
             lr=2.5e-3, optimiser="adam", vtrace_lambda=0.95, clip_eps=0.2, num_minibatches=4, update_epochs=4,
             max_grad_norm=0.5, normalise_advantage=True,
         ),
-        total_steps=500_000,
-        num_envs=32,
-        num_steps=64,
-        health=Bounds(solved=475.0),
     )  # fmt: skip
 
 
@@ -168,17 +157,13 @@ def cartpole_dqn() -> Run:
 
     Mean return 500 of 500 on 100 episodes after 200,000 steps, for seeds 0, 1 and 2.
     """
-    return Run(
-        "cartpole-dqn",
-        Named("cartpole"),
-        DQNConfig(
+    return dataclasses.replace(
+        cartpole(), recipe="cartpole-dqn",
+        algorithm=DQNConfig(
             lr=1e-3, gradient_steps=16, batch_size=64, tau=0.005, epsilon_final=0.02, exploration=0.1,
             replay_size=200_000,
         ),
-        total_steps=200_000,
-        num_envs=8,
-        num_steps=4,
-        health=Bounds(solved=475.0),
+        total_steps=200_000, num_envs=8, num_steps=4,
     )  # fmt: skip
 
 
@@ -187,15 +172,8 @@ def cartpole_pqn() -> Run:
 
     Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2.
     """
-    return Run(
-        "cartpole-pqn",
-        Named("cartpole"),
-        PQNConfig(lr=1e-3, num_minibatches=16, q_lambda=0.95, epsilon_final=0.02),
-        total_steps=500_000,
-        num_envs=32,
-        num_steps=64,
-        health=Bounds(solved=475.0),
-    )
+    algorithm = PQNConfig(lr=1e-3, num_minibatches=16, q_lambda=0.95, epsilon_final=0.02)
+    return dataclasses.replace(cartpole(), recipe="cartpole-pqn", algorithm=algorithm)
 
 
 def minatar_dqn() -> Run:
@@ -245,22 +223,14 @@ def pendulum_sac() -> Run:
 
     Mean return -142, -145 and -146 on 100 episodes after 30,000 steps, for seeds 0, 1 and 2.
     """
-    return Run(
-        "pendulum-sac",
-        Named("pendulum"),
-        SACConfig(
-            lr=1e-3,
-            batch_size=128,
-            gradient_steps=8,
-            learning_starts=1_000,
-            replay_size=30_000,
+    return dataclasses.replace(
+        pendulum(), recipe="pendulum-sac",
+        algorithm=SACConfig(
+            lr=1e-3, batch_size=128, gradient_steps=8, learning_starts=1_000, replay_size=30_000,
             network=dataclasses.replace(SACConfig.network, hidden_dim=64),
         ),
-        total_steps=30_000,
-        num_envs=4,
-        num_steps=2,
-        health=Bounds(solved=-200.0),
-    )
+        total_steps=30_000, num_envs=4, num_steps=2,
+    )  # fmt: skip
 
 
 def pendulum_td3() -> Run:
@@ -283,15 +253,10 @@ def pendulum_apg() -> Run:
     Mean return -203 on 100 episodes after 1 M steps, seed 0. The horizon, 32 steps, matters: at half the learning rate
     16 reached -322, and 64 reached -743.
     """
-    return Run(
-        "pendulum-apg",
-        Named("pendulum"),
-        APGConfig(lr=1e-2, gamma=0.99, max_grad_norm=1.0),
-        total_steps=1_000_000,
-        num_envs=64,
-        num_steps=32,
-        health=Bounds(solved=-200.0),
-    )
+    return dataclasses.replace(
+        pendulum(), recipe="pendulum-apg", algorithm=APGConfig(lr=1e-2, gamma=0.99, max_grad_norm=1.0),
+        total_steps=1_000_000, num_steps=32,
+    )  # fmt: skip
 
 
 def cloning() -> Run:
@@ -328,15 +293,10 @@ def driving_bc() -> Run:
     0.991. With the expert in all worlds (plain cloning), after 0.5 M steps in 256 scenarios: accuracy 0.805, collisions
     0.086, off the road 0.094, progress 0.879.
     """
-    return Run(
-        "driving-bc",
-        Driving(),
-        BCConfig(
-            lr=1e-3, num_minibatches=8, expert_share=0.5, network=NetworkConfig(torso="deepset", hidden_dim=128),
-        ),
-        total_steps=3_000_000,
-        num_envs=256,
-        num_steps=32,
+    network = NetworkConfig(torso="deepset", hidden_dim=128)
+    return dataclasses.replace(
+        driving(), recipe="driving-bc", algorithm=BCConfig(num_minibatches=8, expert_share=0.5, network=network),
+        total_steps=3_000_000, health=Bounds(),
     )  # fmt: skip
 
 
@@ -348,18 +308,14 @@ def driving_sac() -> Run:
     and 0.995, goals 0.938, 0.969 and 0.977, and little comfort, 0.40, 0.37 and 0.49. A twelfth of the steps that
     `driving` (PPO, 0.961) was measured after. On seven real logs, unseen, seed 0: accuracy 0.571, collisions 0.286.
     """
-    return Run(
-        "driving-sac",
-        Driving(simulator=SimulatorConfig(actions="continuous")),
-        SACConfig(
+    return dataclasses.replace(
+        replaced(driving(), actions="continuous"), recipe="driving-sac",
+        algorithm=SACConfig(
             lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
             replay_size=400_000, replay_precision="bf16",
             network=dataclasses.replace(SACConfig.network, torso="deepset", hidden_dim=128),
         ),
-        total_steps=1_000_000,
-        num_envs=64,
-        num_steps=4,
-        health=Bounds(solved=6.5),
+        total_steps=1_000_000, num_envs=64, num_steps=4,
     )  # fmt: skip
 
 
@@ -383,14 +339,10 @@ def selfplay() -> Run:
     0.5 % left the road; of the 730 that met a light that was known, 9.2 % ran it red. Curve, and the much weaker
     figures on real logs: benchmarks/results/driving-selfplay.json.
     """
-    return Run(
-        "driving-selfplay",
-        Driving(scenarios=2048, least=12, simulator=SimulatorConfig(agents=16)),
-        driving().algorithm,
-        total_steps=40_000_000,
-        num_envs=64,
-        num_steps=32,
-        health=Bounds(solved=7.0),
+    return dataclasses.replace(
+        driving(), recipe="driving-selfplay",
+        environment=Driving(scenarios=2048, least=12, simulator=SimulatorConfig(agents=16)),
+        total_steps=40_000_000, num_envs=64, health=Bounds(solved=7.0),
     )  # fmt: skip
 
 
@@ -401,13 +353,10 @@ def logged() -> Run:
     the ego does, so that what it scores is as much imitation as driving; evaluate it with --traffic idm, too. Measured
     so far: `driving`, not this.
     """
-    return Run(
-        "driving-log",
-        Driving(scenarios=4096, objects=64, simulator=SimulatorConfig(neighbours=16)),
-        replaced(driving().algorithm, lr=3e-4, hidden_dim=256),
-        total_steps=100_000_000,
-        num_envs=512,
-        num_steps=32,
+    return dataclasses.replace(
+        replaced(driving(), lr=3e-4, hidden_dim=256), recipe="driving-log",
+        environment=Driving(scenarios=4096, objects=64, simulator=SimulatorConfig(neighbours=16)),
+        total_steps=100_000_000, num_envs=512, health=Bounds(),
     )  # fmt: skip
 
 

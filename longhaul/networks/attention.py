@@ -97,7 +97,8 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
     def init(key: Key) -> Params:
         keys = iter(jax.random.split(key, len(shapes) + 4))
         params: dict[str, Any] = {
-            f"embed_{i}": _init_embedding(next(keys), _features(shape), width) for i, shape in enumerate(shapes)
+            f"embed_{i}": _init_embedding(next(keys), shape[-1] if len(shape) == 2 else math.prod(shape), width)
+            for i, shape in enumerate(shapes)
         }
         if latents:
             params["latents"] = _scaled(next(keys), (latents, width), FAINT, fan=1)
@@ -113,7 +114,9 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
         seen, block = _tokens(params, jax.tree.leaves(observed), shapes, dtype, remat), rematerialised(_block, remat)
-        vectors = [part for part, shape in zip(_split(seen.value, shapes), shapes, strict=True) if len(shape) != 2]
+        ends = np.cumsum([shape[0] if len(shape) == 2 else 1 for shape in shapes])[:-1].tolist()
+        leaves = zip(jnp.split(seen.value, ends, axis=-2), shapes, strict=True)
+        vectors = [part for part, shape in leaves if len(shape) != 2]
         value, near, turn = seen.value, None, None
 
         def queries(name: str, count: int) -> jax.Array:
@@ -138,11 +141,6 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
         return layer_norm(params["norm"], pooled).astype(jnp.float32)
 
     return Encoder(init, apply)
-
-
-def _features(shape: tuple[int, ...]) -> int:
-    """Numbers of one token of a leaf."""
-    return shape[-1] if len(shape) == 2 else math.prod(shape)
 
 
 def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...]], dtype: Any, remat: str) -> Tokens:
@@ -170,12 +168,6 @@ def _embed(own: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     """Tokens [..., S, width] of one leaf's items [..., S, features]."""
     x = jax.nn.gelu(affine(x, own["kernel"], own["bias"]))
     return x + along_last(own["kind"].astype(x.dtype), x)
-
-
-def _split(value: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """Tokens [..., S, width] leaf by leaf."""
-    ends = np.cumsum([shape[0] if len(shape) == 2 else 1 for shape in shapes])
-    return jnp.split(value, ends[:-1].tolist(), axis=-2)
 
 
 def _near(seen: Tokens) -> jax.Array:
