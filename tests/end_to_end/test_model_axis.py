@@ -279,7 +279,7 @@ def test_a_network_that_cannot_be_split_is_refused() -> None:
             assemble.assemble(run, source.within, ())
 
 
-@pytest.mark.parametrize("word", ["data=2,model=0", "model=x", "data=2,model=2,model", "mdl=2"])
+@pytest.mark.parametrize("word", ["data", "data=0", "data=2,model=0", "model=x", "data=2,model=2,model", "mdl=2"])
 def test_a_mesh_that_means_nothing_is_refused(word: str) -> None:
     with pytest.raises(FlagError, match="it must be data=N or data=N,model=M with N and M at least 1"):
         flags.parse("train", "", run_flags.table(recipes.recipe("cartpole")), ["--mesh", word])

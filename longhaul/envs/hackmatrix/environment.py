@@ -1,7 +1,7 @@
 """HackMatrix as an `Environment`: one step of the rules [J], those of the game's own JAX trainer.
 
-Facts of the rules come from charleseff/hack-matrix; the code is ours. Boards come from a bank (`boards`), so that a
-stage begins with a lookup; nothing in a step searches, sorts or scans.
+Facts of the rules come from charleseff/hack-matrix; the code is ours. Boards come from a bank (`board_generation`), so
+that a stage begins with a lookup; nothing in a step searches, sorts or scans.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
     player: Any  # int16 [9]: row, column, hp, credits, energy, stage, siphons, attack, flags
     programs: Any  # uint32
-    board: Any  # int32 [CELLS]: as `boards.pack`, and bits 19 siphoned, 20 centre, 21 data siphon, 22 exit
+    board: Any  # int32 [CELLS]: as `board_generation.pack`, and bits 19 siphoned, 20 centre, 21 data siphon, 22 exit
     life: Any  # int16 [CELLS]: kinds bits 0-3, hp 4-5, stunned 6, of a siphon 7, turns of a transmission 8-10
 
 

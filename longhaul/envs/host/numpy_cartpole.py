@@ -43,7 +43,7 @@ AHEAD = 16
 
 
 class CartPole:
-    """W poles on carts; an `envs.host_numpy.Batched`.
+    """W poles on carts; a `vector.Batched`.
 
     With a few hundred worlds NumPy's calls cost more than what they compute, so there are few of them: numbers of one
     kind lie beside each other, [4, W], and results go to memory that is there. So do observations, the same each step.

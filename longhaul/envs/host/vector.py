@@ -178,7 +178,7 @@ def no_restore(vector: HostVector, state: Tree) -> None:
 
 
 def specification(spec: HostSpec) -> types.Spec:
-    """The same for algorithms; of a whole vector `envs.host.specification` knows more.
+    """The same for algorithms; of a whole vector `registry.specification` knows more.
 
     What means no quantity (`Leaf.choices`) is stored as it is, and seen by networks as ones of many.
     """

@@ -33,7 +33,7 @@ NEVER = 2 * SLOTS
 def respond(state: State, blocks: Cells, words: jax.Array, found_first: bool) -> tuple[State, jax.Array]:
     """(the state after the enemies' turn, whether a scheduled transmission is due), before any is sent (`send`).
 
-    `words`: 2 * SLOTS random uint32. STEP skips the whole turn. `found_first`: see `canonical.FIXES`.
+    `words`: 2 * SLOTS random uint32. STEP skips the whole turn. `found_first`: see `environment.FIXES`.
     """
     arrived = _arrive(state)
     moved = _move(arrived, blocks, words.reshape(2, SLOTS), found_first)

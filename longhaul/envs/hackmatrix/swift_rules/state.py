@@ -1,7 +1,8 @@
 """The world of the canonical game ([S]): sets of cells as two words, its slots as codes, and the state of one game.
 
-Beside what `world` says: a slot of an enemy or a transmission is one int32, so that moving, ordering and remembering
-slots costs one array each; 0 is a free slot. Slots are kept in the order of arrival, which decides who comes first.
+Beside what `hackmatrix.state` says: a slot of an enemy or a transmission is one int32, so that moving, ordering and
+remembering slots costs one array each; 0 is a free slot. Slots are kept in the order of arrival, which decides who
+comes first.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class History(NamedTuple):
 
 
 class State(NamedTuple):
-    """One game. Scalars are int32 or bool; names that `world.State` has, too, mean the same."""
+    """One game. Scalars are int32 or bool; names that the trainer's State has, too, mean the same."""
 
     row: jax.Array
     col: jax.Array
