@@ -1,4 +1,4 @@
-"""Convex polygons by brute force in float64: an oracle for boxes that knows no separating axes."""
+"""Boxes and the road's edges by brute force in float64: oracles that know no separating axes and no grid."""
 
 from __future__ import annotations
 
@@ -37,3 +37,31 @@ def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         return np.linalg.norm(relative - share[..., None] * along, axis=-1).min((-2, -1))
 
     return np.where(overlap(one, other), 0.0, np.minimum(to_edges(one, other), to_edges(other, one)))
+
+
+def segments(lines: list[np.ndarray]) -> np.ndarray:
+    """[M, 2, 2]: beginning and end of each segment of lines [P, 2]."""
+    return np.concatenate([np.stack([line[:-1], line[1:]], 1) for line in lines])
+
+
+def distances(points: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """[P, M]: distances of points [P, 2] to segments [M, 2, 2]."""
+    start, chord = edges[:, 0], edges[:, 1] - edges[:, 0]
+    to = points[:, None] - start
+    share = np.clip((to * chord).sum(-1) / (chord**2).sum(-1), 0.0, 1.0)
+    return np.linalg.norm(to - share[..., None] * chord, axis=-1)
+
+
+def signed_distance(points: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """[P]: distance of points [P, 2] to the nearest of segments [M, 2, 2], negative on its left. Where segments tie, as
+    at a joint, the one of the farthest line decides."""
+    start, chord = edges[:, 0], edges[:, 1] - edges[:, 0]
+    size = np.hypot(*chord.T)
+    parts = []
+    for some in np.array_split(points, len(points) // 1024 + 1):
+        away, to = distances(some, edges), some[:, None] - start
+        side = (chord[:, 0] * to[..., 1] - chord[:, 1] * to[..., 0]) / size
+        best = away.min(1, keepdims=True)
+        decides = np.where(away < best + 1e-7, np.abs(side), -1.0).argmax(1)
+        parts.append(-np.sign(np.take_along_axis(side, decides[:, None], 1)[:, 0]) * best[:, 0])
+    return np.concatenate(parts)

@@ -33,29 +33,21 @@ CENTRE = (frames.SIZE[0] // 2, frames.SIZE[1] // 2)
 EGO, VEHICLE, GHOST = frames.COLOURS["ego"], frames.COLOURS["vehicle"], frames.COLOURS["ghost"]
 
 
+START = ((0, 0), 5), ((0, 20), 0), ((0, 0), 0)
+"""Places and speeds of a recording's agents."""
+
+
 def recording(count: int = 6, **changes: object) -> Recording:
-    """The ego drives east from the origin at 5 m/s; a lorry stands 20 m north of where the ego starts, facing north."""
-    pose = np.zeros((count, 3, 3), np.float32)
-    pose[:, 0, 0] = 0.5 * np.arange(count)
-    pose[:, 1] = (0, 20, np.pi / 2)
-    made = Recording(
-        id="straight",
-        dt=0.1,
-        pose=pose,
-        size=np.array([[4.5, 2.0], [10.0, 3.0], [0.0, 0.0]], np.float32),
-        kind=np.array([1, 1, 0], np.int8),
-        present=np.ones((count, 3), bool),
-        controlled=np.array([True, False, False]),
-        expert=None,
-        route=np.zeros((0, 2), np.float32),
-        light_position=np.zeros((0, 2), np.float32),
-        light_state=np.zeros((0, count), np.int8),
-        drawing=(),
-        events={"collision": None},
-        label="trained",
-        metrics={"progress": 0.75},
-    )
-    return made._replace(**changes)  # type: ignore[arg-type]
+    """The ego drives east from the origin at 5 m/s; a lorry stands 20 m north of where the ego starts, facing north.
+    The third is padding."""
+    poses = [driving_scenarios.line(start, (speed, 0), count) for start, speed in START]
+    poses[1][:, 2] = np.pi / 2
+    made = driving_scenarios.scenario(poses, sizes=[(4.5, 2.0), (10.0, 3.0), (0.0, 0.0)], kinds=[1, 1, 0])
+    shown = replay(made._replace(id="straight"), "trained")._replace(
+        present=np.ones((count, 3), bool), expert=None, route=np.zeros((0, 2), np.float32),
+        events={"collision": None}, metrics={"progress": 0.75},
+    )  # fmt: skip
+    return shown._replace(**changes)  # type: ignore[arg-type]
 
 
 def pixel(image: Image.Image, recorded: Recording, t: int, x: float, y: float) -> tuple[int, ...]:
@@ -125,7 +117,7 @@ def test_the_camera_follows_north_up() -> None:
 
 
 def test_a_pose_is_drawn_over_the_whole_box_and_no_more() -> None:
-    recorded = recording(1)
+    recorded = recording(2)
     image = next(frames.frames(recorded, [0]))
     mask = np.all(np.asarray(image) == EGO, axis=-1)
     mask[:80], mask[-80:] = False, False  # the legend shows the same colour
@@ -136,7 +128,7 @@ def test_a_pose_is_drawn_over_the_whole_box_and_no_more() -> None:
 
 
 def test_absent_agents_and_padding_are_not_drawn() -> None:
-    recorded = recording(1)
+    recorded = recording(2)
     present = recorded.present.copy()
     present[:, 1] = False
     image = next(frames.frames(recorded._replace(present=present), [0]))
@@ -159,8 +151,8 @@ def test_the_map_is_drawn_in_layers() -> None:
     edge = np.array([[-30, 3], [30, 3]], np.float32)
     zebra = np.array([[10, -2], [12, -2], [12, 2], [10, 2]], np.float32)
     drawing = ((log.EDGE_BOUNDARY, edge), (log.CROSSWALK, zebra), (log.LANE_STREET, lane))
-    image = next(frames.frames(recording(1, drawing=drawing), [0]))
-    recorded = recording(1)
+    image = next(frames.frames(recording(2, drawing=drawing), [0]))
+    recorded = recording(2)
     assert pixel(image, recorded, 0, 20.0, 0.0) == frames.COLOURS["road"]
     assert pixel(image, recorded, 0, 11.0, 1.0) == frames.COLOURS["crosswalk"]
     assert pixel(image, recorded, 0, 20.0, 3.0) == frames.COLOURS["edge"]

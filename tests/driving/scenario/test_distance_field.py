@@ -10,23 +10,8 @@ from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import distance_field, make_edges, signed_distance, simplify
 from longhaul.driving.scenario.scenario import CELL
+from tests.helpers import polygons
 from tests.helpers.short_logs import make_log, polyline, sample, straight
-
-
-def oracle(points: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
-    """Signed distances, a point at a time; where segments tie, the one of the farthest line decides."""
-    segments = np.concatenate([np.stack([line[:-1], line[1:]], 1) for line in lines])
-    start, chord = segments[:, 0], segments[:, 1] - segments[:, 0]
-    size = np.hypot(*chord.T)
-    out = []
-    for point in points:
-        to = point - start
-        share = np.clip((to * chord).sum(1) / size**2, 0, 1)
-        away = np.hypot(*(to - share[:, None] * chord).T)
-        side = (chord[:, 0] * to[:, 1] - chord[:, 1] * to[:, 0]) / size
-        tied = np.flatnonzero(away < away.min() + 1e-7)
-        out.append(-np.sign(side[tied[np.abs(side[tied]).argmax()]]) * away.min())
-    return np.array(out)
 
 
 def star(rng: np.random.Generator, middle: np.ndarray, size: float, corners: int, *, road_inside: bool) -> np.ndarray:
@@ -45,7 +30,7 @@ def test_the_field_has_the_sign_and_the_distance_of_an_oracle() -> None:
     pieces = [outer[:15], outer[14:30], outer[29:], *inner]
     field, origin = distance_field(make_edges(pieces), np.array([-70.0, -70.0]), np.array([70.0, 70.0]))
     y, x = rng.integers(0, field.shape[0], 12000), rng.integers(0, field.shape[1], 12000)
-    true = oracle(origin + CELL * np.stack([x, y], -1), [outer, *inner])
+    true = polygons.signed_distance(origin + CELL * np.stack([x, y], -1), polygons.segments([outer, *inner]))
     got = field[y, x] / 100.0
     # never more than 1 cm of merging and half of rounding
     assert np.abs(np.abs(got) - np.abs(true)).max() < 0.016
@@ -59,7 +44,7 @@ def test_the_interpolated_field_is_close_between_its_samples() -> None:
     lines = [star(rng, np.zeros(2), 40.0, 25, road_inside=True)]
     field, origin = distance_field(make_edges(lines), np.array([-45.0, -45.0]), np.array([45.0, 45.0]))
     points = rng.uniform(-44, 44, (4000, 2))
-    error = np.abs(sample(field, origin, points) - oracle(points, lines))
+    error = np.abs(sample(field, origin, points) - polygons.signed_distance(points, polygons.segments(lines)))
     assert np.median(error) < 0.01
     assert np.percentile(error, 99) < 0.25
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +34,6 @@ ALL = 100_000
 """Boxes of a test."""
 
 
-class Segments(NamedTuple):
-    """Directed segments, the road on their left; of each end whether it is a joint, and how the line turns there."""
-
-    start: np.ndarray  # [M, 2]
-    end: np.ndarray  # [M, 2]
-    start_turn: np.ndarray  # [M]: sine of the turn, positive to the left; NaN where nothing comes before
-    end_turn: np.ndarray  # [M]
-
-
 def edges(log: Log, near: np.ndarray, origin: np.ndarray) -> list[np.ndarray]:
     """The road edges [P, 2] of the level on which the route points `near` [R, 3] are, as docs and `compile` define it:
     a vertex counts if its height differs from the nearest route point's by at most 3 m and 8 % of their distance, and
@@ -69,35 +58,18 @@ def edges(log: Log, near: np.ndarray, origin: np.ndarray) -> list[np.ndarray]:
     return lines
 
 
-def segments(lines: list[np.ndarray]) -> Segments:
-    """Where two segments meet, the sine of the turn between them; lines that touch end to start go on into another."""
-    starts, ends, before, after = [], [], [], []
-    first_direction = [unit(line[1] - line[0]) for line in lines]
-    last_direction = [unit(line[-1] - line[-2]) for line in lines]
-    heads, tails = np.array([line[0] for line in lines]), np.array([line[-1] for line in lines])
+def joined(lines: list[np.ndarray]) -> np.ndarray:
+    """The segments [M, 2, 2] of lines; where one ends near the start of another, it goes on to there."""
+    heads = np.array([line[0] for line in lines])
+    whole = []
     for line in lines:
-        directions = [unit(step) for step in np.diff(line, axis=0)]
-        turns = [cross(a, b) for a, b in itertools.pairwise(directions)]
-        gap = np.linalg.norm(tails - line[0], axis=1)
-        entry = cross(last_direction[gap.argmin()], directions[0]) if gap.min() < JOINED else np.nan
         gap = np.linalg.norm(heads - line[-1], axis=1)
-        exit_ = cross(directions[-1], first_direction[gap.argmin()]) if gap.min() < JOINED else np.nan
-        starts.append(line[:-1])
-        ends.append(line[1:])
-        before += [entry, *turns]
-        after += [*turns, exit_]
-    return Segments(np.concatenate(starts), np.concatenate(ends), np.array(before), np.array(after))
+        near = 1e-9 < gap.min() < JOINED
+        whole.append(np.concatenate([line, heads[gap.argmin()][None]]) if near else line)
+    return polygons.segments(whole)
 
 
-def unit(vector: np.ndarray) -> np.ndarray:
-    return vector / np.linalg.norm(vector)
-
-
-def cross(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a[0] * b[1] - a[1] * b[0])
-
-
-def signed_distances(points: np.ndarray, edges: Segments, side: float = 16.0) -> np.ndarray:
+def signed_distances(points: np.ndarray, lines: np.ndarray, side: float = 16.0) -> np.ndarray:
     """Distance [P] of points [P, 2] to the nearest segment, negative on its left. Exact: a tile's points look at every
     segment that can be nearest to any of them."""
     out = np.zeros(len(points))
@@ -106,44 +78,19 @@ def signed_distances(points: np.ndarray, edges: Segments, side: float = 16.0) ->
     bounds = np.flatnonzero(np.append(True, (np.diff(tile[order], axis=0) != 0).any(1)))
     for chosen in np.split(order, bounds[1:]):
         centre = (tile[chosen[0]] + 0.5) * side
-        away = distances(centre[None], edges)[0][0]
-        few = np.flatnonzero(away <= away.min() + side * 1.5)
-        part = Segments(*(column[few] for column in edges))
-        for begin in range(0, len(chosen), 2048):
-            rows = chosen[begin : begin + 2048]
-            out[rows] = signed(points[rows], part)
+        away = polygons.distances(centre[None], lines)[0]
+        out[chosen] = polygons.signed_distance(points[chosen], lines[away <= away.min() + side * 1.5])
     return out
 
 
-def distances(points: np.ndarray, edges: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """-> distances, and how far along each segment the nearest place is, 0 .. 1, each [P, M]."""
-    along = edges.end - edges.start
-    relative = points[:, None] - edges.start[None]
-    share = np.clip((relative * along).sum(-1) / (along * along).sum(-1), 0.0, 1.0)
-    return np.sqrt(((relative - share[..., None] * along) ** 2).sum(-1)), share
-
-
-def signed(points: np.ndarray, edges: Segments) -> np.ndarray:
-    away, share = distances(points, edges)
-    nearest = away.argmin(1)
-    rows = np.arange(len(points))
-    share = share[rows, nearest]
-    along, relative = (edges.end - edges.start)[nearest], points - edges.start[nearest]
-    left = along[:, 0] * relative[:, 1] - along[:, 1] * relative[:, 0] > 0.0
-    # nearest to a joint are only points on the outer side of its turn: those on the left where it turns right
-    turn = np.where(share <= 0.0, edges.start_turn[nearest], np.where(share >= 1.0, edges.end_turn[nearest], np.nan))
-    left = np.where(np.abs(turn) > 1e-9, turn < 0.0, left)
-    return np.where(left, -1.0, 1.0) * away[rows, nearest]
-
-
-def sample_boxes(made: Scenario, lines: Segments, count: int, random: np.random.Generator) -> np.ndarray:
+def sample_boxes(made: Scenario, lines: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
     """Boxes [B, 5] near edges, along routes, anywhere, and where the log has its agents; within the field."""
     quarter = count // 4
-    chosen = random.integers(0, len(lines.start), quarter)
+    chosen = random.integers(0, len(lines), quarter)
     share = random.random(quarter)[:, None]
-    along = (lines.end - lines.start)[chosen]
+    along = (lines[:, 1] - lines[:, 0])[chosen]
     normal = np.stack([-along[:, 1], along[:, 0]], -1) / np.linalg.norm(along, axis=1, keepdims=True)
-    by_edges = lines.start[chosen] + share * along + normal * random.normal(0.0, 2.0, quarter)[:, None]
+    by_edges = lines[chosen, 0] + share * along + normal * random.normal(0.0, 2.0, quarter)[:, None]
     routes = [made.route[a, : made.route_points[a], :2] for a in np.flatnonzero(made.controlled >= 0)]
     by_routes = np.concatenate(routes)
     by_routes = by_routes[random.integers(0, len(by_routes), quarter)] + random.uniform(-10.0, 10.0, (quarter, 2))
@@ -182,7 +129,7 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(compile, "road_field", spy)
         made = compile.compile_log(log, agents=agents)
-    lines = segments(edges(log, np.concatenate(near), log.tracks.position[log.sdc, log.current]))
+    lines = joined(edges(log, np.concatenate(near), log.tracks.position[log.sdc, log.current]))
     boxes = sample_boxes(made, lines, count, np.random.default_rng(agents))
     points = polygons.corners(boxes)
     expected = signed_distances(points.reshape(-1, 2), lines).reshape(len(boxes), 4)
@@ -214,7 +161,7 @@ def test_offroad_of_a_hundred_thousand_boxes_agrees_with_the_exact_distance(
     assert far.mean() <= (0.0 if agents == 1 else 0.0003)
 
 
-def torn(points: np.ndarray, lines: Segments) -> np.ndarray:
+def torn(points: np.ndarray, lines: np.ndarray) -> np.ndarray:
     """Whether the exact sign changes within a cell of each of `points` [P, 2] without an edge in between."""
     angle = np.linspace(0.0, 2.0 * np.pi, 32, endpoint=False)
     ring = np.stack([np.cos(angle), np.sin(angle)], -1)
@@ -230,7 +177,7 @@ def torn(points: np.ndarray, lines: Segments) -> np.ndarray:
 def test_the_reference_itself_by_hand() -> None:
     """A square of road, counter-clockwise, with a bay; and a line whose ends are free."""
     square = np.array([[0.0, 0], [10, 0], [10, 10], [6, 10], [6, 5], [4, 5], [4, 10], [0, 10], [0, 0]])
-    lines = segments([square])
+    lines = polygons.segments([square])
     points = np.array([[5.0, 2], [5, 7], [-1, -1], [11, 11], [3, 4], [5, 4.5], [5.9, 4.9]])
     diagonal = np.hypot(0.1, 0.1)
     expected = [-2.0, 1.0, np.sqrt(2), np.sqrt(2), -np.hypot(1, 1), -0.5, -0.1]
@@ -239,7 +186,7 @@ def test_the_reference_itself_by_hand() -> None:
         signed_distances(np.array([[6.1, 4.9], [3.9, 4.9]]), lines), [-diagonal, -diagonal], atol=1e-12
     )
     assert not torn(np.array([[5.0, 0.05], [5.0, -0.05]]), lines).any()
-    free = segments([np.array([[0.0, 0], [10, 0]])])
+    free = polygons.segments([np.array([[0.0, 0], [10, 0]])])
     np.testing.assert_allclose(signed_distances(np.array([[13.0, 4], [13, -4]]), free), [-5, 5])
     assert torn(np.array([[13.0, 0.05], [5.0, 0.05]]), free).tolist() == [True, False]
 

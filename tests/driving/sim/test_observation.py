@@ -138,21 +138,6 @@ def test_the_mask_misses_its_share() -> None:
     assert not np.asarray(there)[:, 40:].any()
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"road_points": 385}, "road_points is 385; it must lie in 0 to 384"),
-        ({"observation_noise": (0.1, -1.0, 0.0)}, "observation_noise is"),
-        ({"observation_mask": 1.5}, "observation_mask is 1.5; it must lie in 0 to 1"),
-        ({"view_range": 0.0}, "view_range is 0.0; it must be above 0"),
-        ({"view_angle": 7.0}, "view_angle is 7.0"),
-    ],
-)
-def test_settings_that_nobody_can_see_with(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        driving(bank(compile_log(generate(3))), Config(**setting))
-
-
 QUICK = {"xla_backend_optimization_level": 0}
 """Little is computed here, and much compiled."""
 

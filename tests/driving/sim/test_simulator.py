@@ -101,22 +101,23 @@ def test_off_road_begins_when_a_corner_is_beyond_the_edge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "before", "ran"),
-    [(RED, RED, 1.0), (GREEN, GREEN, 0.0), (RED, GREEN, 0.0), (GREEN, RED, 0.0), (0, 0, 0.0), (2, 2, 0.0)],
+    ("before", "change", "after", "ran"),
+    [
+        *((RED, 23, RED, 1.0), (GREEN, 23, GREEN, 0.0), (GREEN, 23, RED, 0.0), (RED, 23, GREEN, 0.0)),
+        *((0, 23, 0, 0.0), (2, 23, 2, 0.0), (GREEN, 24, RED, 0.0)),  # the last turns red behind the bumper
+    ],
 )
-def test_a_red_light_is_run_by_the_front_bumper_if_red_before_and_after(state: int, before: int, ran: float) -> None:
+def test_a_red_light_is_run_by_the_front_bumper_if_red_before_and_after(
+    before: int, change: int, after: int, ran: float
+) -> None:
     # the bumper, 2 m ahead, passes 15.3 m between steps 22 (15.2 m) and 23 (15.8 m)
-    states = np.full(T, state)
-    states[:23] = before
+    states = np.where(np.arange(T) < change, before, after)
     driven = trip(scenario([EGO], lights=[(15.3, states)]))
     assert driven.metrics["red_light"] == [ran]
     if ran:
         assert np.flatnonzero(driven.steps.terminated[:, 0]).tolist() == [22]
-
-
-def test_a_light_that_turns_red_behind_the_bumper_is_no_event() -> None:
-    states = np.where(np.arange(T) < 24, GREEN, RED)
-    assert outcome(trip(scenario([EGO], lights=[(15.3, states)]))) == CLEAN
+    else:
+        assert outcome(driven) == CLEAN
 
 
 def test_idm_waits_at_a_red_light_and_goes_on_green() -> None:
@@ -342,10 +343,19 @@ def test_waypoints_are_as_many_as_asked_for(count: int) -> None:
         ({"agents": 2}, "agents is 2"),
         ({"traffic": "none"}, "traffic is 'none'; it must be one of log, idm"),
         ({"driver": "me"}, "driver is 'me'"),
-        ({"actions": "both"}, "actions is 'both'"),
+        ({"actions": "both"}, "actions is 'both'; it must be one of discrete, continuous, joint"),
+        ({"dynamics": "none"}, "dynamics is 'none'; it must be one of bicycle, steering, delta, jerk"),
+        ({"goal": "none"}, "goal is 'none'; it must be one of remove, stop, respawn"),
+        ({"crash": "none"}, "crash is 'none'; it must be one of remove, stop"),
+        ({"control": "none"}, "control is 'none'; it must be one of vehicles, all"),
         ({"terminations": ("crash",)}, "terminations is 'crash'"),
         ({"neighbours": 0}, "neighbours is 0"),
         ({"waypoints": 99}, "waypoints is 99"),
+        ({"road_points": 385}, "road_points is 385; it must lie in 0 to 384"),
+        ({"observation_noise": (0.1, -1.0, 0.0)}, "observation_noise is"),
+        ({"observation_mask": 1.5}, "observation_mask is 1.5; it must lie in 0 to 1"),
+        ({"view_range": 0.0}, "view_range is 0.0; it must be above 0"),
+        ({"view_angle": 7.0}, "view_angle is 7.0"),
     ],
 )
 def test_bad_settings_are_named(change: dict, message: str) -> None:

@@ -152,16 +152,6 @@ def test_control_says_who_may_be_controlled() -> None:
         driving(bank(made, agents=8), Config(agents=8))
 
 
-@pytest.mark.parametrize(
-    ("setting", "known"),
-    [("dynamics", "bicycle, steering, delta, jerk"), ("goal", "remove, stop, respawn"), ("crash", "remove, stop"),
-     ("actions", "discrete, continuous, joint"), ("control", "vehicles, all")],
-)  # fmt: skip
-def test_settings_that_are_none_are_refused(setting: str, known: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} is 'none'; it must be one of {known}"):
-        driving(bank(scenario([line((0, 0), (6, 0), 5)])), Config(**{setting: "none"}))  # type: ignore[arg-type]
-
-
 def test_scenarios_have_the_agents_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     some = scenario_source.generated(0, 3, agents=16, horizon=30, workers=1, least=12)
     assert all((made.controlled >= 0).sum() >= 12 for made in some)
