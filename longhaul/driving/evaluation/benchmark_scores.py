@@ -49,7 +49,7 @@ NAMES = ("accuracy", "accuracy_at_fault", "vmax_score", "nuplan_score", "puffer_
 def aggregates(columns: Columns) -> dict[str, Measure]:
     """The scores `NAMES` of episodes, float64 [E] each within [0, 1]; those whose metrics are absent are left out.
 
-    `columns` are the metrics of `driving.measures`, [E] each. A metric that is absent altogether counts as one that is
+    `columns` are the metrics of `sim.metrics`, [E] each. A metric that is absent altogether counts as one that is
     valid nowhere, but without "collision" and "offroad" nothing can be scored: the result is then empty.
     """
     if not {"collision", "offroad"} <= columns.keys():

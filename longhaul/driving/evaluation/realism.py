@@ -35,7 +35,7 @@ ALIGNED = np.cos(np.deg2rad(45.0))
 """An object ahead counts as followed where its heading differs by less than 45 degrees."""
 
 BEYOND_LINE = 5.0
-"""A stop line holds for who passes within this lateral distance, m, of its route, as in `driving.features`."""
+"""A stop line holds for who passes within this lateral distance, m, of its route, as in `sim.features`."""
 
 RED = 1
 

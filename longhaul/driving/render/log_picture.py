@@ -1,5 +1,5 @@
 """One still picture of a whole log: the map from above, north up, everybody's way, and who is where at the current
-step. PNG by Pillow, SVG as text, and a page with the player of `render`.
+step. PNG by Pillow, SVG as text, and a page with the player of `web_player`.
 
 No JAX here.
 """

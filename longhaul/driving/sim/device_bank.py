@@ -112,7 +112,7 @@ class DeviceBank(NamedTuple):
     start_s: Array  # float32 [S, A]: arc length at which the agent begins
     desired: Array  # float32 [S, A]: the speed that an IDM driver strives for
     lights: Lights
-    cells: Array  # int8, see `tiles`
+    cells: Array  # int8, see `distance_field.Tiles`
     tiles: Array  # int32
     field_start: Array  # int32 [S]
     field_shape: Array  # int32 [S, 2]
@@ -437,7 +437,7 @@ def needs(
 ) -> dict[str, tuple[int, np.ndarray]]:
     """Upper bounds of each array of `FLAT`: what all scenarios of a chunk share, and what each adds, int64 [scenarios].
 
-    Scenarios have shapes `sizes` (letters as of `packing.LETTERS`) and `Extents` `extents`, int64 [scenarios] all, and
+    Scenarios have shapes `sizes` (letters as of `shard.LETTERS`) and `Extents` `extents`, int64 [scenarios] all, and
     are cut to `agents` controlled agents and `horizon` steps, to any number of objects. Exact, but for routes where
     some agents are cut, for lights where steps or agents are, and for paths: those count as if nobody were controlled
     and everybody went on past the log's end.

@@ -158,8 +158,7 @@ def advance(
 def travel(
     speed: jax.Array, acceleration: jax.Array, dt: jax.Array, limit: Number = MAX_SPEED
 ) -> tuple[jax.Array, jax.Array]:
-    """-> distance and speed after `dt` seconds of constant acceleration, within standstill and the top speed
-    `limit`."""
+    """Distance and speed after `dt` seconds of constant acceleration, within standstill and the top speed `limit`."""
     aim = speed + acceleration * dt
     after = jnp.clip(aim, 0.0, jnp.maximum(limit, speed))
     # the bound is reached before dt is over; the rest is driven at the bound
@@ -168,11 +167,9 @@ def travel(
 
 
 def invert(before: Motion, after: Motion, dt: jax.Array, limits: Limits = VEHICLE) -> tuple[jax.Array, jax.Array]:
-    """Command that leads from one motion to the next: acceleration, curvature; the reverse of `advance` where it met
-    no bound.
+    """Command from one motion to the next: acceleration, curvature; the reverse of `advance` where it met no bound.
 
-    Where the agent hardly moves, its curvature is 0. Bounded like the actions; so a log that exceeds them is followed
-    only roughly.
+    Where the agent hardly moves, its curvature is 0. Bounded like the actions: a log beyond them is followed roughly.
     """
     acceleration = (after.speed - before.speed) / dt
     distance = 0.5 * (before.speed + after.speed) * dt

@@ -25,7 +25,7 @@ FREE = 1e3
 
 
 class Field(NamedTuple):
-    """The signed distance to the road's edge of one scenario, a part of `tiles.Tiles`; negative on the road."""
+    """Signed distance to the road's edge of one scenario, a part of `distance_field.Tiles`; negative on the road."""
 
     cells: jax.Array  # int8, of all scenarios
     tiles: jax.Array  # int32, of all scenarios
@@ -90,7 +90,7 @@ def separation(boxes: Relative) -> jax.Array:
 
 
 def clearance(field: Field, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Signed distance to the road's edge at points, m, bilinear between the samples; at most `tiles.REACH` within.
+    """Signed distance to the road's edge at points, m, bilinear between samples; at most `distance_field.REACH` within.
 
     Outside the sampled rectangle it is the value at the rectangle's border plus the distance from it: who leaves the
     neighbourhood of all routes is off the road sooner or later.

@@ -5,7 +5,7 @@ what is kept of each controlled agent, 33 bytes; `score` adds a step, `metrics` 
 play, and those in which a replayed log has lost the agent, count nowhere. Verdicts are 1 or 0. Where the sources
 (Waymax, arXiv 2310.08710; V-Max, arXiv 2503.08388; nuPlan, arXiv 2106.11810) disagree, here is what we take:
 
-- `accuracy`, `collision`, `offroad`, `red_light`, `goal`: the events of `objectives`, 1 if ever. `offroad` is valid
+- `accuracy`, `collision`, `offroad`, `red_light`, `goal`: the events of `reward`, 1 if ever. `offroad` is valid
   where the source has edges, `red_light` if a light of the route was known at any step; both not for pedestrians.
   Accuracy (V-Max): none of the three.
 - `at_fault_collision`: of each contact its first step is judged, since nothing stops boxes that overlap. At fault is
@@ -19,7 +19,7 @@ play, and those in which a replayed log has lost the agent, count nowhere. Verdi
 - `time_to_collision`: whether it always was 0.95 s or more; `smallest_ttc`: the smallest, within 0.02 s, valid if any
   was below 5 s (V-Max's horizon; nuPlan's is 3 s, the verdict is the same). Of boxes that go on as they are; others
   count within 30 degrees ahead (V-Max), while the agent moves. nuPlan also counts those at its sides in junctions.
-- `comfort`: the share of steps within V-Max's limits of `objectives`, by differences from step to step.
+- `comfort`: the share of steps within V-Max's limits of `reward`, by differences from step to step.
 - `comfortable`: nuPlan's verdict for the whole episode, its limits below. It filters with Savitzky and Golay's windows
   of up to 1.5 s, half of which lie in the future; we smooth each acceleration and its change exponentially over 0.3 s,
   and the yaw rate likewise. The magnitude of the jerk is left out.
@@ -38,7 +38,7 @@ play, and those in which a replayed log has lost the agent, count nowhere. Verdi
 - `speed_limit`, `lanes`, `driving_direction`, `wrong_way` are valid where a lane was within 5 m at any step, and not
   for pedestrians. `off_route` needs the route alone.
 - Lanes are known some 8 m around the routes of a scenario's agents, and 20 m after their goals; farther away they are
-  found no more, or those nearest to the routes are. In the densest junctions a few are missing (`roadmap.lanes_at`).
+  found no more, or those nearest to the routes are. In the densest junctions a few are missing (`road_lookup`).
 - `log_divergence`: the mean distance to where the log has the agent, over the steps at which it has (Waymax; ADE);
   `final_divergence`: that of the last such step (FDE), within 1 cm, at most 655 m. Valid if there was any.
 - `kinematic_infeasibility` (Waymax): 1 if any step needs more than 10.4 m/s^2 or a curvature above 0.3 1/m of a

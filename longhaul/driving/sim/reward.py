@@ -11,7 +11,7 @@ Events, of one agent in one step (after its motion, t >= 1):
   goal is then to be still within 2 m of there when the log ends.
 
 The limits of comfort are V-Max's (arXiv 2503.08388), after nuPlan (arXiv 2106.11810). What an episode is worth in the
-end is told by `measures`.
+end is said by `metrics`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The road around a point, on the device: the nearest lanes, and a few hundred pieces of road for an observation.
 
-Both read the grid that `lanes` has made: one look-up of the block in which the point lies, then a short list of rows,
-each a segment packed into two numbers of 32 bits. Nothing is searched or sorted here. Everything is for one point
-(batches come from `jax.vmap`), in the scenario's plane: rows of other levels of an overpass were left out when the
-scenario was compiled.
+Both read the grid of `lane_graph`: one look-up of the block in which the point lies, then a short list of rows, each a
+segment packed into two numbers of 32 bits. Nothing is searched or sorted here. Everything is for one point (batches
+come from `jax.vmap`), in the scenario's plane: compiling left out rows of other levels of an overpass.
 """
 
 from __future__ import annotations
@@ -127,14 +126,14 @@ class Pieces(NamedTuple):
     y: jax.Array
     half_x: jax.Array  # m, from the middle to the end
     half_y: jax.Array
-    kind: jax.Array  # int32, see `lanes.CODES`
+    kind: jax.Array  # int32, see `lane_graph.CODES`
     there: jax.Array  # bool; where False the others mean nothing
 
 
 def pieces(
     roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array, count: int
 ) -> Pieces:
-    """The first `count` (at most lanes.CANDIDATES) candidates around a pose; see `lanes` for which these are."""
+    """The first `count` (at most `scenario.CANDIDATES`) candidates around a pose; see there which these are."""
     here = place(roadmap, scenario, x, y)
     rows = lax.dynamic_slice(roadmap.points, (here.block, jnp.zeros_like(here.block)), (1, count))[0].astype(jnp.int32)
     index = here.head[0] + jnp.maximum(rows, 0)

@@ -72,7 +72,7 @@ class State(NamedTuple):
     reactive: Reactive | None
     tally: Tally
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
-    episode: jax.Array | None = None  # uint32 scalar, see `conditioning`; None without
+    episode: jax.Array | None = None  # uint32 scalar, see `reward.draws`; None without conditioning
 
     @property
     def playing(self) -> jax.Array:
@@ -128,7 +128,7 @@ class Simulator:
     def start(
         self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None
     ) -> tuple[State, Observation]:
-        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `conditioning`. What chance hides
+        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `reward.draws`. What chance hides
         in the first observation is drawn from `key`, or where there is none, from the scenario's number."""
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)

@@ -43,9 +43,8 @@ STRIDE = 2  # every second point of a way is looked at
 OUTSIDE = -1.0  # m, as arc length: not in the world yet
 S_UNIT, SPEED_UNIT, SPEED_BITS = np.float32(2e-3), np.float32(1e-2), 12  # m, m/s
 NOT_YET = np.uint32(0xFFFFFFFF)
-"""Packing of the numbers of `Reactive`: a world of 64 vehicles and agents is 4 kB. Of a speed, what is below half a
-unit
-is lost: IDM's last 0.05 m/s^2 at steps of 0.1 s."""
+"""Packing of the numbers of `Reactive`: a world of 64 vehicles and agents is 4 kB. Half a unit of speed is lost: IDM's
+last 0.05 m/s^2 at steps of 0.1 s."""
 
 
 class Scene(NamedTuple):
