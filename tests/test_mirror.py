@@ -117,7 +117,6 @@ THROUGH = {
     "topologies/inference_server/actor.py": "by topologies/inference_server/test_server.py, through real actors",
     "topologies/inference_server/actor_pool.py": "by end_to_end/test_inference_server_runs.py, through whole runs",
     "training/checkpoint/weight_source.py": "by training/test_publish.py, which pulls a run's checkpoints",
-    "training/population_report.py": "by topologies/test_population.py, in the report of a whole run",
 }
 """Source file -> the reason why no test imports it: its tests go through others."""
 

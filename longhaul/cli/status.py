@@ -81,9 +81,9 @@ def show_result(result: dict[str, Any]) -> None:
     if "members" not in result:
         tables.scores(result["evaluation"])
         return
-    from longhaul.training import population_report
+    from longhaul.training import population
 
-    header, rows, footer = population_report.columns(result["members"])
+    header, rows, footer = population.columns(result["members"])
     tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer)
 
 

@@ -51,7 +51,6 @@ from longhaul.training import (
     evaluate_driving,
     inference_server,
     nan_rollback,
-    population_report,
     reasoning_setup,
     report,
     run_dir,
@@ -472,9 +471,7 @@ def finish(
     both = jax.device_put((policy, untrained), jax.local_devices()[0])
     recordings: list[Recording] = []
     if run.many:
-        outcome = population_report.evaluated(
-            run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates)
-        )
+        outcome = members.evaluated(run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates))
         parameters = actor_critic.count(policy.params) // len(assembly.members)
     else:
         scores: dict[str, Any] = {}
@@ -507,7 +504,7 @@ def finish(
     report.write_report(
         folder / "report.html", run=json.loads((folder / "run.json").read_text()),
         records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings,
-        findings=health_log.read(folder), runs=population_report.section(run, folder, result) if run.many else "",
+        findings=health_log.read(folder), runs=members.section(run, folder, result) if run.many else "",
     )  # fmt: skip
     write_json(folder / "result.json", result)  # last: its presence means that the run is complete
     return result
