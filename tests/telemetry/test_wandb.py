@@ -34,15 +34,6 @@ BLOCK, HEAD = 32768, 7
 """Bytes of a block of a .wandb file, and of the file's and each chunk's head (LevelDB's log format)."""
 
 
-def hide_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the user's shell and home have, no server is asked."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-
-
 class Offline(NamedTuple):
     """What an offline folder of wandb holds."""
 
@@ -131,7 +122,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_credentials(tmp_path, monkeypatch)
+    """Whatever the user's shell and home have, no server is asked."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
 # --------------------------------------------------------------------------------------------------- what is wanted

@@ -18,23 +18,17 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.algorithms import registry
-from longhaul.algorithms.context import Context
 from longhaul.config.run import Driving, Named
 from longhaul.driving.sim import simulator
-from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
-from longhaul.training import data, loop, publish, run_dir
+from longhaul.training import loop, run_dir
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.checkpoint.resume import restore_policy
-from longhaul.weight_sync import manifest
-from longhaul.weight_sync.consumers import to_jax
-from longhaul.weight_sync.transports import safetensors_files
 from tests.helpers import log_files
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -337,24 +331,6 @@ def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> N
     thread.start()
     thread.join()
     assert [outcome.code for outcome in outcomes] == [0]
-
-
-@pytest.mark.usefixtures("_quick")
-def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None:
-    run, folder = small(), tmp_path / "run"
-    folder.mkdir()
-    publish.save(folder, publish.Publishing(("run",), every=20))
-    loop.train(run, folder, resumed=False)
-    latest = safetensors_files.newest(folder / "weights")
-    assert latest is not None and latest[1] == 60
-    where = folder / "weights" / safetensors_files.folder_name(*latest)
-    found = safetensors_files.read_manifest(where)
-    image = np.zeros(found.size, np.uint8)
-    safetensors_files.read(where, found, image, lambda image, count: None)
-    algorithm = registry.make(data.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
-    like = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
-    digest = params_sha256(to_jax(manifest.views(found, image), like))
-    assert digest == result(folder)["evaluation"]["trained"]["digest"]
 
 
 @pytest.mark.parametrize(

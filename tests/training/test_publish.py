@@ -46,29 +46,18 @@ def held(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
     return found, manifest.views(found, image)
 
 
-def train(run: Any, folder: Path, asked: Publishing) -> None:
-    folder.mkdir(parents=True)
-    publish.save(folder, asked)
-    loop.train(run, folder, resumed=False)
-
-
-def trained(folder: Path) -> tuple[str, Any]:
-    """(digest of the parameters at a run's end, their tree)."""
-    _, policy, _ = restore_policy(folder)
-    result = json.loads((folder / "result.json").read_text())
-    assert params_sha256(policy.params) == result["params_sha256"] or params_sha256(policy) == result["params_sha256"]
-    return result["params_sha256"], policy
-
-
-def published(topology: str, folder: Path) -> Any:
-    """Trains 12 updates, each second of which is published, into `folder`; -> the policy at the end."""
+def published(topology: str, folder: Path, updates: int = 12) -> Any:
+    """Trains so many updates, each second of which is published, into `folder`; -> the policy at the end."""
     acting = ActorConfig() if topology == "fused" else ActorConfig(2, "thread", 1)
-    train(small(topology=topology, acting=acting, total_steps=8 * 16 * 12), folder, Publishing(("run",), every=2))
+    folder.mkdir(parents=True)
+    publish.save(folder, Publishing(("run",), every=2))
+    loop.train(small(topology=topology, acting=acting, total_steps=8 * 16 * updates), folder, resumed=False)
     found, tensors = held(folder / "weights")
-    assert found.version == 12 and all(
-        version % 2 == 0 for _, version in safetensors_files.versions(folder / "weights")
-    )
-    _, policy = trained(folder)
+    assert found.version == updates
+    assert all(version % 2 == 0 for _, version in safetensors_files.versions(folder / "weights"))
+    _, policy, _ = restore_policy(folder)
+    digest = json.loads((folder / "result.json").read_text())["params_sha256"]
+    assert digest in (params_sha256(policy.params), params_sha256(policy))
     is_policy(tensors, policy)
     return policy
 
@@ -79,11 +68,16 @@ def is_policy(found: dict[str, np.ndarray], policy: Any) -> None:
     assert all(found[each].tobytes() == np.asarray(wanted[each]).tobytes() for each in wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["actors", "central"])
-def test_the_learner_of_the_other_topologies_publishes_what_it_has_learnt(topology: str, tmp_path: Path) -> None:
-    """Of `fused`: tests/training/test_loop.py."""
-    published(topology, tmp_path / "run")
+SLOW = [pytest.param(topology, marks=pytest.mark.slow) for topology in ("actors", "central")]
+
+
+@pytest.mark.parametrize("topology", ["fused", *SLOW])
+def test_the_learner_publishes_what_it_has_learnt(
+    topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if topology == "fused":
+        make_quick(monkeypatch)
+    published(topology, tmp_path / "run", 60 if topology == "fused" else 12)
 
 
 @pytest.mark.slow

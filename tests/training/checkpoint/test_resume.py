@@ -137,14 +137,10 @@ def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(folder: Pat
     assert (now.updates, now.state.updates) == (STOPPED_AT, STOPPED_AT)
     assert equal(now.key, before.key)
     assert now.carry.worlds.episode_length.tolist() == [0] * 16
-    starts = np.concatenate([now.carry.observation, begun(folder)])
-    assert len(np.unique(starts, axis=0)) == 16 + 8, "no world begins where another, or one of the old run, began"
-
-
-def begun(folder: Path) -> np.ndarray:
-    """The first observations of the run in a folder, with the sizes that it had."""
     environment = classic_control.cartpole()
-    return np.asarray(assemble.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation)
+    begun = assemble.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation
+    starts = np.concatenate([now.carry.observation, np.asarray(begun)])
+    assert len(np.unique(starts, axis=0)) == 16 + 8, "no world begins where another, or one of the old run, began"
 
 
 def test_what_was_dropped_is_said_and_recorded(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
