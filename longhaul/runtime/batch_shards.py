@@ -8,7 +8,7 @@ computes its share one after the other, and sums are taken in one fixed order (s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ VIRTUAL = 8
 
 AXIS = "virtual"
 """Axis of a device's own virtual shards."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def refusal(devices: int, worlds: int) -> str | None:
@@ -69,11 +67,6 @@ def whole(common: PyTree, own: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda x: Local(next(rest)) if is_local(x) else x, common, is_leaf=is_local)
 
 
-def together(function: Function) -> Function:
-    """Identity: `apart` if there is only one program."""
-    return function
-
-
 def by_device(mesh: Mesh) -> Shards:
     """Shards with one per device."""
 
@@ -81,7 +74,7 @@ def by_device(mesh: Mesh) -> Shards:
         return lambda carry: function(meshes.shard_index(), carry)
 
     mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_of_each
-    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, together, each)
+    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, meshes.identity, each)
 
 
 def alone() -> Shards:
@@ -90,7 +83,7 @@ def alone() -> Shards:
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(jnp.int32(0), carry)
 
-    return Shards(1, meshes.identity, meshes.identity, together, each)
+    return Shards(1, meshes.identity, meshes.identity, meshes.identity, each)
 
 
 def virtual(mesh: Mesh) -> Shards:

@@ -47,24 +47,15 @@ class Rule(NamedTuple):
         return AHEAD if self.staleness is None else self.staleness
 
     @property
-    def rooms(self) -> int:
-        """Batches in memory at once: those being collected, and the last one learnt."""
-        return self.ahead + 2
-
-    @property
-    def versions(self) -> int:
-        """Versions of the weights in memory at once: those that may still act, and the one being written."""
+    def depth(self) -> int:
+        """Number of batches, of states of each environment and of versions of the weights in memory at once: those
+        being collected or acting, and the last one learnt or the one being written."""
         return self.ahead + 2
 
     @property
     def pinned(self) -> int:
         """Versions before the newest one that an exact resume needs."""
         return (self.staleness or 0) if self.pin else 0
-
-    @property
-    def turns(self) -> int:
-        """Rollouts of one environment whose final states are kept, including the last one learnt."""
-        return self.ahead + 2
 
 
 class Book(NamedTuple):
@@ -172,18 +163,6 @@ def lose(book: Book, actor: int) -> tuple[Book, bool]:
         numbers = [ticket.batch * book.rule.places + ticket.place for ticket in lost]
         book = book._replace(free=tuple(sorted([*book.free, *numbers])))
     return book, True
-
-
-def missing(book: Book) -> list[int]:
-    """Actors that the learner's next batch waits for; empty if it is complete."""
-    if book.whole:
-        return []
-    waited = {
-        actor
-        for actor, (given, done) in enumerate(zip(book.given, book.done))
-        if any(t.batch == book.version for t in given[done:])
-    }
-    return sorted(waited) or list(range(book.rule.places))
 
 
 def queue(book: Book) -> int:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -276,23 +276,6 @@ def speak(folder: Path) -> int:
     return 0
 
 
-def test_two_processes_speak_agree_and_save(tmp_path: Path) -> None:
-    """What both saved on two devices each, this process restores on three, and on none in particular."""
-    ended = together("speak", tmp_path)
-    assert [code for code, _ in ended] == [0, 0], ended
-    saving = tmp_path / "checkpoints"
-    assert sorted(path.name for path in saving.iterdir()) == ["2", "3"]
-    manifest = json.loads((saving / "3" / "manifest.json").read_text())["contents"]
-    assert manifest["metadata"] == {"of": 0}
-    mesh = meshes.make_mesh(2)
-    restored = Checkpoints(saving).latest(progress(mesh, 0))
-    assert restored is not None and restored.step == 3
-    for one, other in zip(jax.tree.leaves(restored.progress), jax.tree.leaves(progress(mesh, 3)), strict=True):
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
 def remember(folder: Path) -> int:
     """Compiles a program of all devices and one of this process's own, with a store; says where they came from."""
     compile_cache.keep(2, on_cpu=True, process=process_group.index())
@@ -305,18 +288,63 @@ def remember(folder: Path) -> int:
     return 0
 
 
-def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX would have all but the first compile anew at each start. On the CPU each has a folder of its own."""
-    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path / "store"))
-    found = []
-    for _ in range(2):
-        ended = together("remember", tmp_path)
+def everything(folder: Path) -> int:
+    """Programs of the store first, because JAX looks once whether there is one; at last process 0 finds bad input,
+    while the other waits for it."""
+    remember(folder)
+    speak(folder)
+    (folder / f"spoken-{process_group.index()}").touch()
+    if process_group.index() == 0:
+        raise ValueError("nonsense")
+    process_group.hear("nothing")
+    return 0
+
+
+class Pairs(NamedTuple):
+    folder: Path  # of the second pair
+    ended: list[tuple[int, str]]  # exit code and stderr of its processes
+    found: list[list[list[int]]]  # [hits, misses] of each process in each pair
+    entries: list[Path]  # of process 1 in the store after the first pair
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Two pairs of processes with one store, one after the other."""
+    base = tmp_path_factory.mktemp("pairs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LONGHAUL_CACHE", str(base / "store"))
+        ended = together("remember", base)
         assert [code for code, _ in ended] == [0, 0], ended
-        found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
-    for (_, missed), (hits, left) in zip(*found, strict=True):
+        mine = base / "store" / compile_cache.part(2, on_cpu=True, process=1)
+        entries = list(mine.glob("*-cache"))
+        found = [[json.loads((base / f"found-{i}").read_text()) for i in range(2)]]
+        ended = together("everything", base)
+    found.append([json.loads((base / f"found-{i}").read_text()) for i in range(2)])
+    return Pairs(base, ended, found, entries)
+
+
+def test_two_processes_speak_agree_and_save(pairs: Pairs) -> None:
+    """What both saved on two devices each, this process restores on three, and on none in particular."""
+    assert all((pairs.folder / f"spoken-{i}").exists() for i in range(2)), pairs.ended
+    saving = pairs.folder / "checkpoints"
+    assert sorted(path.name for path in saving.iterdir()) == ["2", "3"]
+    manifest = json.loads((saving / "3" / "manifest.json").read_text())["contents"]
+    assert manifest["metadata"] == {"of": 0}
+    mesh = meshes.make_mesh(2)
+    restored = Checkpoints(saving).latest(progress(mesh, 0))
+    assert restored is not None and restored.step == 3
+    for one, other in zip(jax.tree.leaves(restored.progress), jax.tree.leaves(progress(mesh, 3)), strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_each_process_finds_its_programs_again(pairs: Pairs) -> None:
+    """JAX would have all but the first compile anew at each start. On the CPU each has a folder of its own."""
+    for (_, missed), (hits, left) in zip(*pairs.found, strict=True):
         assert missed >= 2 and (hits, left) == (missed, 0)
-    mine = tmp_path / "store" / compile_cache.part(2, on_cpu=True, process=1)
-    assert mine.name == "process-1" and len(list(mine.glob("*-cache"))) == found[0][1][1]
+    assert {path.parent.name for path in pairs.entries} == {"process-1"}
+    assert len(pairs.entries) == pairs.found[0][1][1]
 
 
 def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,16 +359,8 @@ def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch)
     assert not compile_cache._write_too()
 
 
-def fail(folder: Path) -> int:
-    """Process 0 finds bad input, while the other waits for it."""
-    if process_group.index() == 0:
-        raise ValueError("nonsense")
-    process_group.hear("nothing")
-    return 0
-
-
-def test_where_process_0_fails_the_others_end_with_its_code(tmp_path: Path) -> None:
-    first, other = together("fail", tmp_path)
+def test_where_process_0_fails_the_others_end_with_its_code(pairs: Pairs) -> None:
+    first, other = pairs.ended
     assert (first[0], other[0]) == (1, 2), (first, other)  # Python's own code, and what `cli` makes of a ValueError
     assert "ValueError: nonsense" in first[1]
     assert "Error" not in other[1]

@@ -29,7 +29,7 @@ def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
         idle = [a for a, mine in enumerate(doing) if mine and mine[0] not in started]
         busy = [a for a, mine in enumerate(doing) if mine and mine[0] in started]
         events = [("start", a) for a in idle] + [("finish", a) for a in busy]
-        events += [("learn", -1)] * (not staleness.missing(book))
+        events += [("learn", -1)] * book.whole
         assert events, "nobody can do anything: a deadlock"
         event, actor = events[choose(len(events))]
         if event == "start":
@@ -53,11 +53,11 @@ def check(book: Book) -> None:
     rule = book.rule
     rooms: dict[int, set[int]] = {}
     for mine in book.given:
-        assert len(mine) <= rule.turns - 1, "the state that the oldest one begins with is written over"
+        assert len(mine) <= rule.depth - 1, "the state that the oldest one begins with is written over"
         for ticket in mine:
-            rooms.setdefault(ticket.batch % rule.rooms, set()).add(ticket.batch)
+            rooms.setdefault(ticket.batch % rule.depth, set()).add(ticket.batch)
     assert all(len(batches) == 1 for batches in rooms.values())
-    assert (book.version - 1) % rule.rooms not in rooms, "the batch whose update may still run is written over"
+    assert (book.version - 1) % rule.depth not in rooms, "the batch whose update may still run is written over"
 
 
 @settings(max_examples=80, deadline=None)
@@ -98,11 +98,11 @@ def test_without_a_bound_a_slow_actor_holds_up_its_own_tickets_alone() -> None:
     """Two actors, of which one does nothing for a while: the other does five of six tickets."""
     book, out = staleness.hand_out(staleness.opened(Rule(2, None), 0))
     assert [(actor, t.batch, t.place) for actor, t in out] == [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)]
-    assert staleness.missing(book) == [0, 1]
+    assert not book.whole
     for _ in range(3):
         book, _ = staleness.finished(book, 1)
         book, _ = staleness.hand_out(book)
-    assert staleness.missing(book) == [0]
+    assert book.done == (0, 3) and not book.whole
     assert staleness.queue(book) == 3
 
 

@@ -81,11 +81,6 @@ def split(buffer: np.ndarray, shapes: Shapes) -> list[np.ndarray]:
     return arrays
 
 
-def failed(shared: SharedBuffers, actor: int, error: BaseException) -> None:
-    """Store the error that ends an actor."""
-    shared.say(actor, f"{type(error).__name__}: {error}")
-
-
 def main() -> int:
     """Main function of an actor process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the learner, which ends us
@@ -97,7 +92,7 @@ def main() -> int:
         collect = about.make(about.actor)
         work(shared, about.actor, collect, Wakeup(about.reads, -1), Wakeup(-1, about.writes))
     except Exception as error:
-        failed(shared, about.actor, error)
+        shared.say(about.actor, f"{type(error).__name__}: {error}")
         raise
     return 0
 

@@ -62,8 +62,11 @@ class ActorThread:
         def run() -> None:
             try:
                 actors.work(shared, actor, make(actor), orders, learner)
+            except ray_cluster.Lost as error:
+                self._failed = str(error)
+                learner.wake()
             except Exception as error:
-                actors.failed(shared, actor, error)
+                shared.say(actor, f"{type(error).__name__}: {error}")
                 self._failed = "it failed"
                 learner.wake()
 
@@ -78,15 +81,14 @@ class ActorThread:
         self._orders.wake()
 
     def end(self, within: float = 0.0) -> None:
+        self.join(max(within, SILENCE))
+
+    def join(self, within: float | None = None) -> None:
         self._orders.wake()
-        self._thread.join(max(within, SILENCE))
+        self._thread.join(within)
 
 
 # ----------------------------------------------------------------------------------------------------- on a Ray cluster
-
-
-class GivenUp(Exception):
-    """The pool gave the actor up."""
 
 
 class Remote:
@@ -120,42 +122,21 @@ def _plain(leaves: Leaves) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in leaves]
 
 
-class RayWeights:
-    """`types.Weights` in the object store of the joined cluster; keeps the newest versions."""
-
-    def __init__(self, versions: int) -> None:
-        self._kept = versions
-        self._references: dict[int, Any] = {}
-
-    def publish(self, version: int, params: Any) -> None:
-        import ray
-
-        self._references[version] = ray.put(params)
-        for old in sorted(self._references)[: -self._kept]:
-            del self._references[old]
-
-    def latest(self) -> tuple[int, Any]:
-        """LookupError where nothing was published."""
-        import ray
-
-        if not self._references:
-            raise LookupError("no weights were published yet")
-        version = max(self._references)
-        return version, ray.get(self._references[version])
-
-    def reference(self, version: int) -> Any:
-        """Ray reference of a version, for its actors."""
-        return self._references[version]
-
-
 class Board:
-    """Factory of a run's actors on the cluster, and their weights."""
+    """Factory of a run's actors on the cluster, and the newest versions of their weights in its object store."""
 
     def __init__(self, make: Callable[[int], Collect], shapes: Shapes, versions: int) -> None:
         """`make` is importable. `versions`: number of weight versions kept."""
-        self._made, self._shapes = pickle.dumps(make), shapes
-        self.weights = RayWeights(versions)
+        self._made, self._shapes, self._versions = pickle.dumps(make), shapes, versions
+        self.references: dict[int, Any] = {}  # version -> Ray's reference to its weights
         self._turn = 0
+
+    def publish(self, version: int, weights: np.ndarray) -> None:
+        import ray
+
+        self.references[version] = ray.put(weights)
+        for old in sorted(self.references)[: -self._versions]:
+            del self.references[old]
 
     def place(self, actor: int) -> tuple[Any, Any]:
         """New actor on a live node -> (actor, future of its process id)."""
@@ -168,31 +149,19 @@ class RayActor:
     """Incarnation of an actor on a node; an `ActorHandle`."""
 
     def __init__(self, shared: SharedBuffers, actor: int, board: Board, orders: Wakeup, learner: Wakeup) -> None:
-        self._board, self._orders = board, orders
+        self._board = board
         self._given_up = threading.Event()
-        self._failed: str | None = None
         self._after: Leaves | None = None
         self._remote, begun = board.place(actor)
 
-        def run() -> None:
-            try:
-                self._answer(begun)
-                actors.work(shared, actor, self._collect, orders, learner)
-            except GivenUp:
-                pass
-            except ray_cluster.Lost as error:
-                self._failed = str(error)
-                learner.wake()
-            except Exception as error:
-                actors.failed(shared, actor, error)
-                self._failed = "it failed"
-                learner.wake()
+        def make(actor: int) -> Collect:
+            self._answer(begun)
+            return self._collect
 
-        self._thread = threading.Thread(target=run, name=f"actor {actor}", daemon=True)
-        self._thread.start()
+        self._thread = ActorThread(shared, actor, make, orders, learner)
 
     def ended(self) -> str | None:
-        return None if self._thread.is_alive() else self._failed or "it ended"
+        return self._thread.ended()
 
     def kill(self) -> None:
         import ray
@@ -202,7 +171,6 @@ class RayActor:
 
     def end(self, within: float = 0.0) -> None:
         """The thread has ended on return, so nothing more is written, even if the node is still working."""
-        self._orders.wake()
         self._thread.join(within)
         self.kill()
         self._thread.join()
@@ -212,21 +180,21 @@ class RayActor:
     ) -> tuple[Leaves, Leaves, Leaves]:
         """An `actor.Collect` that runs on the node."""
         sent = None if state is self._after else list(state)  # the node still has this state
-        reference = [self._board.weights.reference(version)]  # in a list: else Ray would fetch it with each call
+        reference = [self._board.references[version]]  # in a list: else Ray would fetch it with each call
         after, made = self._remote.collect.options(num_returns=2).remote(version, reference, sent, key, ticket)
         data, scores = self._answer(made)
         self._after = self._answer(after)
         return self._after, data, scores
 
     def _answer(self, coming: Any) -> Any:
-        """Result of a call. Raises GivenUp once the pool gives the actor up, and `ray_cluster.Lost`."""
+        """Result of a call. Raises `ray_cluster.Lost`, also once the pool gives the actor up."""
         import ray
 
-        while not ray.wait([coming], timeout=LOOK)[0]:
-            if self._given_up.is_set():
-                raise GivenUp
+        there = False
+        while not there and not self._given_up.is_set():
+            there = bool(ray.wait([coming], timeout=LOOK)[0])
         if self._given_up.is_set():
-            raise GivenUp
+            raise ray_cluster.Lost("it was given up")
         return ray_cluster.fetched(coming)
 
 
@@ -257,14 +225,14 @@ class ActorPool:
         """`make(a)`: rollout function of actor a; importable unless `kind` is "thread". `kind`: "process", "thread", or
         "ray" on the joined cluster. `weights`: places besides shared memory in which versions are published."""
         self._make, self._kind = make, kind
-        self._board = Board(make, shapes, rule.versions) if kind == "ray" else None
+        self._board = Board(make, shapes, rule.depth) if kind == "ray" else None
         self.news: list[str] = []
         """Messages about failures of actors; the reader removes them."""
-        self._size = Size(rule.places, rule.rooms, rule.turns, rule.versions)
+        self._size = Size(rule.places, rule.depth)
         self.rule = rule
         self._memory = shared_memory.create(buffers.planned(shapes, self._size).size)
         self.shared = SharedBuffers(self._memory, shapes, self._size)
-        self._weights: list[Weights] = [*weights, *([self._board.weights] if self._board else []), self.shared.weights]
+        self._weights = weights
         self._learner = wakeup()
         self._orders = [wakeup() for _ in range(rule.places)]
         self._actors = Actors(rule.places, self._start, "without one rollout")
@@ -374,8 +342,11 @@ class ActorPool:
     # ------------------------------------------------------------------------------------------------------ inside
 
     def _publish(self, version: int, weights: np.ndarray) -> None:
-        for each in self._weights:  # shared memory last: an actor reads the version there first
-            each.publish(version, weights)
+        for place in self._weights:
+            place.publish(version, weights)
+        if self._board is not None:
+            self._board.publish(version, weights)
+        self.shared.weights.publish(version, weights)  # last: an actor reads the version there first
 
     def _hand_out(self) -> None:
         self.book, out = staleness.hand_out(self.book)

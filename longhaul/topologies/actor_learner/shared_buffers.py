@@ -4,8 +4,8 @@ Every word has one writer. An order is a ticket; its actor reads it once `ordere
 learner once `finished` has grown. So an actor may die at any instruction: its orders stay for its successor, which
 rewrites the unfinished slot.
 
-Slots of a batch are adjacent, [rooms, N, ...] per array: the learner takes a batch [N, ...] without a copy on the host.
-The environment's state after turn j lies at j % turns, so a repeated rollout starts from the same state.
+Slots of a batch are adjacent, [depth, N, ...] per array: the learner takes a batch [N, ...] without a copy on the host.
+The environment's state after turn j lies at j % depth, so a repeated rollout starts from the same state.
 
 Weights lie beside them in a ring, one flat buffer a version, with one writer and any number of readers. Version v lies
 in place v % H, so the H newest can be read. The writer never waits: it makes the mark of the place odd, copies,
@@ -56,9 +56,7 @@ class Shapes(NamedTuple):
 
 class Size(NamedTuple):
     actors: int
-    rooms: int  # batches in memory at once
-    turns: int  # states of each environment in memory at once
-    versions: int  # of the weights
+    depth: int  # batches, states of each environment and versions of the weights in memory at once
 
 
 class Head(NamedTuple):
@@ -167,22 +165,22 @@ def planned(shapes: Shapes, size: Size) -> Plan:
 
 
 def _regions(shapes: Shapes, size: Size) -> Iterator[tuple[str, Leaf]]:
-    n, rooms, turns = size.actors, size.rooms, size.turns
+    n, depth = size
     yield "closed", Leaf((8,), "int64")
     yield "key", Leaf((8,), "uint32")
     yield "ordered", Leaf((n, 8), "int64")
     yield "finished", Leaf((n, 8), "int64")
-    yield "orders", Leaf((n, turns, 8), "int64")
+    yield "orders", Leaf((n, depth, 8), "int64")
     yield "vitals", Leaf((n, 16), "int64")
     yield "words", Leaf((n, 512), "uint8")
-    yield "heads", Leaf((rooms, n, 8), "int64")
+    yield "heads", Leaf((depth, n, 8), "int64")
     for i, leaf in enumerate(shapes.data):
-        yield f"data/{i}", Leaf((rooms, n, *leaf.shape), leaf.dtype)
+        yield f"data/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
     for i, leaf in enumerate(shapes.scores):
-        yield f"scores/{i}", Leaf((rooms, n, *leaf.shape), leaf.dtype)
+        yield f"scores/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
     for i, leaf in enumerate(shapes.carry):
-        yield f"carry/{i}", Leaf((turns, n, *leaf.shape), leaf.dtype)
-    yield from weight_regions(shapes.weight_bytes, size.versions)
+        yield f"carry/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
+    yield from weight_regions(shapes.weight_bytes, depth)
 
 
 class SharedBuffers:
@@ -204,12 +202,12 @@ class SharedBuffers:
 
     def order(self, actor: int, ticket: Ticket) -> None:
         """Give a ticket to an actor; the memory holds all tickets that it may have open."""
-        self._orders[actor, int(self.ordered[actor]) % self.size.turns, :4] = ticket
+        self._orders[actor, int(self.ordered[actor]) % self.size.depth, :4] = ticket
         self.ordered[actor] += 1
 
     def check(self, actor: int, ticket: Ticket) -> Head:
         """Head of a finished rollout. Raises Garbage if it is not the one that was ordered."""
-        head = self._heads[ticket.batch % self.size.rooms, ticket.place]
+        head = self._heads[ticket.batch % self.size.depth, ticket.place]
         number = _number(ticket, self.size.actors)
         owner, incarnation = divmod(int(head[OWNER]), 2**32)
         lives = int(self.vitals[actor, INCARNATION])
@@ -224,12 +222,12 @@ class SharedBuffers:
 
     def batch(self, number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """(data, scores) of a complete batch, [N, ...] each; views, valid until its memory is reused."""
-        room = number % self.size.rooms
+        room = number % self.size.depth
         return [x[room] for x in self._data], [x[room] for x in self._scores]
 
     def carry(self, turns: Sequence[int]) -> list[np.ndarray]:
         """States of all environments after these turns (one per actor), [N, ...] each."""
-        places = [turn % self.size.turns for turn in turns]
+        places = [turn % self.size.depth for turn in turns]
         if len(set(places)) == 1:
             return [x[places[0]] for x in self._carry]
         return [np.stack([x[place, a] for a, place in enumerate(places)]) for x in self._carry]
@@ -238,7 +236,7 @@ class SharedBuffers:
         """Inverse of `carry`."""
         for x, leaf in zip(self._carry, leaves, strict=True):
             for actor, turn in enumerate(turns):
-                x[turn % self.size.turns, actor] = leaf[actor]
+                x[turn % self.size.depth, actor] = leaf[actor]
 
     def said(self, actor: int) -> str:
         """Last error of an actor that failed."""
@@ -251,25 +249,25 @@ class SharedBuffers:
         finished = int(self.finished[actor])
         if finished >= self.ordered[actor]:
             return None
-        return Ticket(*(int(word) for word in self._orders[actor, finished % self.size.turns, :4]))
+        return Ticket(*(int(word) for word in self._orders[actor, finished % self.size.depth, :4]))
 
     def state(self, actor: int, turn: int) -> list[np.ndarray]:
         """State of an actor's environment before a turn."""
-        return [x[(turn - 1) % self.size.turns, actor] for x in self._carry]
+        return [x[(turn - 1) % self.size.depth, actor] for x in self._carry]
 
     def deliver(
         self, actor: int, ticket: Ticket, version: int, data: Sequence[np.ndarray], scores: Sequence[np.ndarray],
         carry: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
         """Write a rollout to its slot, and hand it to the learner."""
-        room, number = ticket.batch % self.size.rooms, _number(ticket, self.size.actors)
+        room, number = ticket.batch % self.size.depth, _number(ticket, self.size.actors)
         head = self._heads[room, ticket.place]
         head[BEGUN] = number
         for all_, leaves in ((self._data, data), (self._scores, scores)):
             for x, leaf in zip(all_, leaves, strict=True):
                 x[room, ticket.place] = leaf
         for x, leaf in zip(self._carry, carry, strict=True):
-            x[ticket.turn % self.size.turns, actor] = leaf
+            x[ticket.turn % self.size.depth, actor] = leaf
         head[OWNER] = actor * 2**32 + int(self.vitals[actor, INCARNATION])
         head[ACTED_BY] = version
         head[WRITTEN] = number

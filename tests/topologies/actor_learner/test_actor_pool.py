@@ -153,7 +153,7 @@ def test_nonsense_is_rejected_and_done_again(tmp_path: Path, monkeypatch: pytest
         word = {2: buffers.WRITTEN, 4: buffers.BEGUN, 6: buffers.ACTED_BY, 8: buffers.OWNER}.get(ticket.batch)
         if word is not None and ticket.batch not in spoilt:
             spoilt.append(ticket.batch)
-            shared._heads[ticket.batch % shared.size.rooms, ticket.place, word] += 3 + 2**32
+            shared._heads[ticket.batch % shared.size.depth, ticket.place, word] += 3 + 2**32
         return check(shared, actor, ticket)
 
     monkeypatch.setattr(buffers.SharedBuffers, "check", spoil)

@@ -31,11 +31,17 @@ while True:
 """
 
 
-def test_a_ring_does_what_weights_must() -> None:
-    planned = shared_memory.plan(shared_buffers.weight_regions(64, PLACES))
+def rings(size: int, count: int = 1) -> list[WeightRing]:
+    """Views of one ring."""
+    planned = shared_memory.plan(shared_buffers.weight_regions(size, PLACES))
     block = shared_memory.create(planned.size)
-    learner, actor = (WeightRing(shared_memory.arrays(block, planned)) for _ in range(2))
+    found = [WeightRing(shared_memory.arrays(block, planned)) for _ in range(count)]
     os.close(block)
+    return found
+
+
+def test_a_ring_does_what_weights_must() -> None:
+    learner, actor = rings(64, 2)
     check_weights(learner, actor, lambda version: np.full(64, version, np.uint8), stays=False)
 
 
@@ -66,10 +72,7 @@ def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_kill
 
 
 def test_versions_are_kept_as_long_as_there_are_places() -> None:
-    planned = shared_memory.plan(shared_buffers.weight_regions(4, PLACES))
-    block = shared_memory.create(planned.size)
-    mine, out = WeightRing(shared_memory.arrays(block, planned)), np.empty(4, np.uint8)
-    os.close(block)
+    (mine,), out = rings(4), np.empty(4, np.uint8)
     for version in range(5):
         mine.publish(version, np.full(4, version, np.uint8))
     assert [mine.read(version, out) for version in (2, 3, 4)] == [2, 3, 4]
@@ -81,15 +84,11 @@ def test_versions_are_kept_as_long_as_there_are_places() -> None:
 
 
 def test_weights_that_are_not_what_was_published_are_refused() -> None:
-    planned = shared_memory.plan(shared_buffers.weight_regions(SIZE, PLACES))
-    block = shared_memory.create(planned.size)
-    arrays = shared_memory.arrays(block, planned)
-    mine, out = WeightRing(arrays), np.empty(SIZE, np.uint8)
-    os.close(block)
+    (mine,), out = rings(SIZE), np.empty(SIZE, np.uint8)
     weights = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
     mine.publish(4, weights)
     assert mine.read(-1, out) == 4
-    arrays["weights/bytes"][4 % PLACES, 1_000] ^= 1
+    mine._weights[4 % PLACES, 1_000] ^= 1
     for version in (-1, 4):
         with pytest.raises(LookupError, match="version 4 of the weights is damaged"):
             mine.read(version, out)
