@@ -71,4 +71,4 @@ def launch(words: Sequence[str]) -> int:
             f"--hosts is {count}; this machine's {total / 1e9:.1f} GB hold at most {most} processes, "
             f"of {FOOTPRINT / 1e9:.1f} GB or more each; choose fewer, or a cluster by --on ray"
         )
-    return supervise(command, functools.partial(local.local, count=count, devices=devices), restarts, deadline)
+    return supervise(command, functools.partial(local.Local, count=count, devices=devices), restarts, deadline)

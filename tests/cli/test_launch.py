@@ -113,7 +113,7 @@ def dummies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervise(words: list[str], count: int, restarts: int, deadline: float = DEADLINE) -> int:
-    return supervisor.supervise(words, partial(local.local, count=count, devices=None), restarts, deadline)
+    return supervisor.supervise(words, partial(local.Local, count=count, devices=None), restarts, deadline)
 
 
 def assert_gone(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_signal_is_passed_to_all(dummies: None, tmp_path: Path) -> None:
     program = (
         "import functools, sys; from longhaul.cli import launch; from longhaul.runtime.launch import local\n"
         "local.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"  # without JAX: a launcher imports none
-        "start = functools.partial(local.local, count=2, devices=None)\n"
+        "start = functools.partial(local.Local, count=2, devices=None)\n"
         "sys.exit(launch.supervise([sys.argv[2], 'listen'], start, 3))"
     )
     command = [sys.executable, "-c", program, PROCESS, str(tmp_path)]

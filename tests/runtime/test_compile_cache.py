@@ -19,6 +19,9 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 import jax
+from longhaul.algorithms.config import PPOConfig
+from longhaul.config.run import Named
+from longhaul.networks.config import NetworkConfig
 from longhaul.training import loop as training
 from tests.helpers.small_runs import small
 folder, names = Path(sys.argv[1]), []
@@ -27,7 +30,11 @@ def note(event, seconds, fun_name="", **_):
         names.append(fun_name)
 jax.monitoring.register_event_duration_secs_listener(note)
 folder.mkdir(parents=True)
-training.train(small(total_steps=8 * 16 * 5, evaluation_episodes=1, threads=1), folder, resumed=False)
+algorithm = PPOConfig(num_minibatches=1, update_epochs=1, network=NetworkConfig(hidden_dim=8, num_layers=1))
+run = small(
+    environment=Named("probe/action"), algorithm=algorithm, total_steps=8 * 16 * 5, evaluation_episodes=1, threads=1,
+)
+training.train(run, folder, resumed=False)
 (folder / "compiled.json").write_text(json.dumps(names))
 """
 

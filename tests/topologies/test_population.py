@@ -20,6 +20,7 @@ from longhaul.algorithms.config import PPOConfig
 from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
@@ -33,7 +34,8 @@ from tests.helpers import small_runs
 from tests.helpers.small_runs import begin, records, resume
 
 SWEEP = Population(seeds=2, sweep=("lr=1e-3,3e-3",))
-QUICK = {"total_steps": 8 * 16 * 12, "evaluation_episodes": 3, "devices": None}
+NARROW = PPOConfig(num_minibatches=2, update_epochs=1, lr=3e-3, network=NetworkConfig(hidden_dim=8, num_layers=1))
+QUICK = {"total_steps": 8 * 16 * 12, "evaluation_episodes": 3, "devices": None, "algorithm": NARROW}
 
 
 def small(**changes: Any) -> Run:
@@ -65,22 +67,21 @@ def test_each_run_is_that_of_a_program_of_its_own(four: tuple[Run, Path], tmp_pa
     assert run.devices == 2
     told = json.loads((folder / "result.json").read_text())["members"]
     assert [(row["seed"], row["hyperparameters"]["lr"]) for row in told] == [(3, 1e-3), (4, 1e-3), (3, 3e-3), (4, 3e-3)]
-    for which in (2,):
-        seed, lr = told[which]["seed"], told[which]["hyperparameters"]["lr"]
-        alone = small_runs.small(
-            **QUICK | {"devices": 1}, seed=seed, algorithm=dataclasses.replace(run.algorithm, lr=lr)
-        )
-        outcome = begin(alone, tmp_path / str(which))
-        jax.tree.map(
-            lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6),
-            params(folder, which), params(tmp_path / str(which)),
-        )  # fmt: skip
-        assert outcome.result is not None
-        assert told[which]["evaluation"] == outcome.result["evaluation"]
-        for mine, single in zip(member_lines(folder), records(tmp_path / str(which)), strict=True):
-            assert mine["update"] == single["update"] and mine["agent_steps"] == single["agent_steps"]
-            for name in ("episode/return", "episode/count", "ppo/entropy", "ppo/lr", "ppo/value_loss"):
-                assert mine[name][which] == pytest.approx(single[name], rel=1e-3, abs=1e-6), name
+    which = 2
+    seed, lr = told[which]["seed"], told[which]["hyperparameters"]["lr"]
+    changes = {"devices": 1, "seed": seed, "algorithm": dataclasses.replace(NARROW, lr=lr)}
+    alone = small_runs.small(**QUICK | changes)
+    outcome = begin(alone, tmp_path / str(which))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6),
+        params(folder, which), params(tmp_path / str(which)),
+    )  # fmt: skip
+    assert outcome.result is not None
+    assert told[which]["evaluation"] == outcome.result["evaluation"]
+    for mine, single in zip(member_lines(folder), records(tmp_path / str(which)), strict=True):
+        assert mine["update"] == single["update"] and mine["agent_steps"] == single["agent_steps"]
+        for name in ("episode/return", "episode/count", "ppo/entropy", "ppo/lr", "ppo/value_loss"):
+            assert mine[name][which] == pytest.approx(single[name], rel=1e-3, abs=1e-6), name
 
 
 def test_records_have_the_mean_and_the_spread_of_the_runs(four: tuple[Run, Path]) -> None:

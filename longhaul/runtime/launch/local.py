@@ -33,29 +33,23 @@ def environment(base: Mapping[str, str], index: int, count: int, port: int, devi
     return {**base, **ours}
 
 
-def local(words: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> Local:
-    """Start `longhaul WORDS` in `count` processes of `devices` devices each."""
-    port = free_port()
-    command = [*PROGRAM, *words]
-    started = Local()
-    try:
-        for i in range(count):
-            out = printed.out if i == 0 else None
-            variables = environment(os.environ, i, count, port, devices)
-            started.members.append(TrainingProcess(command, variables, out=out, error=printed.error(i)))
-    except BaseException:
-        started.end()
-        raise
-    return started
-
-
 class Local:
-    """Training processes on this machine, as a `supervisor.Gang`."""
+    """`longhaul WORDS` in `count` processes of this machine with `devices` devices each, as a `supervisor.Gang`."""
 
     pause = LOOK
 
-    def __init__(self) -> None:
+    def __init__(self, words: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> None:
         self.members: list[TrainingProcess] = []
+        port = free_port()
+        try:
+            for i in range(count):
+                out = printed.out if i == 0 else None
+                variables = environment(os.environ, i, count, port, devices)
+                member = TrainingProcess([*PROGRAM, *words], variables, out=out, error=printed.error(i))
+                self.members.append(member)
+        except BaseException:
+            self.end()
+            raise
 
     def look(self) -> list[Look]:
         return [member.look() for member in self.members]

@@ -13,6 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor import Leaves
 from longhaul.topologies.actor_learner.learner import CompiledActor
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import Algorithm, Key, PyTree, Rollout, Spec, Successors
+from longhaul.types import Algorithm, Key, PyTree, Rollout, Successors
 
 
 class Carry(NamedTuple):
@@ -51,12 +52,9 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
     def enter(key: Key, context: PyTree) -> PyTree:
         each = []
         for actor in range(count):
-            vector = registry.make(registry.describe(name), sizes.worlds)
-            try:
+            with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
                 words = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
                 each.append(_begun(vector, algorithm, int(words.ravel()[-1]) >> 1))
-            finally:
-                vector.close()
         return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
     return enter
@@ -73,7 +71,8 @@ def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
 
 def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> CompiledActor:
     """Actor that steps `sizes.worlds` host worlds. The vector is created at its first rollout."""
-    spec, columns, likeness = _likeness(name, algorithm, sizes)
+    with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
+        spec, columns, likeness = spec_stub(name).spec, vector.columns, _begun(vector, algorithm, 0)
     key = jax.random.key(0)
     drawn = jax.eval_shape(algorithm.act, policy, likeness.memory, likeness.observation, key)
     rows = sizes.steps
@@ -104,15 +103,6 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Com
 SCORES = ("episodes", "episode/return", "episode/length", "actors/environment_seconds", "actors/inference_seconds",
           "actors/begun_anew")  # fmt: skip
 """Scores of a rollout: sums over its finished episodes, seconds by use, and worlds restarted without their state."""
-
-
-def _likeness(name: str, algorithm: Algorithm, sizes: Sizes) -> tuple[Spec, int, Carry]:
-    """(spec, columns, example carry) of an actor's worlds."""
-    vector = registry.make(registry.describe(name), sizes.worlds)
-    try:
-        return spec_stub(name).spec, vector.columns, _begun(vector, algorithm, 0)
-    finally:
-        vector.close()
 
 
 class _Collector:
@@ -213,9 +203,9 @@ def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
 
 def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: int) -> dict[str, Measure]:
     """Scores of a policy that acts by its mode, float64 [E]: each world's first episode, over `episodes` worlds."""
-    vector = registry.make(registry.describe(name), max(1, -(-episodes // (spec_stub(name).spec.agents or 1))), seed)
+    worlds = max(1, -(-episodes // (spec_stub(name).spec.agents or 1)))
     act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
-    try:
+    with closing(registry.make(registry.describe(name), worlds, seed)) as vector:
         initial = jax.device_get(algorithm.memory(vector.columns))
         seen, memory = vector.reset(seed), initial
         total, length = np.zeros(vector.columns), np.zeros(vector.columns)
@@ -231,8 +221,6 @@ def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: i
             begins = led_to.terminated | led_to.truncated | ~led_to.valid
             memory = jax.tree.map(functools.partial(_put_back, begins), memory, initial)
             seen = led_to.observation
-    finally:
-        vector.close()
     ended = ~np.isnan(returns[:episodes])
     return {
         "return": Measure(np.nan_to_num(returns[:episodes]), ended),

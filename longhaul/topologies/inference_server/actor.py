@@ -36,27 +36,26 @@ FIRST, LONGEST = 0.2, 5.0
 
 
 async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
-    """Step the groups `vectors` with the server's actions over gRPC, until an error."""
-    outs = start(line, vectors, await line.open())
-    for slot in range(len(vectors)):
-        line.post(slot, 0)
-    while True:
-        slot, action = await line.next()
-        line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
+    """Step the groups `vectors` with the server's actions over gRPC until an error, then close the line."""
+    try:
+        outs = start(line, vectors, await line.open())
+        while True:
+            slot, action = await line.next()
+            line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
+    finally:
+        await line.close()
 
 
 def play_shared(line: ShmActorTransport, vectors: Sequence[HostVector]) -> None:
     """Step the groups through shared memory; waiting blocks this thread."""
     outs = start(line, vectors, line.open())
-    for slot in range(len(vectors)):
-        line.post(slot, 0)
     while True:
         slot, action = line.next()
         line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
 
 
 def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> list[Slot]:
-    """Write the first observations of all groups to their blocks; -> output slots of their steps."""
+    """Post the first observations of all groups; -> output slots of their steps."""
     outs = []
     for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
         block.reward[:] = 0.0
@@ -66,6 +65,8 @@ def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]
         held = line.held(slot)
         if held is not None:
             restore_state(held, vector, outs[slot].observation)
+    for slot in range(len(vectors)):
+        line.post(slot, 0)
     return outs
 
 
@@ -120,18 +121,15 @@ async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVect
     """
     wait, last = FIRST, time.monotonic()
     while True:
-        line = connect()
         began = time.monotonic()
         try:
-            await play(line, vectors)
+            await play(connect(), vectors)
         except ConnectionError as error:
             now = time.monotonic()
             if now - began > 10.0:  # it was connected
                 wait, last = FIRST, now
             if now - last > patience:
                 raise ConnectionError(f"{error}; nobody was there for {patience:.0f} s") from error
-        finally:
-            await line.close()
         await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # not all at once
         wait = min(2.0 * wait, LONGEST)
 

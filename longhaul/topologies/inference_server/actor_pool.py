@@ -103,17 +103,10 @@ class Remote:
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
             line = GrpcActorTransport(codec, slots, address, actor=about["actor"], credentials=credentials)
-            run(_once(line, vectors))
+            run(client.play(line, vectors))
         except (WireError, ConnectionError, ValueError) as error:
             return str(error)
         return "it ended"
-
-
-async def _once(line: GrpcActorTransport, vectors: Any) -> None:
-    try:
-        await client.play(line, vectors)
-    finally:
-        await line.close()
 
 
 class RayActor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import jax
@@ -79,11 +80,8 @@ def state_size(name: str, environment: Environment, worlds: int) -> int:
         return jax_vector.state_size(environment, worlds)
     size = 0
     for count in (1, worlds):  # one world first: many may be slow to create
-        vector = registry.make(registry.describe(name), count)
-        try:
+        with closing(registry.make(registry.describe(name), count)) as vector:
             size = actor.state_size(vector, vector.reset(0))
-        finally:
-            vector.close()
         if not size:
             break
     return size
