@@ -35,6 +35,9 @@ CASES = {
 SELECTING = ("num_envs", "lane", "env", "what", "receivers")
 """Keys of a figure and of its configuration that tell the figures of one case apart."""
 
+RENAMED = {"longhaul.envs.host.numpy_cartpole:cartpole": "longhaul.envs.batched:cartpole"}
+"""Environments of this code -> their names in an old checkout."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +75,10 @@ def measured(root: Path, words: str) -> list[dict]:
 def described(figure: dict) -> str:
     """Name of a figure among those of its case, the same in both checkouts."""
     every = figure.get("config", {}) | figure
-    return " ".join([figure["name"], *(f"{key}={every[key]}" for key in SELECTING if key in every)])
+    name = " ".join([figure["name"], *(f"{key}={every[key]}" for key in SELECTING if key in every)])
+    for now, former in RENAMED.items():
+        name = name.replace(now, former)
+    return name
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,13 @@ for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT
 # the arithmetic of addresses, and no number. JAX 0.10's newer emitters of fusions take a third of all (test_ppo.py and
 # driving/sim/test_simulator.py: 170 CPU-seconds, 113 without). LLVM's optimisation is a quarter of the simulator's
 # (test_simulator.py and test_metrics.py: 71, 51 without). `make test` does without them; `make test-all` and pytest by
-# itself compile as users do. A flag that an XLA does not know ends the process, so only where it is known.
+# itself compile as users do, and so does a test with the fixture `optimised`. A flag that an XLA does not know ends the
+# process, so only where it is known.
 os.environ["XLA_FLAGS"] = "--xla_backend_extra_options=-disable-lsr"
-if os.environ.get("QUICK_COMPILE") and version("jax").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+if os.environ.get("QUICK_COMPILE"):
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    if version("jax").startswith("0.10."):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 DEVICES = 4
 
@@ -104,6 +108,16 @@ def longhaul(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """Programs of the test are optimised as users' are: two programs of the same sums then agree to the last bit."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # what an earlier test compiled is not
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

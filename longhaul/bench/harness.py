@@ -357,7 +357,7 @@ def serve() -> None:
 
 
 def introduction(prepared: Prepared) -> dict[str, Any]:
-    """What a worker tells when its program is ready."""
+    """First message of a worker: configuration, versions and device of its program, which is ready."""
     about = provenance()
     device = ", ".join(f"{count} x {kind}" for kind, count in about["devices"].items())
     origin = {"device": device, "versions": about["versions"], "commit": about["commit"]}

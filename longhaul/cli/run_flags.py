@@ -21,8 +21,7 @@ from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import CHANGEABLE, FIXED, Leaf, Setting
 from longhaul.telemetry import wandb
-from longhaul.training.run_dir import asked as load_asked
-from longhaul.training.run_dir import called, find_folder, load_run
+from longhaul.training.run_dir import called, find_folder, load_asked, load_run
 
 GROUPS = {
     "run": "The run.",
@@ -215,6 +214,9 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
         raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")
     known = {name_of(leaf): leaf for leaf in settings.walk(stored)}
     before = {flag.name: flag.default for flag in run_flags(stored)}
+    absent = parsed.given & {flag.name for flag in run_flags(recipes.recipe(recipe))} - before.keys()
+    if absent:
+        raise FlagError(f"run {folder.name} has no --{min(absent)}; leave it out")
     free: dict[str, Any] = {}
     for name in sorted(parsed.given & before.keys()):
         value = parsed.values[name]

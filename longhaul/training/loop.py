@@ -146,7 +146,7 @@ def _train(
         parameters = actor_critic.count((policy.state if assembly.members else policy).params)
         about = {"data": source.about, "parameters": parameters, "decisions": decided}
         if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
-            save_run(folder, run, provenance() | about | {"asked": run_dir.asked(folder)})
+            save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
         for line in decided:
             _say(line)
         with clock.compiling():
@@ -164,7 +164,7 @@ def _train(
         progress = nan_rollback.around(progress, found, detours, assembly.mesh)
         if resumed and process_group.index() == 0:
             resume.record(
-                folder, run, now, source, {"decisions": decided, "asked": run_dir.asked(folder) | dict(asked)}
+                folder, run, now, source, {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(asked)}
             )
         _look(stop, int(progress.updates), assembly)
         if int(progress.updates) < assembly.updates:

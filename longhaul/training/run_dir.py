@@ -21,7 +21,7 @@ from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.runtime import files, process_group, settings
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import FieldError, RunError
 from longhaul.telemetry import wandb
 
 RUNS = Path("runs")
@@ -123,7 +123,7 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
     write_json(folder / "run.json", head | about)
 
 
-def asked(folder: Path) -> dict[str, Any]:
+def load_asked(folder: Path) -> dict[str, Any]:
     """Settings that a run's user gave, by field; empty for a run that an older version wrote, or that has no folder."""
     path = folder / "run.json"
     given: dict[str, Any] = json.loads(path.read_text()).get("asked", {}) if path.is_file() else {}
@@ -172,6 +172,8 @@ def read_run(folder: Path) -> Run:
     try:
         run: Run = from_dict(Run, as_now(data["run"]))
         settings.check(run)
+        if run.model < 1:
+            raise FieldError("mesh", run.mesh, "model must be at least 1")
         if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
             raise TypeError(UNDECIDED)
     except (KeyError, TypeError, ValueError) as error:

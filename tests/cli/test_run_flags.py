@@ -202,7 +202,7 @@ def test_a_folder_is_named_after_recipe_and_time_and_kept(
     assert folder.parent == Path("my/runs")
     assert folder.name.startswith("cartpole-")
     assert json.loads((tmp_path / folder / "run.json").read_text())["run"] == to_dict(begun[0][0])
-    assert run_dir.asked(tmp_path / folder) == {}
+    assert run_dir.load_asked(tmp_path / folder) == {}
 
 
 def test_resuming_takes_the_run_of_the_folder(longhaul: Any, begun: list[tuple[Run, Path]], stored: Path) -> None:
@@ -213,6 +213,14 @@ def test_resuming_takes_the_run_of_the_folder(longhaul: Any, begun: list[tuple[R
     assert [now for now, _ in begun] == [resolve(dataclasses.replace(run, keep=9, save_interval=4))]
     assert longhaul("train", "cartpole", "--resume", str(stored))[0] == 75
     assert begun[1][0] == run
+
+
+def test_a_flag_that_the_stored_run_lacks_is_refused(longhaul: Any, begun: list[Any], stored: Path) -> None:
+    other = dataclasses.replace(recipes.recipe("cartpole-dqn"), recipe="cartpole")
+    save_run(stored, resolve(other), {})
+    code, out, err = longhaul("train", "cartpole", "--resume", "cartpole", "--gae-lambda", "0.9")
+    assert (code, out, begun) == (2, "", [])
+    assert "run cartpole has no --gae-lambda; leave it out" in err
 
 
 def test_a_finished_run_tells_its_result_again(longhaul: Any, stored: Path) -> None:

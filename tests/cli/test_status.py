@@ -52,10 +52,9 @@ def test_agents_are_those_of_the_run_with_and_without_records(recipe: str) -> No
     assert status._agents(run, records) == status._agents(run, []) == agents(run)
 
 
-@pytest.mark.parametrize("field", ["num_envs", "devices"])
-def test_a_damaged_run_is_refused(longhaul: Any, tmp_path: Path, field: str) -> None:
-    change: dict[str, Any] = {"num_envs": -1, "devices": None}
-    damaged = dataclasses.replace(run_of("cartpole"), **{field: change[field]})
+@pytest.mark.parametrize(("field", "value"), [("num_envs", -1), ("devices", None), ("model", 0)])
+def test_a_damaged_run_is_refused(longhaul: Any, tmp_path: Path, field: str, value: Any) -> None:
+    damaged = dataclasses.replace(run_of("cartpole"), **{field: value})
     (tmp_path / "runs" / "a").mkdir(parents=True)
     save_run(tmp_path / "runs" / "a", damaged, {})
     code, out, error = longhaul("status", "a", "--runs-dir", str(tmp_path / "runs"))

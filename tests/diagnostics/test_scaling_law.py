@@ -41,7 +41,7 @@ def test_without_noise_the_law_is_found_exactly() -> None:
 def test_noise_moves_the_exponents_little_and_the_intervals_cover_them() -> None:
     covered = 0
     for seed in range(6):
-        found = fit(*measured(6, 7, 0.05, seed), draws=60)
+        found = fit(*measured(6, 7, 0.05, seed))
         assert abs(found.law.alpha - TRUE.alpha) < 0.15
         assert abs(found.law.beta - TRUE.beta) < 0.15
         assert 0.02 < found.error < 0.08

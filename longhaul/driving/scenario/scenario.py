@@ -40,7 +40,7 @@ class Road(NamedTuple):
     corner: np.ndarray  # float32 [2]: x, y of the grid's first cell
     cells: np.ndarray  # int16 [G, 2]: column and row of each block
     directory: np.ndarray  # int16 [rows, columns]: the block of a cell, or the nearest one
-    near: np.ndarray  # int16 [G, lanes.CANDIDATES]: rows for an observation, nearest first; -1 is none
+    near: np.ndarray  # int16 [G, CANDIDATES]: rows for an observation, nearest first; -1 is none
     near_lanes: np.ndarray  # int16 [G, FINE * FINE, NEAREST]: lanes' rows near each part of a block; -1 is none
 
 
