@@ -197,7 +197,7 @@ def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
 
 
-def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
+def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
     """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise.
 
     What `FREE` and `CHANGEABLE` name is taken from the flags; what was not chosen then follows from it again.
@@ -205,16 +205,16 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     from longhaul.training.checkpoint import resume
 
     stored = load_run(folder)
-    if stored.recipe != recipe:
+    if stored.recipe != recipe.recipe:
         raise RunError(
-            f"run {folder.name} is of recipe {stored.recipe}, and {recipe} is asked for; "
+            f"run {folder.name} is of recipe {stored.recipe}, and {recipe.recipe} is asked for; "
             f"longhaul train {stored.recipe} --resume {called(folder)}"
         )
     if "run-name" in parsed.given:
         raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")
     known = {name_of(leaf): leaf for leaf in settings.walk(stored)}
     before = {flag.name: flag.default for flag in run_flags(stored)}
-    absent = parsed.given & {flag.name for flag in run_flags(recipes.recipe(recipe))} - before.keys()
+    absent = parsed.given & {flag.name for flag in run_flags(recipe)} - before.keys()
     if absent:
         raise FlagError(f"run {folder.name} has no --{min(absent)}; leave it out")
     free: dict[str, Any] = {}

@@ -117,7 +117,7 @@ def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
     if parsed.values["resume"] is None:
         return resolve(run_flags.chosen(recipe, parsed)), None
     folder = find_folder(Path(parsed.values["runs-dir"]), parsed.values["resume"])
-    return resolve(run_flags.resumed(folder, recipe.recipe, _fitting(parsed, folder))), folder
+    return resolve(run_flags.resumed(folder, recipe, _fitting(parsed, folder))), folder
 
 
 def _dry(recipe: Run, parsed: flags.Parsed) -> int:

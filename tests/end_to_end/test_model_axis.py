@@ -245,7 +245,7 @@ def test_a_run_is_gone_on_with_whole(
     about = (folder / "run.json").read_text()
     assert json.loads(about)["run"]["model"] == 2
     parsed = flags.parse("train small", "", run_flags.table(run), ["--mesh", "data=2"])
-    whole = runs.resolve(run_flags.resumed(folder, "small", parsed))
+    whole = runs.resolve(run_flags.resumed(folder, run, parsed))
     assert (whole.devices, whole.model) == (2, 1)
     with pytest.raises(Enough):
         loop.train(whole, folder, resumed=True)
@@ -292,10 +292,10 @@ def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
     assert (run.devices, run.model, run.all_devices) == (3, 2, 6)
     run_dir.save_run(tmp_path, run, {})
     assert run_dir.load_run(tmp_path) == run
-    kept = run_flags.resumed(tmp_path, "cartpole", flags.parse("train", "", run_flags.table(recipe), []))
+    kept = run_flags.resumed(tmp_path, recipe, flags.parse("train", "", run_flags.table(recipe), []))
     assert kept.mesh == (3, 2)
     alone = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3"])
-    assert run_flags.resumed(tmp_path, "cartpole", alone).mesh == (3, 1)
+    assert run_flags.resumed(tmp_path, recipe, alone).mesh == (3, 1)
 
 
 @pytest.mark.slow

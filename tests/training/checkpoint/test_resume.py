@@ -75,7 +75,7 @@ def change(folder: Path, *words: str) -> Run:
     """What `longhaul train small --resume` would train with these flags."""
     stored = run_dir.load_run(folder)
     parsed = flags.parse("train small", "", run_flags.table(stored), words)
-    return runs.resolve(run_flags.resumed(folder, "small", parsed))
+    return runs.resolve(run_flags.resumed(folder, small(), parsed))
 
 
 def first_call(run: Run, folder: Path, **asked: Any) -> Any:
