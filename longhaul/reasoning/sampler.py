@@ -185,28 +185,26 @@ def sampler(
     """Function (params, prompt [B, P], key, budget) -> completions of at most `length` tokens, a loop of decode steps.
 
     `budget` int32: most steps of each; it has no effect for `words` without steps and answers. The loop ends with the
-    longest completion; without `ends`, with the last allowed token. A fifth argument may be LoRA adapters.
+    longest completion; without `ends`, with the last allowed token.
     """
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     pad = words.pad
 
-    def begin(params: Params, prompt: jax.Array, adapters: transformer.Lora | None) -> tuple[decode.Kernels, _Decoding]:
+    def begin(params: Params, prompt: jax.Array) -> tuple[decode.Kernels, _Decoding]:
         rows, room = prompt.shape
         empty = transformer.empty(config, rows, room)
-        hidden, filled = transformer.trunk(config, params, prompt, prompt != pad, empty, adapters)
+        hidden, filled = transformer.trunk(config, params, prompt, prompt != pad, empty)
         assert filled is not None
         logits = transformer.unembed(config, params, hidden[:, -1]).T
         nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
         blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
         cache = decode.begin(filled, room + length)
         begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
-        return decode.prepare(config, params, room + length, adapters), begun
+        return decode.prepare(config, params, room + length), begun
 
-    def sample(
-        params: Params, prompt: jax.Array, key: Key, budget: jax.Array, adapters: transformer.Lora | None = None
-    ) -> Drawn:
-        kernels, begun = begin(params, prompt, adapters)
+    def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
+        kernels, begun = begin(params, prompt)
         keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
 
         def one(now: _Decoding) -> _Decoding:
@@ -241,14 +239,14 @@ def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
 def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
     """Sampler that decodes at most about `wave` rows at a time."""
 
-    def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array, *rest: Any) -> Drawn:
+    def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
         rows = prompt.shape[0]
         count = next(n for n in range(-(-rows // wave), rows + 1) if rows % n == 0)
         if count == 1:
-            return sample(params, prompt, key, budget, *rest)
+            return sample(params, prompt, key, budget)
         parts = prompt.reshape(count, rows // count, -1)
         drawn = jax.lax.map(
-            lambda each: sample(params, each[0], each[1], budget, *rest), (parts, jax.random.split(key, count))
+            lambda each: sample(params, each[0], each[1], budget), (parts, jax.random.split(key, count))
         )
         return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), drawn)
 
@@ -256,19 +254,14 @@ def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
 
 
 def log_probs(
-    config: ModelConfig,
-    params: Params,
-    prompt: jax.Array,
-    text: jax.Array,
-    temperature: float,
-    adapters: transformer.Lora | None = None,
+    config: ModelConfig, params: Params, prompt: jax.Array, text: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability of each token, entropy of its distribution), float32 [B, N], of completions [B, N].
 
     All tokens up to the padding, `config.pad`, are read. Differentiable.
     """
     whole = jnp.concatenate([prompt, text], axis=1)
-    hidden, _ = transformer.trunk(config, params, whole, whole != config.pad, None, adapters)
+    hidden, _ = transformer.trunk(config, params, whole, whole != config.pad)
     room = prompt.shape[1]
     logits = transformer.unembed(config, params, hidden[:, room - 1 : -1])
     scores = scored(logits, temperature, pad=config.pad)

@@ -1,14 +1,14 @@
 """Transformers, decoder-only: Llama 2 and 3, Qwen2 and Qwen3 (dense), as plain functions over a dict of stacked arrays.
 
 Llama: Touvron et al. 2023 (arXiv 2307.09288), Dubey et al. 2024 (2407.21783); rotary positions: Su et al. 2021
-(2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245); LoRA: Hu et al. 2021 (2106.09685).
+(2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245).
 
 Each parameter of the layers is one array with a leading axis L, so that the layers are one scan, a rule of
 `partition.py` needs one name, and a checkpoint is a flat dict. Logits are always float32 (MiniMax-M1 and ScaleRL, arXiv
 2506.13585 and 2510.13786, measured the loss in lower precision), and the same `forward` samples and learns.
 
 Where we differ: prompts are padded on the left and a cache has one index for all rows, so that a decode step writes
-one slice; positions count a row's own tokens. LoRA's factor alpha / r is part of the initial `down`.
+one slice; positions count a row's own tokens.
 """
 
 from __future__ import annotations
@@ -45,17 +45,6 @@ class Cache(NamedTuple):
     value: jax.Array  # [L, B, S, kv_heads, head_dim]
     filled: jax.Array  # bool [B, S]: a slot holds a token, not padding
     index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
-
-
-class Adapter(NamedTuple):
-    """LoRA's addition to one kernel of each layer: x @ down @ up."""
-
-    down: jax.Array  # [L, inputs, rank]
-    up: jax.Array  # [L, rank, outputs]
-
-
-Lora = dict[str, Adapter]
-"""Adapters by the name of the layers' kernel."""
 
 
 def check(config: ModelConfig) -> None:
@@ -133,35 +122,6 @@ def size(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
 
 
-def lora(
-    key: Key, config: ModelConfig, rank: int, names: tuple[str, ...] = ("query", "value"), alpha: float = 16.0
-) -> Lora:
-    """Adapters that add nothing yet. Raises ValueError for a name that is no kernel of the layers."""
-    layer = shapes(config)["layers"]
-    kernels = [name for name, shape in layer.items() if len(shape) == 3]
-    if rank < 1:
-        raise ValueError(f"rank is {rank}; it must be at least 1")
-    adapters = {}
-    for number, name in enumerate(names):
-        if name not in kernels:
-            raise ValueError(f"no kernel is named {name!r}; there are {', '.join(kernels)}")
-        count, inputs, outputs = layer[name]
-        down = jax.random.normal(jax.random.fold_in(key, number), (count, inputs, rank), jnp.float32)
-        adapters[name] = Adapter(
-            down * (alpha / rank / math.sqrt(inputs)), jnp.zeros((count, rank, outputs), jnp.float32)
-        )
-    return adapters
-
-
-def merged(params: Params, adapters: Lora) -> Params:
-    """Parameters with the adapters merged into their kernels."""
-    layers = dict(params["layers"])
-    for name, (down, up) in adapters.items():
-        kernel = layers[name]
-        layers[name] = (kernel.astype(jnp.float32) + jnp.matmul(down, up)).astype(kernel.dtype)
-    return {**params, "layers": layers}
-
-
 def empty(config: ModelConfig, rows: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens of each of `rows` rows."""
     shape = config.layers, rows, slots, config.kv_heads, config.head_dim
@@ -185,19 +145,14 @@ def frequencies(config: ModelConfig) -> jax.Array:
 
 
 def forward(
-    config: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    mask: jax.Array,
-    cache: Cache | None = None,
-    adapters: Lora | None = None,
+    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, cache: Cache | None = None
 ) -> tuple[jax.Array, Cache | None]:
     """(logits float32 [B, T, V] of each next token, cache with these tokens; None without one).
 
     `tokens` int32 [B, T] and `mask` bool [B, T], False at padding, to which nothing attends. With a cache they follow
     its tokens; they must fit in its free slots.
     """
-    hidden, cache = trunk(config, params, tokens, mask, cache, adapters)
+    hidden, cache = trunk(config, params, tokens, mask, cache)
     return unembed(config, params, hidden), cache
 
 
@@ -208,12 +163,7 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
 
 
 def trunk(
-    config: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    mask: jax.Array,
-    cache: Cache | None = None,
-    adapters: Lora | None = None,
+    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, cache: Cache | None = None
 ) -> tuple[jax.Array, Cache | None]:
     """`forward` without its last product: the last layer's normalised output [B, T, width], and the cache."""
     dtype = PRECISIONS[config.precision]
@@ -232,8 +182,8 @@ def trunk(
     index = None if cache is None else cache.index
 
     def layer(x: jax.Array, each: PyTree) -> tuple[jax.Array, PyTree]:
-        weights, extra, kept = each
-        own = _Kernels(weights, extra, dtype)
+        weights, kept = each
+        own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
         mixed, kept = _attention(config, own, y, seen, turn, kept, index)
         x = x + mixed
@@ -245,7 +195,7 @@ def trunk(
     x = params["embedding"][tokens].astype(dtype)
     part = rematerialised(layer, config.remat, scanned=True)
     unroll = config.layers if config.layers <= UNROLLED else 1
-    x, kept = jax.lax.scan(part, x, (params["layers"], adapters or {}, kept), unroll=unroll)
+    x, kept = jax.lax.scan(part, x, (params["layers"], kept), unroll=unroll)
     x = rms_norm(x, params["final_norm"], config.eps)
     if cache is None or kept is None:
         return x, None
@@ -254,17 +204,13 @@ def trunk(
 
 
 class _Kernels(NamedTuple):
-    """Kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias and adapter if present."""
+    """Kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias if present."""
 
     weights: dict[str, jax.Array]
-    adapters: Lora
     dtype: Any
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         y = affine(x, self.weights[name])
-        if name in self.adapters:
-            down, up = (part.astype(self.dtype) for part in self.adapters[name])
-            y = y + jnp.matmul(jnp.matmul(x, down), up)
         if f"{name}_bias" in self.weights:
             y = y + along_last(self.weights[f"{name}_bias"].astype(self.dtype), y)
         return y

@@ -1,4 +1,4 @@
-"""Language models: transformers' logits, the cache, padding, adapters, rematerialisation, precision, the model axis."""
+"""Language models: transformers' logits, the cache, padding, rematerialisation, precision, the model axis."""
 
 from __future__ import annotations
 
@@ -120,20 +120,7 @@ def test_no_token_sees_what_follows() -> None:
     assert relative(one[:, 12:], two[:, 12:]) > 0.01
 
 
-# ---------------------------------------------------------------------------------------- adapters, memory, precision
-
-
-def test_adapters_add_nothing_first_and_then_what_merged_kernels_do() -> None:
-    params, rows = reference.params(TINY), reference.TOKENS
-    adapters = transformer.lora(jax.random.key(0), TINY, 4, ("query", "out", "narrow"))
-    wanted, _ = forward(TINY, params, rows, ALL)
-    np.testing.assert_array_equal(forward(TINY, params, rows, ALL, None, adapters)[0], wanted)
-    moved = {name: each._replace(up=each.up + 0.1) for name, each in adapters.items()}
-    found, _ = forward(TINY, params, rows, ALL, None, moved)
-    assert relative(found, wanted) > 0.01
-    assert relative(found, forward(TINY, transformer.merged(params, moved), rows, ALL)[0]) < 1e-5
-    with pytest.raises(ValueError, match="no kernel is named 'query_norm'"):
-        transformer.lora(jax.random.key(0), TINY, 4, ("query_norm",))
+# -------------------------------------------------------------------------------------------------- memory, precision
 
 
 def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
