@@ -9,14 +9,15 @@ the problem.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longhaul.reasoning import tokenizer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.device_verifier import answers, checked
+from longhaul.reasoning.device_verifier import Marks, answers, checked
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
 from longhaul.types import Key, Params
 
@@ -45,22 +46,27 @@ def votes(text: jax.Array, ended: jax.Array) -> jax.Array:
 def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
     """Quality of completions, `samples` of each problem side by side."""
     text, solution = drawn.token, jnp.repeat(problems.solution, samples, axis=0)
+    ended = jnp.any(text == tokenizer.END, axis=1)
+    leaders = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ended.reshape(-1, samples)), axis=1)
+    return scores(checked(solution, text), ended, drawn.written, leaders, samples)
 
-    def each(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32).reshape(-1, samples)
 
-    marks = checked(solution, text)
-    right, ended = each(marks.reward), each(jnp.any(text == tokenizer.END, axis=1)) > 0.0
-    leader = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ended), axis=1)
+def scores(marks: Marks, ended: Any, written: Any, leaders: Any, samples: int) -> Quality:
+    """Quality by marks, ends and tokens of completions and the place [M] of each leader; NumPy's or JAX's arrays."""
+
+    def each(x: Any) -> Any:
+        return x.astype(np.float32).reshape(-1, samples)
+
+    right = each(marks.reward)
     return Quality(
-        pass_at_1=jnp.mean(right, axis=1),
-        pass_at_k=jnp.max(right, axis=1),
-        majority_at_k=jnp.take_along_axis(right, leader[:, None], axis=1)[:, 0],
-        soundness=jnp.mean(each(marks.soundness), axis=1),
-        reasoned=jnp.mean(each(marks.steps > 0.0), axis=1),
-        steps=jnp.mean(each(marks.steps), axis=1),
-        truncated=1.0 - jnp.mean(ended, axis=1),
-        length=jnp.mean(each(jnp.sum(drawn.written, axis=1)), axis=1),
+        pass_at_1=right.mean(axis=1),
+        pass_at_k=right.max(axis=1),
+        majority_at_k=right[np.arange(len(right)), leaders],
+        soundness=each(marks.soundness).mean(axis=1),
+        reasoned=each(marks.steps > 0.0).mean(axis=1),
+        steps=each(marks.steps).mean(axis=1),
+        truncated=each(~ended).mean(axis=1),
+        length=each(written.sum(axis=1)).mean(axis=1),
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import numpy as np
 
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.device_verifier import Marks
-from longhaul.reasoning.evaluate import Quality
+from longhaul.reasoning.evaluate import Quality, scores
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Completions, Drawn, Sampling, in_waves, judged, sampler
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -27,18 +26,15 @@ Marking = Callable[[Completions, Metrics], tuple[Completions, Metrics]]
 """(sampled completions, sums over them) -> both with rewards; NumPy's arrays."""
 
 
-def marks(task: Task, asked: Sequence[Problem], texts: Sequence[str]) -> Marks:
+def marks(task: Task, asked: Sequence[Problem], texts: Iterable[str]) -> Marks:
     """Marks of completions of as many problems by a task's checker. Raises ValueError for a reward not finite."""
-    rewards = []
+    rows = []
     for problem, text in zip(asked, texts, strict=True):
-        reward = float(task.reward(problem, text))
+        reward, written = float(task.reward(problem, text)), task.reading(text)
         if not math.isfinite(reward):
             raise ValueError(f"the checker of {task.name} gives {reward} for {text!r}; a reward must be finite")
-        rewards.append(reward)
-    sound = [task.soundness(problem, text) for problem, text in zip(asked, texts, strict=True)]
-    read = [task.reading(text) for text in texts]
-    steps = [len(each.steps) + each.unfinished for each in read]
-    return Marks(*(np.array(values, np.float32) for values in (rewards, sound, steps)))
+        rows.append((reward, task.soundness(problem, text), len(written.steps) + written.unfinished))
+    return Marks(*np.array(rows, np.float32).T)
 
 
 def ended(token: np.ndarray, words: Tokeniser) -> np.ndarray:
@@ -52,8 +48,7 @@ def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: in
     def mark(data: Completions, metrics: Metrics) -> tuple[Completions, Metrics]:
         token = np.asarray(data.token)
         asked = [problems[int(place)] for place in np.asarray(data.problem)]
-        scores = marks(task, asked, [words.decode(row) for row in token])
-        known, sums = judged(data, scores, ended(token, words), group)
+        known, sums = judged(data, marks(task, asked, map(words.decode, token)), ended(token, words), group)
         whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]
         return known, whole
 
@@ -64,29 +59,10 @@ def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser
     """Quality of completions, `samples` of each problem side by side: `evaluate.quality` on the host."""
     token = np.asarray(drawn.token)
     texts = [words.decode(row) for row in token]
-    scores = marks(task, [problem for problem in asked for _ in range(samples)], texts)
+    known = marks(task, [problem for problem in asked for _ in range(samples)], texts)
     answers = [task.reading(text).answer for text in texts]
     leaders = [_leader(answers[first : first + samples]) for first in range(0, len(texts), samples)]
-
-    def each(x: Any) -> np.ndarray:
-        return np.asarray(x, np.float32).reshape(-1, samples)
-
-    right = each(scores.reward)
-    best: Any = right.max(axis=1)
-    picked: Any = right[np.arange(len(right)), leaders]
-    means: dict[str, Any] = {
-        "pass_at_1": right,
-        "soundness": each(scores.soundness),
-        "reasoned": each(scores.steps > 0.0),
-        "steps": each(scores.steps),
-        "truncated": each(~ended(token, words)),
-        "length": each(np.sum(drawn.written, axis=1)),
-    }
-    return Quality(
-        pass_at_k=best,
-        majority_at_k=picked,
-        **{name: value.mean(axis=1) for name, value in means.items()},
-    )
+    return scores(known, ended(token, words), np.asarray(drawn.written), leaders, samples)
 
 
 def evaluating(

@@ -7,11 +7,10 @@ experts, another rope) are refused by name before any weight is read. Written fi
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,57 +142,45 @@ def fields_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None:
         fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling is not None and scaling.kind == "llama3":
-        fields["rope_scaling"] |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original,
-        }
+        if scaling.kind == "llama3":
+            fields["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original,
+            }
     return fields
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
 
 
-class _Place(NamedTuple):
-    """Place of an array of the files in the parameters."""
-
-    path: tuple[str, ...]
-    layer: int | None
-    transposed: bool  # in the files
-
-
-def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Names in the files -> places in the parameters, for all arrays of a model."""
-    ours = shapes(config)
-    places = {WHOLE[name]: _Place((name,), None, name == "unembedding") for name in ours if name != "layers"}
-    for name, shape in ours["layers"].items():
-        for layer in range(config.layers):
-            place = _Place(("layers", name), layer, len(shape) == 3)
-            places[f"model.layers.{layer}.{LAYER[name]}"] = place
-    return places
+def _views(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
+    """Arrays of the parameters by Hugging Face's names and in its shapes, in the order of layers."""
+    views = {WHOLE["embedding"]: params["embedding"]}
+    for layer in range(config.layers):
+        for name in shapes(config)["layers"]:
+            views[f"model.layers.{layer}.{LAYER[name]}"] = params["layers"][name][layer].T
+    views[WHOLE["final_norm"]] = params["final_norm"]
+    return views if config.tied else views | {WHOLE["unembedding"]: params["unembedding"].T}
 
 
 def load(folder: Path | str, dtype: str = "float32") -> tuple[ModelConfig, Params]:
     """Model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError with file and fault."""
     folder, model = Path(folder), config(folder)
-    places, target = _places(model), _dtype(dtype)
+    target = _dtype(dtype)
     params: dict[str, Any] = jax.tree.map(
         lambda shape: np.empty(shape, target), shapes(model), is_leaf=lambda x: isinstance(x, tuple)
     )
-    missing = dict.fromkeys(places)
+    views = _views(model, params)
+    missing = dict.fromkeys(views)
     for name, array in _arrays(folder):
-        if name not in places:
+        if name not in views:
             if name == WHOLE["unembedding"] or name.endswith("rotary_emb.inv_freq"):
                 continue  # a copy of the tied embedding; frequencies that are computed here
             raise HubError(f"{folder}: {name} has no place in a {model.family} model; the files don't fit config.json")
-        path, layer, transposed = places[name]
-        target_array = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
-        into = target_array if layer is None else target_array[layer]
-        array = array.T if transposed else array
-        if array.shape != into.shape:
-            raise HubError(f"{folder}: {name} has shape {array.shape}, and config.json asks for {into.shape}")
-        into[...] = array
+        if array.shape != views[name].shape:
+            raise HubError(f"{folder}: {name} has shape {array.shape}, and config.json asks for {views[name].shape}")
+        views[name][...] = array
         del missing[name]
     if missing:
         raise HubError(f"{folder}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
@@ -225,36 +212,7 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """Parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
-    host = jax.tree.map(np.asarray, params)
-    arrays = {}
-    for name, (path, layer, transposed) in _places(config).items():
-        leaf = host[path[0]] if len(path) == 1 else host[path[0]][path[1]]
-        array = leaf if layer is None else leaf[layer]
-        arrays[name] = array.T if transposed else array
-    return {name: arrays[name] for name in sorted(arrays, key=_place_in_model)}
-
-
-def _place_in_model(name: str) -> tuple[int, int]:
-    """Sort key: embedding, layer by layer, the rest; a layer's tensors keep their order."""
-    words = name.split(".")
-    return (1, int(words[2])) if words[1] == "layers" else (0 if name == WHOLE["embedding"] else 2, 0)
-
-
-def imported(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Params:
-    """Inverse of `exported`, with new arrays. HubError where one is missing or has another shape."""
-    first = next(iter(tensors.values()), np.zeros(0, np.float32))
-    params: dict[str, Any] = jax.tree.map(
-        lambda shape: np.empty(shape, first.dtype), shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
-    for name, (path, layer, transposed) in _places(config).items():
-        into = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
-        into = into if layer is None else into[layer]
-        array = tensors.get(name)
-        if array is None or (array.T if transposed else array).shape != into.shape:
-            there = "missing" if array is None else f"of shape {array.shape}"
-            raise HubError(f"{name} is {there}, and a {config.family} model of this config has it as {into.shape}")
-        into[...] = array.T if transposed else array
-    return params
+    return _views(config, jax.tree.map(np.asarray, params))
 
 
 def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
@@ -281,8 +239,7 @@ def save(
         room -= array.nbytes
     (folder / "config.json").write_bytes(config_text(config, dtype))
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # files of an earlier model
-        with contextlib.suppress(FileNotFoundError):
-            old.unlink()
+        old.unlink(missing_ok=True)
     about = {"format": "pt"}  # required by transformers
     if len(shards) == 1:
         save_file(shards[0], folder / ONE, metadata=about)

@@ -7,25 +7,38 @@ about other numbers.
 A completion of these tasks is steps, each ended by `;`, then `>`, the answer and `$`: "3+4=2;2-2=0;>0$". This is NumPy
 and plain Python only: `sampler.bank` puts problems on the device.
 
-Countdown is TinyZero's (Pan et al. 2025), and has many right answers..
+Countdown is TinyZero's (Pan et al. 2025), and has many right answers.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+MODULUS = 5
+"""Of the sums and differences of chained arithmetic: a result is one digit."""
+
+GREATEST, LIMIT = 9, 99
+"""Largest number of countdown; largest result of one of its steps."""
+
+MARK = "####"
+"""Mark of the final answer in GSM8K's format."""
+
+CALCULATIONS = re.compile(r"<<([^<>]*)>>")
+"""Calculations of GSM8K's format: <<48/2=24>>."""
 
 ATTEMPTS = 100
 """Most draws for each wanted problem; after them the task is taken to have no more."""
@@ -115,8 +128,8 @@ def problems(
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: float = 0.3, noise: float = 0.05) -> Task:
-    """Sums and differences from left to right, modulo `modulus`: "3+4-2=" is "3+4=2;2-2=0;>0$" modulo 5.
+def arithmetic(fewest: int = 2, most: int = 4, *, direct: float = 0.3, noise: float = 0.05) -> Task:
+    """Sums and differences from left to right, modulo `MODULUS`: "3+4-2=" is "3+4=2;2-2=0;>0$".
 
     `fewest` to `most` operations, uniformly. The share `direct` of the demonstrations has the answer alone, so that a
     policy has two habits like a pretrained one; in the others each step's result is, with probability `noise`, a random
@@ -124,12 +137,10 @@ def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: floa
     """
     if not 1 <= fewest <= most:
         raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
-    if not 2 <= modulus <= 10:
-        raise ValueError(f"modulus is {modulus}; it must lie in 2 to 10: a result is one digit")
 
     def problem(rng: np.random.Generator) -> Problem:
         count = int(rng.integers(fewest, most + 1))
-        terms = [int(term) for term in rng.integers(0, modulus, count + 1)]
+        terms = [int(term) for term in rng.integers(0, MODULUS, count + 1)]
         signs = [str(sign) for sign in rng.choice(["+", "-"], count)]
         rest = "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True))
         return posed(f"{terms[0]}{rest}=")
@@ -138,30 +149,29 @@ def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: floa
         if not re.fullmatch(r"\d([-+]\d)*=", prompt, re.ASCII):
             raise ValueError(f"{prompt!r} is no chain of sums and differences; one looks like 3+4-2=")
         terms, signs = [int(digit) for digit in prompt[:-1:2]], list(prompt[1:-1:2])
-        if max(terms) >= modulus:
-            raise ValueError(f"{prompt!r} has the digit {max(terms)}; sums are modulo {modulus}, and digits below it")
-        steps, last = _chain(terms, signs, modulus)
+        if max(terms) >= MODULUS:
+            raise ValueError(f"{prompt!r} has the digit {max(terms)}; sums are modulo {MODULUS}, and digits below it")
+        steps, last = _chain(terms, signs)
         return Problem(prompt, str(last), steps)
 
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
         if rng.random() < direct:
             return write((), problem.answer)
         terms, signs = [int(digit) for digit in problem.prompt[:-1:2]], list(problem.prompt[1:-1:2])
-        wrong = [int(rng.integers(modulus)) if rng.random() < noise else None for _ in signs]
-        steps, last = _chain(terms, signs, modulus, wrong)
+        wrong = [int(rng.integers(MODULUS)) if rng.random() < noise else None for _ in signs]
+        steps, last = _chain(terms, signs, wrong)
         return write(steps, str(last))
 
     return Task("arithmetic", problem, demonstration, _exact_reward, _common_steps, exact=True, posed=posed)
 
 
 def _chain(
-    terms: Sequence[int], signs: Sequence[str], modulus: int, instead: Sequence[int | None] | None = None
+    terms: Sequence[int], signs: Sequence[str], instead: Sequence[int | None] = ()
 ) -> tuple[tuple[str, ...], int]:
     """(steps, last result); a number in `instead` replaces a step's result."""
     steps, now = [], terms[0]
-    for i, (sign, term) in enumerate(zip(signs, terms[1:], strict=True)):
-        other = instead[i] if instead is not None else None
-        result = SIGNS[sign](now, term) % modulus if other is None else other
+    for sign, term, other in itertools.zip_longest(signs, terms[1:], instead):
+        result = SIGNS[sign](now, term) % MODULUS if other is None else other
         steps.append(f"{now}{sign}{term}={result}")
         now = result
     return tuple(steps), now
@@ -202,10 +212,10 @@ def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
 # -------------------------------------------------------------------------------------------------------- countdown
 
 
-def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: float = 0.5) -> Task:
+def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     """Countdown: each of `count` numbers once, by + - *, to a target: "3,5,2:13=" is "3*5=15;15-2=13;>3*5-2$".
 
-    Results lie in 0 to `limit`. The share `aimless` of the demonstrations reaches another number.
+    Results lie in 0 to `LIMIT`. The share `aimless` of the demonstrations reaches another number.
     """
     if count < 2:
         raise ValueError(f"count is {count}; countdown needs at least 2 numbers")
@@ -219,7 +229,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
             sign = str(rng.choice(list(SIGNS)))
             (a, first), (b, second) = left[i], left[j]
             result = SIGNS[sign](a, b)
-            if not 0 <= result <= limit:
+            if not 0 <= result <= LIMIT:
                 return None
             steps.append(f"{a}{sign}{b}={result}")
             left = [each for place, each in enumerate(left) if place not in (i, j)]
@@ -233,7 +243,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
         return found
 
     def problem(rng: np.random.Generator) -> Problem:
-        numbers = [int(number) for number in rng.integers(1, greatest + 1, count)]
+        numbers = [int(number) for number in rng.integers(1, GREATEST + 1, count)]
         target = solved(numbers, rng)[2]
         return Problem(f"{','.join(map(str, numbers))}:{target}=", str(target))
 
@@ -262,10 +272,10 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
             parts = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
             if parts is None or SIGNS[parts[2]](int(parts[1]), int(parts[3])) != int(parts[4]):
                 break
-            missing = Counter([int(parts[1]), int(parts[3])]) - Counter(left)
-            if missing:
+            used = Counter([int(parts[1]), int(parts[3])])
+            if used - Counter(left):
                 break
-            left = [*(Counter(left) - Counter([int(parts[1]), int(parts[3])])).elements(), int(parts[4])]
+            left = [*(Counter(left) - used).elements(), int(parts[4])]
             sound += 1
         return sound / max(len(steps) + unfinished, count - 1)
 
@@ -291,11 +301,7 @@ def evaluate(expression: str) -> tuple[int, list[int]] | None:
         root = ast.parse(expression, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    signs: dict[type, Callable[[int, int], int]] = {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-    }
+    signs = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
     numbers: list[int] = []
 
     def value(node: ast.expr) -> int:
@@ -303,7 +309,7 @@ def evaluate(expression: str) -> tuple[int, list[int]] | None:
             numbers.append(node.value)
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in signs:
-            return signs[type(node.op)](value(node.left), value(node.right))
+            return int(signs[type(node.op)](value(node.left), value(node.right)))
         raise ValueError(type(node).__name__)
 
     try:
@@ -316,13 +322,13 @@ QUESTION = "{question}"
 """Placeholder of the question in a template."""
 
 
-def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", template: str = QUESTION) -> Task:
-    """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `mark`.
+def questions(path: Path | str, *, check: str = "numeric", template: str = QUESTION) -> Task:
+    """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `MARK`.
 
     A prompt is `template` with the question in the place of {question}. A repeated question is left out.
 
-    `check` is "numeric" (numbers are compared: 1,000 is 1000.0; without `mark` the last number of a completion counts),
-    "exact" (the text after `mark`, without outer spaces), or the path of a user's function, "package.module:function",
+    `check` is "numeric" (numbers are compared: 1,000 is 1000.0; without `MARK` the last number of a completion counts),
+    "exact" (the text after `MARK`, without outer spaces), or the path of a user's function, "package.module:function",
     (problem, completion) -> reward. A problem's steps are GSM8K's calculations, <<48/2=24>>; `soundness` is the share
     of a completion's calculations that are right and use numbers of the question or of earlier calculations.
 
@@ -330,11 +336,16 @@ def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", t
     """
     if QUESTION not in template:
         raise ValueError(f"template is {template!r}; it must have {QUESTION} where the question stands")
-    reward = checker(check, mark)
+    reward = checker(check)
     known: dict[str, tuple[Problem, str]] = {}
-    for line_number, line in _lines(Path(path)):
-        question, answer = _question(line, f"{path}:{line_number}", mark)
-        known.setdefault(question.prompt, (question, answer))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; give a JSONL file") from error
+    for line_number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            question, answer = _question(line, f"{path}:{line_number}")
+            known.setdefault(question.prompt, (question, answer))
     if not known:
         raise ValueError(f"{path}: holds no question")
 
@@ -359,19 +370,11 @@ def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", t
 
     return Task(
         Path(path).stem, lambda rng: listed[int(rng.integers(len(listed)))], solution, reward, soundness, False, posed,
-        solution, lambda completion: reading(completion, mark), listed,
+        solution, reading, listed,
     )  # fmt: skip
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; give a JSONL file") from error
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def _question(line: str, where: str, mark: str) -> tuple[Problem, str]:
+def _question(line: str, where: str) -> tuple[Problem, str]:
     try:
         fields = json.loads(line)
         question, solution = fields["question"], fields["answer"]
@@ -379,16 +382,16 @@ def _question(line: str, where: str, mark: str) -> tuple[Problem, str]:
         raise ValueError(f"{where}: {error!r}; each line is an object with question and answer") from error
     if not isinstance(question, str) or not isinstance(solution, str):
         raise ValueError(f"{where}: question and answer must be text")
-    answer = solution.rpartition(mark)[2].strip()
-    return Problem(question, answer, tuple(re.findall(r"<<([^<>]*)>>", solution))), solution
+    answer = solution.rpartition(MARK)[2].strip()
+    return Problem(question, answer, tuple(CALCULATIONS.findall(solution))), solution
 
 
-def checker(check: str, mark: str = "####") -> Callable[[Problem, str], float]:
+def checker(check: str) -> Callable[[Problem, str], float]:
     """Reward function of `check`. Raises ValueError for an unknown one."""
     if check == "exact":
-        return lambda problem, completion: float(_final(completion, mark) == problem.answer)
+        return lambda problem, completion: float(_final(completion) == problem.answer)
     if check == "numeric":
-        return lambda problem, completion: float(_same_number(_final(completion, mark), completion, problem.answer))
+        return lambda problem, completion: float(_same_number(completion, problem.answer))
     module, colon, name = check.partition(":")
     if not colon:
         raise ValueError(f"check is {check!r}; it must be numeric, exact, or package.module:function")
@@ -401,42 +404,35 @@ def checker(check: str, mark: str = "####") -> Callable[[Problem, str], float]:
     return lambda problem, completion: float(function(problem, completion))
 
 
-def _final(completion: str, mark: str) -> str | None:
-    _, found, tail = completion.rpartition(mark)
-    return tail.strip() if found else None
+def _final(completion: str) -> str | None:
+    """Text after the last `MARK`."""
+    _, mark, tail = completion.rpartition(MARK)
+    return tail.strip() if mark else None
 
 
-def reading(completion: str, mark: str = "####") -> Written:
-    """Calculations of a completion and its answer: the text after `mark`, or the last number; as a plain number, such
-    that 1,050 and 1050.00 are one answer."""
-    final = _final(completion, mark)
-    final = _last(completion) if final is None else final
-    value = number(final)
-    answer = final if value is None else f"{value.normalize():f}"
-    return Written(tuple(re.findall(r"<<([^<>]*)>>", completion)), False, answer or None)
+def _answer(completion: str) -> str:
+    """Text after the last `MARK`, else the last number; "" where there is none."""
+    final = _final(completion)
+    return final if final is not None else (re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII) or [""])[-1]
+
+
+def reading(completion: str) -> Written:
+    """Calculations of a completion and its answer, as a plain number such that 1,050 and 1050.00 are one answer."""
+    answer = _answer(completion)
+    value = number(answer)
+    answer = answer if value is None else f"{value.normalize():f}"
+    return Written(tuple(CALCULATIONS.findall(completion)), False, answer or None)
 
 
 def number(text: str) -> Decimal | None:
     """Number in a common notation: "$1,000.50" is 1000.50; None for anything else."""
     plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
-    if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII):
-        return None
-    try:
-        return Decimal(plain)
-    except InvalidOperation:
-        return None
+    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII) else None
 
 
-def _same_number(final: str | None, completion: str, answer: str) -> bool:
+def _same_number(completion: str, answer: str) -> bool:
     wanted = number(answer)
-    given_number = number(_last(completion) if final is None else final)
-    return wanted is not None and given_number is not None and wanted == given_number
-
-
-def _last(completion: str) -> str:
-    """Last number of a text; "" where there is none."""
-    numbers = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
-    return numbers[-1] if numbers else ""
+    return wanted is not None and wanted == number(_answer(completion))
 
 
 def calculated(problem: Problem, completion: str) -> float:
@@ -445,7 +441,7 @@ def calculated(problem: Problem, completion: str) -> float:
     Each has two numbers, both of the question or earlier results. 0 without any calculation.
     """
     known = {number(found) for found in re.findall(r"[\d,]*\.?\d+", problem.prompt, re.ASCII)}
-    written = re.findall(r"<<([^<>]*)>>", completion)
+    written = CALCULATIONS.findall(completion)
     sound = 0
     for each in written:
         parts = re.fullmatch(r"\s*([\d.,]+)\s*([-+*/])\s*([\d.,]+)\s*=\s*(-?[\d.,]+)\s*", each, re.ASCII)
