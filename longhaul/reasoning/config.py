@@ -17,14 +17,11 @@ MADE: dict[str, Callable[[int, int], Task]] = {
 }
 """Tasks with generated problems: name -> (fewest, most) -> the task."""
 
-
 EXACT = ("arithmetic", "addition")
 """Tasks with one right answer, which the device can check."""
 
-
 QUESTIONS = "questions"
 """Task whose problems come from a file."""
-
 
 TASKS = (*MADE, QUESTIONS)
 

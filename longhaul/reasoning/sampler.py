@@ -175,12 +175,7 @@ def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer
 
 
 def sampler(
-    config: ModelConfig,
-    length: int,
-    temperature: float,
-    *,
-    ends: bool = True,
-    words: Tokeniser = tokenizer.TOKENISER,
+    config: ModelConfig, length: int, temperature: float, *, ends: bool = True, words: Tokeniser = tokenizer.TOKENISER
 ) -> Callable[..., Drawn]:
     """Function (params, prompt [B, P], key, budget) -> completions of at most `length` tokens, a loop of decode steps.
 

@@ -121,11 +121,6 @@ def settled(chains: Sequence[Chain], config: Config) -> bool:
     return ahead >= config.lead or ahead > config.samples - len(chains)
 
 
-class _Entry(NamedTuple):
-    version: int
-    solution: Solution
-
-
 class ReasoningOptimizer:
     """Solver of problems by chains of a policy of some version, with a cache.
 
@@ -134,24 +129,25 @@ class ReasoningOptimizer:
 
     def __init__(self, task: Task, draw: Draw, config: Config | None = None, *, version: int = 0) -> None:
         """Solver of a task with `Task.posed`. Raises ValueError for an impossible config."""
-        config = config or Config()
-        check(config)
-        self.config, self.version = config, version
-        self._task, self._draw = task, draw
-        self._known: OrderedDict[str, _Entry] = OrderedDict()
+        self.config = config or Config()
+        check(self.config)
+        self._task, self._draw, self._version = task, draw, version
+        self._known: OrderedDict[str, tuple[int, Solution]] = OrderedDict()  # (version, solution) by prompt
 
     def update(self, draw: Draw, version: int) -> None:
         """New weights. Answers of the old ones are discarded, except verified chains."""
-        self._draw, self.version = draw, version
+        self._draw, self._version = draw, version
 
     def verified(self) -> list[tuple[str, Chain]]:
         """Pairs (prompt, chain) of all cached chains that the checker accepts with sound steps."""
-        return [(prompt, entry.solution.chain) for prompt, entry in self._known.items()
-                if entry.solution.chain is not None and _is_fact(entry.solution.chain)]  # fmt: skip
+        chains = ((prompt, solution.chain) for prompt, (_, solution) in self._known.items())
+        return [(prompt, chain) for prompt, chain in chains if chain is not None and _is_fact(chain)]
 
     def solve(self, prompts: Sequence[str]) -> list[Solution]:
         """Solutions of problems, in order. Raises ValueError for a prompt that is no problem of the task."""
-        problems = {prompt: self._posed(prompt) for prompt in prompts}
+        if self._task.posed is None:
+            raise ValueError(f"{self._task.name} has the problems of its file alone; name one of them")
+        problems = {prompt: self._task.posed(prompt) for prompt in prompts}
         solutions = {prompt: cached for prompt in problems if (cached := self._remembered(prompt)) is not None}
         open_: dict[str, list[Chain]] = {prompt: [] for prompt in problems if prompt not in solutions}
         while open_:
@@ -163,35 +159,26 @@ class ReasoningOptimizer:
                 chains += [judge(self._task, problems[prompt], *each) for each in texts]
                 full, early = len(chains) >= self.config.samples, settled(chains, self.config)
                 if full or early:
-                    solutions[prompt] = self._solution(prompt, tuple(open_.pop(prompt)), early and not full)
-                    self._remember(prompt, solutions[prompt])
+                    del open_[prompt]
+                    best, counts = choose(chains, self.config.select), votes(chains, self.config.select)
+                    answer, stopped_early = best.answer if best else None, early and not full
+                    solutions[prompt] = Solution(
+                        prompt, answer, best, tuple(chains), counts, len(chains), stopped_early
+                    )
+                    self._known[prompt] = self._version, solutions[prompt]
+                    while len(self._known) > self.config.cache:
+                        self._known.popitem(last=False)
         return [solutions[prompt] for prompt in prompts]
 
-    def _posed(self, prompt: str) -> Problem:
-        if self._task.posed is None:
-            raise ValueError(f"{self._task.name} has the problems of its file alone; name one of them")
-        return self._task.posed(prompt)
-
-    def _solution(self, prompt: str, chains: tuple[Chain, ...], early: bool) -> Solution:
-        best = choose(chains, self.config.select)
-        counts = votes(chains, self.config.select)
-        return Solution(prompt, best.answer if best else None, best, chains, counts, len(chains), early)
-
     def _remembered(self, prompt: str) -> Solution | None:
-        entry = self._known.get(prompt)
-        if entry is None:
+        version, solution = self._known.get(prompt, (self._version, None))
+        if solution is None:
             return None
-        chain = entry.solution.chain
-        if entry.version != self.version and (chain is None or not _is_fact(chain)):
+        if version != self._version and (solution.chain is None or not _is_fact(solution.chain)):
             del self._known[prompt]
             return None
         self._known.move_to_end(prompt)
-        return entry.solution._replace(drawn=0)
-
-    def _remember(self, prompt: str, solution: Solution) -> None:
-        self._known[prompt] = _Entry(self.version, solution)
-        while len(self._known) > self.config.cache:
-            self._known.popitem(last=False)
+        return solution._replace(drawn=0)
 
 
 def _is_fact(chain: Chain) -> bool:
@@ -214,9 +201,8 @@ def drawing(
 ) -> Draw:
     """Sampler of completions of at most `length` tokens and `max_reasoning_steps` steps, different in each call.
 
-    Prompts go in batches of few shapes, so that few programs are compiled.
-
-    After as many steps the answer's mark is inserted. Raises ValueError for a text with unknown characters, and for a
+    Prompts go in batches of few shapes, so that few programs are compiled. After as many steps the answer's mark is
+    inserted. Raises ValueError for a text with unknown characters, and for a
     bound where `words` have no such mark.
     """
     if max_reasoning_steps < 0:
@@ -338,18 +324,14 @@ def again(asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]]
 
 
 def stopped(
-    task: Task,
-    asked: Sequence[Problem],
-    drawn: Sequence[Sequence[tuple[str, float]]],
-    settings: Config,
+    task: Task, asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]], settings: Config
 ) -> Stopped:
     """Accuracy of drawn samples with an early stop, and of all of them."""
-    prompts = [problem.prompt for problem in asked]
 
     def solved(lead: float) -> tuple[float, float]:
         """Mean samples of a problem and share of right answers."""
         rule = Config(settings.samples, settings.wave, lead, settings.select, cache=0)
-        found = ReasoningOptimizer(task, again(asked, drawn), rule).solve(prompts)
+        found = ReasoningOptimizer(task, again(asked, drawn), rule).solve([problem.prompt for problem in asked])
         right = [each.chain is not None and each.chain.reward == 1.0 for each in found]
         return float(np.mean([each.drawn for each in found])), float(np.mean(right))
 

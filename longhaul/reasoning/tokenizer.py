@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ CHARACTERS = "_0123456789+-*/=;>$,:()"
 """Vocabulary of the generated tasks. `_` pads; `;` ends a written step, `>` begins the answer, `$` ends a text."""
 
 PAD, STEP, ANSWER, END = (CHARACTERS.index(character) for character in "_;>$")
-
 
 NONE = -1
 """Number in place of a token that a vocabulary does not have."""
@@ -47,12 +47,7 @@ TOKENISER = Tokeniser(len(CHARACTERS), encode, decode, PAD, (END,), STEP, ANSWER
 
 def cut(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
     """Numbers of a completion before its first end, and before padding."""
-    kept: list[int] = []
-    for number in map(int, numbers):
-        if number == NONE or number in ends:
-            break
-        kept.append(number)
-    return kept
+    return list(itertools.takewhile(lambda number: number not in (NONE, *ends), map(int, numbers)))
 
 
 BYTE_END = 256

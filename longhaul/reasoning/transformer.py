@@ -29,10 +29,8 @@ from longhaul.types import Key, Params, PyTree
 UNROLLED = 4
 """Most layers that are compiled one by one: a loop over few small layers costs more than the layers."""
 
-
 TOGETHER = 2**20
 """Most parameters drawn at once, which compiles faster; larger models draw each array in its place."""
-
 
 NEVER = -1e30
 """Score of a token outside the mask; finite, so that a row without any token does not become NaN."""
