@@ -140,7 +140,7 @@ def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int
     """Calls of the compiled program without an end; -> (seconds of an update, CPU-seconds of it, its steps) of each."""
     import jax
 
-    from longhaul.diagnostics.program import compiled
+    from longhaul.diagnostics.compiled_run import compiled
     from longhaul.runtime.devices import prepare_devices
 
     run = resolved(recipe, devices)
@@ -194,11 +194,11 @@ def all_reduce(size: int) -> float:
 
 def counted(recipe: list[str], calls: int) -> dict[str, Any]:
     """The collectives of an update of two devices."""
+    from longhaul.diagnostics import compiled_run
     from longhaul.diagnostics import compute_plan as plan
-    from longhaul.diagnostics import two_shard_probe
 
     return {
-        "collectives": [each._asdict() for each in plan.collectives(two_shard_probe.crossings(resolved(recipe, 2)), 1)]
+        "collectives": [each._asdict() for each in plan.collectives(compiled_run.crossings(resolved(recipe, 2)), 1)]
     }
 
 

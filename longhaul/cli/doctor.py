@@ -17,9 +17,9 @@ from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run, to_dict
-from longhaul.diagnostics import checks, two_shard_probe
+from longhaul.diagnostics import checks, compiled_run
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
-from longhaul.diagnostics.program import compiled, smaller
+from longhaul.diagnostics.compiled_run import compiled, smaller
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
@@ -209,8 +209,8 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         if isinstance(check, Check):
             yield check
         else:
-            found, made = check
-            yield from found
+            timed, made = check
+            yield timed
     if made is None:
         return
     yield checks.memory(made)
@@ -264,7 +264,7 @@ def _prepare(run: Run, resolved: Run) -> int | None:
 def of_two_shards(run: Run) -> Check:
     """The collectives of a small batch on two shards of forced CPU devices, in a process of its own."""
     try:
-        plain = two_shard_probe.ask(smaller(run, devices=2), "longhaul.cli.doctor", "collectives")
+        plain = compiled_run.ask(smaller(run, devices=2), "longhaul.cli.doctor", "collectives")
     except RunError as error:
         return skipped("collectives", str(error), "ask again with several devices")
     name, verdict, value, bound, remedy = (plain[key] for key in HEADER)

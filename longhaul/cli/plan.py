@@ -18,7 +18,7 @@ from longhaul.cli import run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, OUTPUT, Flag, FlagError, choice, optional
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
-from longhaul.diagnostics import chips, compute_plan, hlo, profile, two_shard_probe
+from longhaul.diagnostics import chips, compiled_run, compute_plan, hlo, profile
 from longhaul.diagnostics.chips import CHIPS
 from longhaul.diagnostics.compute_plan import Assumptions, Measured
 from longhaul.runtime import mesh as meshes
@@ -66,7 +66,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         run.keep, values["price"],
     )  # fmt: skip
     steps = float(values["steps"] or run.total_steps)
-    rows = compute_plan.plan(what, chip, assumed, on, steps, here=here, bf16=bf16, strong=strong)
+    rows = [compute_plan.row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
     modelled = compute_plan.compute_seconds(what, chips.here(devices), assumed._replace(efficiency=1.0), bf16=False)
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"],
@@ -104,7 +104,7 @@ def short_run(run: Run, calls: int) -> tuple[Measured, int]:
     memory = profile.memory(program.executable)
     begun = program.start(run.seed)
     runs = Counter(event.instruction for event in traced.events)
-    crossings = hlo.crossings(program.text()) if shards > 1 else two_shard_probe.two_shards(run)
+    crossings = hlo.crossings(program.text()) if shards > 1 else compiled_run.two_shards(run)
     what = Measured(
         traced.update_seconds * (1.0 - shares["collectives"]), program.assembly.steps_per_update // shards,
         compute_plan.work(traced.updates, devices, runs, traced.instructions),

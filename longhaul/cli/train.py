@@ -123,7 +123,7 @@ def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
 def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
     from longhaul.config.resolve import named
-    from longhaul.diagnostics.program import compiled
+    from longhaul.diagnostics.compiled_run import compiled
     from longhaul.runtime import device_memory
     from longhaul.training import loop
 

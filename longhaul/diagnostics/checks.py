@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import queue
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
 from longhaul.diagnostics import hlo
 from longhaul.diagnostics.chips import least_seconds
-from longhaul.diagnostics.program import Program, compiled, fresh_cache, smaller
+from longhaul.diagnostics.compiled_run import Program, compiled, smaller
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
@@ -103,9 +102,14 @@ def failed(checks: Iterable[Check]) -> list[str]:
     return [check.name for check in checks if check.verdict == FAIL]
 
 
+def judged(name: str, verdict: str, value: str, bound: str, remedy: str, **figures: Any) -> Check:
+    """Check that has its remedy unless it passes."""
+    return Check(name, verdict, value, bound, "" if verdict == PASS else remedy, figures)
+
+
 def within(name: str, value: str, bound: str, remedy: str, *, good: bool, **figures: Any) -> Check:
-    """Check that passes without a remedy, or fails with it."""
-    return Check(name, PASS if good else FAIL, value, bound, "" if good else remedy, figures)
+    """Check that passes or fails."""
+    return judged(name, PASS if good else FAIL, value, bound, remedy, **figures)
 
 
 def skipped(name: str, why: str, remedy: str, **figures: Any) -> Check:
@@ -186,12 +190,10 @@ def still(run: Run) -> Check:
     kl = float(abs(rows[f"{run.algorithm.name}/approx_kl"]).max())
     bound = STILL if precision(run.algorithm) == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
-    remedy = {
-        PASS: "",
-        WARN: "acting and learning round apart: compare --precision fp32",
-        FAIL: "what is learnt from is not what was seen while acting: is an observation, mask or memory mixed up?",
-    }
-    return Check("lr 0", verdict, f"approx_kl {kl:.1e}", f"< {bound:g}", remedy[verdict], {"approx_kl": kl})
+    remedy = "acting and learning round apart: compare --precision fp32" if verdict == WARN else (
+        "what is learnt from is not what was seen while acting: is an observation, mask or memory mixed up?"
+    )  # fmt: skip
+    return judged("lr 0", verdict, f"approx_kl {kl:.1e}", f"< {bound:g}", remedy, approx_kl=kl)
 
 
 def _scattered(state: Any, seed: int) -> Any:
@@ -206,7 +208,27 @@ def _scattered(state: Any, seed: int) -> Any:
     return state._replace(params=jax.tree.map(scatter, state.params))
 
 
-def compilation(run: Run) -> tuple[list[Check], Program]:
+@contextmanager
+def fresh_cache() -> Iterator[Path]:
+    """Context with an empty persistent compilation cache, whatever the user's settings are."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="longhaul-doctor-") as folder:
+        try:
+            for name, value in zip(names, (True, folder, 0.0, 0), strict=True):
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            yield Path(folder)
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+
+def compilation(run: Run) -> tuple[Check, Program]:
     """Seconds of compilation, cold and from a persistent cache; and the program."""
     with fresh_cache():
         cold = compiled(run)
@@ -222,10 +244,10 @@ def compilation(run: Run) -> tuple[list[Check], Program]:
     bound = f"from the cache <= {WARM:.0%}"
     if not again.hit:
         remedy = "the same program was compiled twice: something in it differs from run to run, an address or a time"
-        return [Check("compilation", FAIL, value, bound, remedy, figures)], cold
+        return judged("compilation", FAIL, value, bound, remedy, **figures), cold
     slow = again.compile_seconds > max(WARM * cold.compile_seconds, 1.0)
     remedy = "loading takes as long as compiling: keep the cache on a faster disk"
-    return [Check("compilation", WARN if slow else PASS, value, bound, remedy if slow else "", figures)], cold
+    return judged("compilation", WARN if slow else PASS, value, bound, remedy, **figures), cold
 
 
 def memory(program: Program) -> Check:
@@ -236,10 +258,10 @@ def memory(program: Program) -> Check:
     value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
     figures = found.plain()
     if found.capacity is None:
-        return Check("memory", PASS, value, "", "", figures)
+        return Check("memory", PASS, value, figures=figures)
     bound = f"{device_memory.TIGHT:.0%} of {_bytes(found.capacity)}"
     verdict = FAIL if found.refusal() else WARN if found.warning() else PASS
-    return Check("memory", verdict, value, bound, device_memory.REMEDY if verdict != PASS else "", figures)
+    return judged("memory", verdict, value, bound, device_memory.REMEDY, **figures)
 
 
 def host(program: Program) -> Check:
@@ -338,8 +360,10 @@ def all_reduce(program: Program, update_seconds: float) -> Check:
     verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
     value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
     remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
-    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * size}
-    return Check("all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", "" if verdict == PASS else remedy, figures)
+    return judged(
+        "all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", remedy, seconds=one, share=share,
+        devices=mesh.size, bytes=4 * size,
+    )  # fmt: skip
 
 
 def stalls(program: Program, update_seconds: float, *, calls: int = 6) -> Check:
@@ -360,35 +384,33 @@ def stalls(program: Program, update_seconds: float, *, calls: int = 6) -> Check:
     remedy = (
         "more updates a call (--block, --log-interval), or of streamed data a larger --bank, a longer --bank-updates"
     )
-    return Check("stalls", verdict, value, f"<= {STALLED:.0%}", "" if verdict == PASS else remedy, figures)
+    return judged("stalls", verdict, value, f"<= {STALLED:.0%}", remedy, **figures)
 
 
 def _between_calls(program: Program, calls: int) -> tuple[float, float]:
     """(seconds that devices waited, seconds in all) of calls in the order of training, logged one behind."""
-    ready: list[float] = []
-    waiting: queue.Queue[Any] = queue.Queue()
 
-    def watch() -> None:
-        while (rows := waiting.get()) is not None:
-            jax.block_until_ready(rows)
-            ready.append(time.perf_counter())
+    def ended(rows: Any) -> float:
+        jax.block_until_ready(rows)
+        return time.perf_counter()
 
-    thread = threading.Thread(target=watch, name="doctor")
-    thread.start()
     assert program.run.block is not None
-    sent, sums, behind = [], Sums(), None
+    sent, ends, sums, behind = [], [], Sums(), None
     progress, rows = program.updates(program.start(program.run.seed), program.run.block)
-    with tempfile.TemporaryDirectory() as folder, closing(sinks.jsonl(Path(folder) / "metrics.jsonl")) as sink:
+    with (
+        ThreadPoolExecutor(1) as watcher,
+        tempfile.TemporaryDirectory() as folder,
+        closing(sinks.jsonl(Path(folder) / "metrics.jsonl")) as sink,
+    ):
         for i in range(calls):
             sent.append(time.perf_counter())
             progress, rows = program.call(progress, program.run.block)
-            waiting.put(rows)
+            ends.append(watcher.submit(ended, rows))
             if behind is not None:
                 sums.add(program.run.block, jax.device_get(behind))
                 sink.write({"update": i, "env_steps": i, "agent_steps": i} | sums.take())
             behind = rows
-        waiting.put(None)
-        thread.join()
+    ready = [end.result() for end in ends]
     waited = sum(max(0.0, later - done) for later, done in zip(sent[1:], ready))
     return waited, ready[-1] - sent[0]
 

@@ -84,12 +84,12 @@ def work(
     updates: int, devices: int, runs: Mapping[str, int], program: Mapping[str, Instruction]
 ) -> tuple[tuple[float, float, float], ...]:
     """Work of a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
-    found = []
-    for name, count in runs.items():
-        each = program.get(name)
-        if each is not None and each.opcode not in CONTROL and not each.opcode.startswith(COLLECTIVES):
-            found.append((count / updates / devices, each.operations, each.bytes))
-    return tuple(found)
+    known = ((program[name], count) for name, count in runs.items() if name in program)
+    return tuple(
+        (count / updates / devices, each.operations, each.bytes)
+        for each, count in known
+        if each.opcode not in CONTROL and not each.opcode.startswith(COLLECTIVES)
+    )
 
 
 def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, ...]:
@@ -153,14 +153,6 @@ def row(
         devices, batch, update, communication, rate / (what.steps / alone * shards), rate, hours,
         hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory,
     )  # fmt: skip
-
-
-def plan(
-    what: Measured, chip: Chip, assumed: Assumptions, devices: Sequence[int], steps: float, *, here: bool, bf16: bool,
-    strong: bool,
-) -> list[Row]:  # fmt: skip
-    """One row for each number of devices."""
-    return [row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in devices]
 
 
 def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool) -> list[tuple[str, str]]:

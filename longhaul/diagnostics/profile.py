@@ -20,8 +20,8 @@ import jax
 from longhaul.config.run import Run
 from longhaul.diagnostics import chips, hlo
 from longhaul.diagnostics.chips import Chip
+from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.diagnostics.hlo import COLLECTIVES, CONTROL, Instruction
-from longhaul.diagnostics.program import Program, compiled
 from longhaul.runtime import device_memory
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.provenance import provenance
@@ -215,13 +215,8 @@ def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Even
     them is charged with all of its runs.
     """
     known = set(instructions)
-    of_kernel = {re.sub(r"\W", "_", name): name for name in known}
-    return [
-        event
-        if event.instruction in known
-        else event._replace(instruction=of_kernel.get(event.instruction, event.instruction))
-        for event in found
-    ]
+    names = {re.sub(r"\W", "_", name): name for name in known} | {name: name for name in known}
+    return [event._replace(instruction=names.get(event.instruction, event.instruction)) for event in found]
 
 
 def spent(found: Iterable[Event]) -> dict[str, Spent]:

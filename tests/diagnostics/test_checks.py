@@ -18,9 +18,9 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.diagnostics import checks, hlo
-from longhaul.diagnostics.checks import Check
+from longhaul.diagnostics.checks import Check, fresh_cache
+from longhaul.diagnostics.compiled_run import Program, compiled, smaller
 from longhaul.diagnostics.hlo import Crossing
-from longhaul.diagnostics.program import Program, compiled, fresh_cache, smaller
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import device_memory
 from longhaul.training import assemble

@@ -47,7 +47,7 @@ def test_devices_that_share_parameters_speak_among_themselves() -> None:
     assert compute_plan.communication_seconds(two, CHIP, ASSUMED, 2) == pytest.approx(inside)
     # Four shards of two devices each, beyond a host: 3 x (2 x 3/4 x 20 / 5 + 2 x 2 x 0.5) for the gradient.
     assert compute_plan.communication_seconds(two, CHIP, ASSUMED, 8) == pytest.approx(inside + 3 * (6.0 + 2.0))
-    rows = compute_plan.plan(two, CHIP, ASSUMED, (2, 8), 72_000.0, here=True, bf16=False, strong=False)
+    rows = [compute_plan.row(two, CHIP, ASSUMED, n, 72_000.0, here=True, bf16=False, strong=False) for n in (2, 8)]
     assert [row.batch for row in rows] == [100, 400]
     assert [row.efficiency for row in rows] == [1.0, pytest.approx((10 + inside) / (10 + inside + 24))]
     assert [row.checkpoint for row in rows] == [7.0 + 2.0, 7.0 + 4 * 2.0]

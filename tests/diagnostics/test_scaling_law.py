@@ -15,7 +15,6 @@ from longhaul.cli import main
 from longhaul.config.recipes import Grid, driving_scaling
 from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_grid as grids
-from longhaul.diagnostics import scaling_page
 from longhaul.diagnostics.scaling_grid import Cell
 from longhaul.diagnostics.scaling_law import Law, TooFew, fit
 from longhaul.runtime.errors import RunError
@@ -245,12 +244,12 @@ def test_the_page_draws_every_point_at_its_place() -> None:
         {"parameters": n, "scenarios": 64, "failure": f, "least": f, "greatest": f, "seeds": 1}
         for n, f in ((1e5, 0.4), (1e6, 0.2), (1e7, 0.1))
     ]
-    discs = Marks(scaling_page.figure("t", points, "parameters", "scenarios", "parameters", TRUE)).discs
+    discs = Marks(grids.figure("t", points, "parameters", "scenarios", "parameters", TRUE)).discs
     (x0, y0), (x1, y1), (x2, y2) = discs
     assert x0 < x1 < x2
     assert y0 < y1 < y2, "less failure is further down"
     np.testing.assert_allclose([x1 - x0, y1 - y0], [x2 - x1, y2 - y1], atol=0.03)
-    assert scaling_page.figure("t", [], "parameters", "scenarios", "parameters", None) == ""
+    assert grids.figure("t", [], "parameters", "scenarios", "parameters", None) == ""
 
 
 def test_the_page_holds_all_runs_and_the_law(trainer: Trainer, tmp_path: Path) -> None:

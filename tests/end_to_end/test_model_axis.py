@@ -21,7 +21,7 @@ from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo
-from longhaul.diagnostics.program import Program, compiled
+from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition

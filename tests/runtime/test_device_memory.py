@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from longhaul.cli import main
-from longhaul.diagnostics.program import Program, compiled
+from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.runtime import device_memory
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused

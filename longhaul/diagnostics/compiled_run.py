@@ -1,13 +1,19 @@
-"""Compiled program of a run with its timings, of which the doctor, the profile and the planner measure."""
+"""Compiled program of a run with its timings, for doctor, profile and plan.
+
+Where there is one device, the collectives of two shards are read from a program compiled on forced CPU devices in
+another process: they are the compiler's choice and follow from the program, not from the chip.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.config.resolve import parts
-from longhaul.config.run import Run
+from longhaul.config.resolve import parts, resolve
+from longhaul.config.run import Run, from_dict, to_dict
+from longhaul.diagnostics import hlo
+from longhaul.diagnostics.hlo import Crossing
 from longhaul.networks import actor_critic
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.compile_cache import Ledger
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
@@ -136,24 +145,42 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------- cache
+# ------------------------------------------------------------------------------- two shards where there is one device
 
 
-@contextmanager
-def fresh_cache() -> Iterator[Path]:
-    """Context with an empty persistent compilation cache, whatever the user's settings are."""
-    from jax.experimental.compilation_cache import compilation_cache
+def ask(run: Run, module: str, name: str) -> Any:
+    """Result of function `name` of `module` for `run`, not resolved, in a process with as many CPU devices as it wants.
 
-    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
-             "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
-    before = {name: getattr(jax.config, name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="longhaul-doctor-") as folder:
-        try:
-            for name, value in zip(names, (True, folder, 0.0, 0), strict=True):
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-            yield Path(folder)
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
+    Raises RunError with the last line of a failed process.
+    """
+    devices = (run.devices or 1) * run.model
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)}
+    program = f"from {module} import {name}; from {__name__} import serve; serve({name})"
+    given = json.dumps(to_dict(run))
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(f"{devices} CPU devices failed: {last[:200]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def serve(work: Callable[[Run], Any]) -> None:
+    """Body of that process: read a Run, print the result of `work` as JSON."""
+    run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
+    prepare_devices(run.all_devices, run.all_devices)
+    print(json.dumps(work(run)))
+
+
+def two_shards(run: Run) -> list[Crossing]:
+    """Collectives of `run` (resolved, one shard) on two shards, each with the batch of the one."""
+    twice = 2 * run.total_steps  # as many updates, each of twice the steps
+    two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, total_steps=twice, threads=None)
+    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in ask(two, __name__, "crossings")]
+
+
+def crossings(run: Run) -> list[Crossing]:
+    """Collectives in the program of a resolved run."""
+    prepare_devices(run.all_devices, run.threads)
+    return hlo.crossings(compiled(run).text())
