@@ -194,7 +194,7 @@ def assumptions(of: Setting) -> list[tuple[str, str]]:
 
 
 class Rates(NamedTuple):
-    """Bytes a second of one thread of this machine while all threads of a run work (`bench.machine_rates`)."""
+    """Bytes a second of one thread of this machine while all threads of a run work (`bench.cases.sync.Sample`)."""
 
     gather: float  # copied into an image with digests
     loopback: float  # through TCP sockets, digested as they arrive, by two cores for both ends

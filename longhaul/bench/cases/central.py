@@ -4,11 +4,12 @@ and over gRPC beside a bare gRPC echo of the same messages."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -30,7 +31,7 @@ from longhaul.topologies.inference_server import wire
 from longhaul.topologies.inference_server.config import ServerConfig
 from longhaul.topologies.inference_server.grpc_transport import GrpcTransport, run
 from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport, ShmTransport
-from longhaul.topologies.inference_server.wire import Answer, Arrival, Codec
+from longhaul.topologies.inference_server.wire import Answer, Arrival, Codec, Transport
 from longhaul.training import inference_server
 
 
@@ -79,11 +80,11 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
 
 # ----------------------------------------------------------------------------------------------------------- transport
 
-SHARED_CLIENT = """
-import sys
-from longhaul.bench.cases.central import shared_client
-shared_client(*map(int, sys.argv[1:]))
-"""
+
+def command(call: Callable[..., None], *given: str | int) -> list[str]:
+    """Command of a process that calls a function of this module."""
+    program = f"import json, sys; from {__name__} import {call.__name__}; {call.__name__}(*json.loads(sys.argv[1]))"
+    return [sys.executable, "-c", program, json.dumps(given)]
 
 
 def shared_client(memory: int, reads: int, writes: int, rows: int, width: int, streams: int) -> None:
@@ -110,9 +111,7 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
     """
     lane = ShmTransport(_codec(rows, width), 1, streams, lambda actor, life: [0] * streams)
     ends = lane.join(0)
-    numbers = [ends.memory, ends.reads, ends.writes, rows, width, streams]
-    command = [sys.executable, "-c", SHARED_CLIENT, *map(str, numbers)]
-    client = Process(command, descriptors=ends[:3], out=DROP)
+    client = Process(command(shared_client, *ends[:3], rows, width, streams), descriptors=ends[:3], out=DROP)
     for descriptor in ends[:3]:
         os.close(descriptor)
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
@@ -121,22 +120,14 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
         used, done, batches = time.process_time() + cpu_of([client.id]), 0, 0
         heard = time.monotonic()
         while done < messages:
-            events = lane.take()
-            if not events:
+            count = answered(lane, staging if copies > 1 else None, action)
+            done, batches = done + count, batches + (count > 0)
+            if count:
+                heard = time.monotonic()
+            else:
                 lane.wait(1.0)
                 if client.code is not None or time.monotonic() - heard > PATIENCE:
                     raise RuntimeError(f"the client stands still (code {client.code})")
-                continue
-            heard = time.monotonic()
-            answers = []
-            for event in events:
-                if not isinstance(event, Arrival):
-                    raise RuntimeError(f"the client was cut off: {event.why}")
-                if copies > 1:
-                    staging[event.group] = event.step.observation[0]
-                answers.append(Answer(event.group, event.life, action))
-            lane.answer(answers)
-            done, batches = done + len(answers), batches + 1
         used = time.process_time() + cpu_of([client.id]) - used
         return {"cpu_seconds": used * messages / done, "messages_per_batch": done / batches}
 
@@ -144,18 +135,22 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
+def answered(lane: Transport, staging: np.ndarray | None, action: np.ndarray) -> int:
+    """Copies each step that has arrived to `staging`, if any, and answers it; -> their number."""
+    arrivals = [event for event in lane.take() if isinstance(event, Arrival)]
+    if staging is not None:
+        for event in arrivals:
+            staging[event.group] = event.step.observation[0]
+    if arrivals:
+        lane.answer([Answer(event.group, event.life, action) for event in arrivals])
+    return len(arrivals)
+
+
 PATH = "/bare.Echo/Play"
 
 
 def _codec(rows: int, width: int) -> Codec:
     return Codec(wire.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
-
-
-CLIENT = """
-import sys
-from longhaul.bench.cases.central import client
-client(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
-"""
 
 
 def client(what: str, address: str, rows: int, width: int, streams: int) -> None:
@@ -191,12 +186,8 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
     (asyncio.run if what == "bare" else run)(all_())
 
 
-SERVER = """
-import sys
-from longhaul.bench.cases.central import serve
-serve(sys.argv[1], *map(int, sys.argv[2:]))
-"""
-
+COUNT = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
+"""Memory in which a server counts its answers."""
 
 PATIENCE, STARTING = 60.0, 300.0
 """Seconds for one turn; for a client to begin, which imports as long as others have the cores."""
@@ -210,15 +201,14 @@ class _Echo:
 
     def __init__(self, what: str, sizes: Sequence[int], closed: ExitStack) -> None:
         self._what, self._sizes, self._most, self._closed = what, sizes, 64 * sizes[-1], closed
-        planned = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
-        descriptor = shared_memory.create(planned.size)
-        self._count = shared_memory.arrays(descriptor, planned)["count"]
-        self._server = self._begun(SERVER, what, str(descriptor), *map(str, sizes), keep=[descriptor])
+        descriptor = shared_memory.create(COUNT.size)
+        self._count = shared_memory.arrays(descriptor, COUNT)["count"]
+        self._server = self._begun(serve, what, descriptor, *sizes, keep=[descriptor])
         os.close(descriptor)
 
-    def _begun(self, program: str, *words: str, keep: Sequence[int] = ()) -> Process:
+    def _begun(self, call: Callable[..., None], *given: str | int, keep: Sequence[int] = ()) -> Process:
         # It inherits none of our outputs: while it is stopped it would keep them open, and their reader would wait.
-        process = Process([sys.executable, "-c", program, *words], descriptors=keep, out=PIPE, error=DROP)
+        process = Process(command(call, *given), descriptors=keep, out=PIPE, error=DROP)
         self._closed.callback(process.end)
         return process
 
@@ -228,7 +218,7 @@ class _Echo:
         address = self._server.out.readline().decode().strip()
         if not address:
             raise RuntimeError(f"the server has not begun: {self._server.ended()}")
-        self._client = self._begun(CLIENT, self._what, address, *map(str, self._sizes))
+        self._client = self._begun(client, self._what, address, *self._sizes)
         self._until(self._most, STARTING)
 
     def stop(self) -> None:
@@ -287,29 +277,15 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
 def serve(what: str, descriptor: int, rows: int, width: int, streams: int) -> None:
     """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
     end_with_parent()
-    count = shared_memory.arrays(descriptor, shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))]))[
-        "count"
-    ]
+    count = shared_memory.arrays(descriptor, COUNT)["count"]
     if what == "bare":
-        asyncio.run(_bare(count, rows))
-    else:
-        _ours(count, rows, width, streams)
-
-
-def _ours(count: np.ndarray, rows: int, width: int, streams: int) -> None:
-    """Copies each step and answers it."""
+        return asyncio.run(_bare(count, rows))
     lane = GrpcTransport(_codec(rows, width), streams, 1, lambda actor, life: [0])
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
     print(lane.address, flush=True)
     while True:
         lane.wait(1.0)
-        answers = []
-        for event in lane.take():
-            if isinstance(event, Arrival):
-                staging[event.group] = event.step.observation[0]
-                answers.append(Answer(event.group, event.life, action))
-        lane.answer(answers)
-        count[0] += len(answers)
+        count[0] += answered(lane, staging, action)
 
 
 async def _bare(count: np.ndarray, rows: int) -> None:

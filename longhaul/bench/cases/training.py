@@ -34,7 +34,7 @@ from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank, dynamics, geometry, simulator
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import Motion
-from longhaul.environment import vectorise
+from longhaul.environment import Worlds, vectorise
 from longhaul.envs import hackmatrix
 from longhaul.envs.hackmatrix import state as world
 from longhaul.runtime import mesh as meshes
@@ -309,26 +309,14 @@ def driving_env(
     many = vectorise(world, batch // devices)
     assert isinstance(world.spec.action, MultiDiscrete)
     choices = np.array(world.spec.action.sizes, np.uint32)
-    length = min(32, num_steps)  # a rollout, for which fresh starts are drawn as `rollout.collector` does
+    length = min(32, num_steps)
+
+    def act(seen: PyTree, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drawn = prng.bits(key, (many.columns, 2)) % jnp.broadcast_to(choices, (many.columns, 2))
+        return drawn.astype(jnp.int32), key
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
-        key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
-
-        def rollout(carried: Any, key: jax.Array) -> tuple[Any, None]:
-            bank = many.fresh(key, min(16, -(-length // 8)))
-
-            def step(carried: Any, key: jax.Array) -> tuple[Any, None]:
-                state, tally, _ = carried
-                drawn = prng.bits(key, (many.columns, 2)) % jnp.broadcast_to(choices, (many.columns, 2))
-                state, tally, led_to = many.step(state, tally, drawn.astype(jnp.int32), key, bank)
-                return (state, tally, led_to.observation), None
-
-            return jax.lax.scan(step, carried, prng.split(key, length))[0], None
-
-        state, seen = many.reset(key_reset)
-        carried = (state, many.tally(), seen)
-        keys = jax.random.split(key_run, num_steps // length)
-        _, tally, seen = jax.lax.scan(rollout, carried, keys)[0]
+        tally, seen = _played(many, act, key, num_steps // length, length)
         totals = {name: jnp.sum(total) for name, total in tally.sums.items()} | {"episodes": jnp.sum(tally.episodes)}
         counts = {name: jnp.sum(count) for name, count in tally.counts.items()}
         seen = jnp.mean(jnp.stack([jnp.mean(leaf) for leaf in jax.tree.leaves(seen)]))
@@ -348,24 +336,13 @@ def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | 
     devices = _prepare(num_envs, devices)
     many = vectorise(hackmatrix.make(rules=rules), num_envs // devices)
 
+    def act(seen: PyTree, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key_act, key_step = prng.split(key, 2)
+        lot = prng.bits(key_act, (many.columns, world.ACTIONS)) >> 9 | 1
+        return jnp.argmax(jnp.where(seen.mask, lot, 0), axis=-1).astype(jnp.int32), key_step
+
     def shard(key: jax.Array) -> dict[str, jax.Array]:
-        key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
-
-        def rollout(carried: Any, key: jax.Array) -> tuple[Any, None]:
-            bank = many.fresh(key, min(16, -(-num_steps // 8)))
-
-            def step(carried: Any, key: jax.Array) -> tuple[Any, None]:
-                state, tally, seen = carried
-                key_act, key_step = prng.split(key, 2)
-                lot = prng.bits(key_act, (many.columns, world.ACTIONS)) >> 9 | 1
-                action = jnp.argmax(jnp.where(seen.mask, lot, 0), axis=-1).astype(jnp.int32)
-                state, tally, led_to = many.step(state, tally, action, key_step, bank)
-                return (state, tally, led_to.observation), None
-
-            return jax.lax.scan(step, carried, prng.split(key, num_steps))[0], None
-
-        state, seen = many.reset(key_reset)
-        _, tally, seen = jax.lax.scan(rollout, (state, many.tally(), seen), jax.random.split(key_run, rollouts))[0]
+        tally, seen = _played(many, act, key, rollouts, num_steps)
         totals = {name: jnp.sum(tally.sums[name]) for name in ("return", "length", "stage")}
         read = jnp.mean(jnp.stack([jnp.mean(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(seen)]))
         totals, episodes, read = meshes.mean_over_data((totals, jnp.sum(tally.episodes), read))
@@ -374,6 +351,29 @@ def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | 
 
     config = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices, "rules": rules}
     return _sharded(shard, devices, num_envs * num_steps * rollouts, config)
+
+
+def _played(many: Worlds, act: Callable[..., Any], key: jax.Array, rollouts: int, length: int) -> tuple[Any, PyTree]:
+    """Tally and last observation of a shard's rollouts by `act`: (observation, key) -> (actions, key of the step).
+
+    Fresh starts are drawn for each as `rollout.collector` does.
+    """
+    key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
+
+    def rollout(carried: Any, key: jax.Array) -> tuple[Any, None]:
+        bank = many.fresh(key, min(16, -(-length // 8)))
+
+        def step(carried: Any, key: jax.Array) -> tuple[Any, None]:
+            state, tally, seen = carried
+            action, key_step = act(seen, key)
+            state, tally, led_to = many.step(state, tally, action, key_step, bank)
+            return (state, tally, led_to.observation), None
+
+        return jax.lax.scan(step, carried, prng.split(key, length))[0], None
+
+    state, seen = many.reset(key_reset)
+    carried = (state, many.tally(), seen)
+    return jax.lax.scan(rollout, carried, jax.random.split(key_run, rollouts))[0][1:]
 
 
 def _sharded(

@@ -1,6 +1,7 @@
 """Cases of `longhaul bench sync`: a step, versions, and plans by shapes alone."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,13 @@ def test_a_step_goes_as_far_as_the_rate_on_average():
     moved = value - 0.5
     assert abs(moved.mean()) < 1e-5
     np.testing.assert_allclose([moved[moved > 0].sum(), -moved[moved < 0].sum()], 400_000 / 2 * 1e-4, rtol=0.05)
+
+
+def test_this_machine_has_rates() -> None:
+    sample = sync.Sample(1 << 20, 2)
+    found = sample.rates(2)
+    sample.close()
+    assert all(math.isfinite(rate) and rate > 1e6 for rate in found)
 
 
 @pytest.mark.slow
