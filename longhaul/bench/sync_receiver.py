@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.weight_sync.receiver import Receiver, follow
+from longhaul.weight_sync.receiver import follow
 
 
 class Probe:
@@ -25,8 +25,7 @@ class Probe:
     def __init__(self, address: str, size: int, descriptor: int, budget: int) -> None:
         self.at: dict[int, float] = {}
         self._came = threading.Condition()
-        options: dict[str, Any] = {"budget": budget, "on_commit": self._note}
-        self.receiver: Receiver | None = follow([address], name="probe", **options) if address else None
+        self.receiver = follow([address], name="probe", budget=budget, on_commit=self._note)
         self.source = np.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
         self.private = np.ones(size, np.uint8)  # touches its pages
 
@@ -37,7 +36,6 @@ class Probe:
 
     def wait(self, version: int) -> dict[str, Any]:
         """Time at which a version came, and its stages."""
-        assert self.receiver is not None
         with self._came:
             if not self._came.wait_for(lambda: version in self.at, 120):
                 raise TimeoutError(f"version {version} did not come: {self.receiver.errors}")
@@ -75,8 +73,7 @@ def main() -> None:
         else:
             answer = (probe.wait if what == "wait" else probe.stream)(int(number))
         print(json.dumps({**answer, "used": time.process_time() - used}), flush=True)
-    if probe.receiver is not None:
-        probe.receiver.close()
+    probe.receiver.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -66,7 +66,10 @@ def here(devices: int = 1) -> Chip:
     if chip is not None:
         return chip
     memory = (device.memory_stats() or {}).get("bytes_limit") or machine_memory()
-    products, stream = _products() / devices, _stream() / devices
+    x, w = jnp.ones((4096, 1024), jnp.float32), jnp.ones((1024, 1024), jnp.float32)  # at the size of torsos
+    products = 2.0 * x.size * w.shape[1] / least_seconds(jax.jit(jnp.matmul), x, w) / devices
+    x = jnp.zeros(32 * 2**20, jnp.float32)  # a large array is read, and another written
+    stream = 2.0 * x.nbytes / least_seconds(jax.jit(lambda x: x + 1.0), x) / devices
     return Chip(device.platform, products, products, stream, memory / devices, stream, devices, 0.0)
 
 
@@ -78,15 +81,3 @@ def least_seconds(work: Callable[..., Any], *arguments: Any) -> float:
         jax.block_until_ready(work(*arguments))
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
-
-
-def _products() -> float:
-    """Operations a second of float32 products at the size of torsos."""
-    x, w = jnp.ones((4096, 1024), jnp.float32), jnp.ones((1024, 1024), jnp.float32)
-    return 2.0 * x.size * w.shape[1] / least_seconds(jax.jit(jnp.matmul), x, w)
-
-
-def _stream() -> float:
-    """Bytes a second of reading one large array and writing another."""
-    x = jnp.zeros(32 * 2**20, jnp.float32)
-    return 2.0 * x.nbytes / least_seconds(jax.jit(lambda x: x + 1.0), x)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,25 +118,30 @@ def reading(found: list[Event], program: Mapping[str, Instruction]) -> dict[str,
     work = [event for event in found if event.instruction not in control]
     if not work:
         raise ValueError("the trace holds no instruction of the program; more than one program ran, or none")
-    taken = spent(work)
+    taken: defaultdict[str, float] = defaultdict(float)  # seconds by instruction, of all its runs on all devices
+    for event in work:
+        taken[event.instruction] += event.end - event.start
+    runs = Counter(event.instruction for event in work)
     by_device = busy(work)
     whole = sum(span for _, span in by_device.values())
     gaps = whole - sum(ran for ran, _ in by_device.values())
-    seconds = shares(taken, lambda name: part(program.get(name)))
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for name, each in taken.items():
+        seconds[part(program.get(name))] += each
     # Instructions that overlap on a device share the time.
     factor = (whole - gaps) / max(sum(seconds.values()), 1e-12)
-    shared = {name: seconds.get(name, 0.0) * factor / whole for name in PARTS} | {"gaps": gaps / whole}
+    shared = {name: each * factor / whole for name, each in seconds.items()} | {"gaps": gaps / whole}
     known = {name: program[name] for name in taken if name in program}
-    longest = sorted(known, key=lambda name: -taken[name].seconds)[:TOP]
+    longest = sorted(known, key=lambda name: -taken[name])[:TOP]
     return {
         "shares": shared,
-        "operations": sum(each.operations * taken[name].runs for name, each in known.items()),
-        "bytes": sum(each.bytes * taken[name].runs for name, each in known.items()),
+        "operations": sum(each.operations * runs[name] for name, each in known.items()),
+        "bytes": sum(each.bytes * runs[name] for name, each in known.items()),
         "longest": [
             {
                 "instruction": name, "opcode": known[name].opcode, "part": part(known[name]),
-                "scope": _short(known[name].scope), "runs": taken[name].runs,
-                "share": taken[name].seconds * factor / whole,
+                "scope": _short(known[name].scope), "runs": runs[name],
+                "share": taken[name] * factor / whole,
             }
             for name in longest
         ],
@@ -178,13 +184,6 @@ class Event(NamedTuple):
     end: float
 
 
-class Spent(NamedTuple):
-    """Total over all runs of an instruction and all devices."""
-
-    seconds: float
-    runs: int
-
-
 def events(folder: Path, module: str) -> list[Event]:
     """Runs of instructions of programs named `module` ("jit_run") in the newest trace of `folder`.
 
@@ -219,14 +218,6 @@ def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Even
     return [event._replace(instruction=names.get(event.instruction, event.instruction)) for event in found]
 
 
-def spent(found: Iterable[Event]) -> dict[str, Spent]:
-    total: dict[str, Spent] = {}
-    for event in found:
-        before = total.get(event.instruction, Spent(0.0, 0))
-        total[event.instruction] = Spent(before.seconds + event.end - event.start, before.runs + 1)
-    return total
-
-
 def busy(found: Iterable[Event]) -> dict[int, tuple[float, float]]:
     """Device -> (busy seconds, seconds from its first instruction to the end of its last)."""
     by_device: dict[int, list[tuple[float, float]]] = {}
@@ -241,11 +232,3 @@ def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
         covered += max(end - max(start, until), 0.0)
         until = max(until, end)
     return covered, until - spans[0][0]
-
-
-def shares(taken: dict[str, Spent], group: Callable[[str], str]) -> dict[str, float]:
-    """Group -> seconds of the instructions in it."""
-    total: dict[str, float] = {}
-    for name, each in taken.items():
-        total[group(name)] = total.get(group(name), 0.0) + each.seconds
-    return total

@@ -101,7 +101,9 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
         )
         keys.append(key)
         values.append(value)
-        x = x + own["out"] @ attended(query, key, value, seen).reshape(-1, x.shape[1])
+        query = query.reshape(config.kv_heads, -1, *query.shape[1:])
+        mixed = jax.lax.platform_dependent(query, key, value, seen, cpu=written_out, default=multiplied)
+        x = x + own["out"] @ mixed.reshape(-1, x.shape[1])
         gate, up = jnp.split(own["gated"] @ rms_norm(x, own["mlp_norm"], config.eps, FEATURES), 2)
         x = x + own["narrow"] @ (jax.nn.silu(gate) * up)
     x = rms_norm(x, kernels.final_norm, config.eps, FEATURES).astype(jnp.float32)
@@ -121,25 +123,12 @@ def _heads(
     if config.normed:
         query = rms_norm(query, own["query_norm"], config.eps, FEATURES)
         key = rms_norm(key, own["key_norm"], config.eps, FEATURES)
-    return turned(query, turn), turned(key, turn), value
-
-
-def turned(x: jax.Array, turn: tuple[jax.Array, ...]) -> jax.Array:
-    """Heads [N, head_dim, B] rotated to their positions."""
-    cos, sin = turn
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)
-
-
-def attended(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention [kv_heads, group, head_dim, B] of one token of each row: query [heads, head_dim, B] to the slots that
-    are `seen` [S, B]; key and value [S, kv_heads, head_dim, B]."""
-    query = query.reshape(key.shape[1], -1, *key.shape[2:])
-    return jax.lax.platform_dependent(query, key, value, seen, cpu=written_out, default=multiplied)
+    return transformer.turned(query, turn, 1), transformer.turned(key, turn, 1), value
 
 
 def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention of a query [kv_heads, group, head_dim, B] by batched products."""
+    """Attention [kv_heads, group, head_dim, B] of one token of each row: a query of that shape to the slots that are
+    `seen` [S, B], by batched products; key and value [S, kv_heads, head_dim, B]."""
     scores = jnp.einsum("kgdb,skdb->skgb", query, key, preferred_element_type=jnp.float32)
     return jnp.einsum("skgb,skdb->kgdb", _shares(scores, seen, query.shape[2]).astype(value.dtype), value)
 

@@ -186,7 +186,7 @@ def sampler(
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     pad = words.pad
 
-    def begin(params: Params, prompt: jax.Array) -> tuple[decode.Kernels, _Decoding]:
+    def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
         rows, room = prompt.shape
         empty = transformer.empty(config, rows, room)
         hidden, filled = transformer.trunk(config, params, prompt, prompt != pad, empty)
@@ -196,10 +196,7 @@ def sampler(
         blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
         cache = decode.begin(filled, room + length)
         begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
-        return decode.prepare(config, params, room + length), begun
-
-    def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
-        kernels, begun = begin(params, prompt)
+        kernels = decode.prepare(config, params, room + length)
         keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
 
         def one(now: _Decoding) -> _Decoding:

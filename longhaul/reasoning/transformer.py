@@ -214,12 +214,12 @@ class _Kernels(NamedTuple):
         return y
 
 
-def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads [B, T, N, head_dim] rotated to their positions: pairs are (i, i + head_dim / 2), as in Hugging Face's
+def turned(x: jax.Array, turn: tuple[jax.Array, ...], axis: int = -1) -> jax.Array:
+    """Heads rotated to their positions, features along `axis`: pairs are (i, i + head_dim / 2), as in Hugging Face's
     weights."""
     cos, sin = turn
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=axis)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=axis).astype(x.dtype)
 
 
 def _attention(
@@ -237,7 +237,7 @@ def _attention(
     if config.normed:
         query = rms_norm(query, own.weights["query_norm"], config.eps)
         key = rms_norm(key, own.weights["key_norm"], config.eps)
-    query, key = _turned(query, turn), _turned(key, turn)
+    query, key = turned(query, turn), turned(key, turn)
     if kept is not None:
         assert index is not None
         key, value = (

@@ -21,7 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -89,21 +89,16 @@ def patient(sink: Sink, warn: Callable[[str], None]) -> Sink:
 
 
 def fan(*sinks: Sink) -> Sink:
-    """Sink that writes to all. `close` closes all, even if one fails, and raises the first failure."""
+    """Sink that writes to all. `close` closes all, even if one fails, and raises a failure."""
 
     def write(record: Record) -> None:
         for sink in sinks:
             sink.write(record)
 
     def close() -> None:
-        failures = []
-        for sink in sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        with ExitStack() as closed:
+            for sink in reversed(sinks):
+                closed.callback(sink.close)
 
     return Sink(write, close)
 

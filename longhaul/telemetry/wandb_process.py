@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,35 +112,23 @@ def config(about: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, **flat, **{name: algorithm[mine] for mine, name in ALGORITHM.items() if mine in algorithm}}
 
 
-class Records:
-    """Records of a growing metrics file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """Records written since the last call."""
-        if self._file is None:
-            if not self._path.exists():
-                return
-            self._file = open(self._path, "rb")  # noqa: SIM115  (as long as the process)
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
-
-
-def follow(records: Records, words: BinaryIO, log: Callable[[dict[str, Any], int], None], sent: int) -> str:
-    """Log every record after the update `sent`, until `words` end; -> the last word, "killed" if there is none."""
-    end, before = "killed", None
+def follow(path: Path, words: BinaryIO, log: Callable[[dict[str, Any], int], None], sent: int) -> str:
+    """Log every record of the growing file `path` after the update `sent`, until `words` end; -> the last word,
+    "killed" if there is none."""
+    end, before, read, rest = "killed", None, 0, b""
     while True:
         word = words.readline()
         end = word.decode().strip() or end
-        for record in records.new():
-            if record["update"] > sent:
-                log(renamed(record, before), record["update"])
-            before = record
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(read)
+                data = file.read()
+            read += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for record in map(json.loads, lines):
+                if record["update"] > sent:
+                    log(renamed(record, before), record["update"])
+                before = record
         if not word:
             return end
 
@@ -199,9 +187,7 @@ def main(words: list[str]) -> int:
         with open(folder / tracking.LOG, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the tracker of a killed run first sends its remaining records
             run, sent = begin(folder, tracked, mode, pid)
-            end = follow(
-                Records(folder / "metrics.jsonl"), sys.stdin.buffer, lambda row, step: run.log(row, step=step), sent
-            )
+            end = follow(folder / "metrics.jsonl", sys.stdin.buffer, lambda row, step: run.log(row, step=step), sent)
             timer = threading.Timer(MOST_SECONDS, os._exit, (1,))
             timer.daemon = True
             timer.start()

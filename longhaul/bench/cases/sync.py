@@ -374,7 +374,7 @@ def layout_of(word: str, shapes: Shapes) -> Layout:
     return replicas(one, count) if count > 1 else one
 
 
-def layouts(model: str, source: str, destination: str, delta_ratio: float = 50.0) -> Iterator[dict[str, Any]]:
+def layouts(model: str, source: str, destination: str) -> Iterator[dict[str, Any]]:
     """Figure of planning the moves from one layout of a model to another: `longhaul sync bench --layouts`.
 
     It works by shapes alone, so a model of any size is planned; its layers are alike, so one of them is. Where both
@@ -390,14 +390,14 @@ def layouts(model: str, source: str, destination: str, delta_ratio: float = 50.0
     used, began = time.process_time(), time.perf_counter()
     moves = plan(held, needed)
     planned = {"plan_seconds": time.perf_counter() - began, "plan_cpu_seconds": time.process_time() - used}
-    setting = cost_model.Setting(float(params), 2.0, m * n, count, each, delta_ratio=delta_ratio)
+    setting = cost_model.Setting(float(params), 2.0, m * n, count, each)
     about = provenance()
     yield {
         "name": "sync-layouts",
         "config": {
             "model": model, "params": params, "layers": model_shapes.DECODERS[model].layers, "tensors": len(forms),
             "image_bytes": 2 * params, "source": source, "destination": destination, "planned_layers": 1,
-            "delta_ratio": delta_ratio,
+            "delta_ratio": setting.delta_ratio,
         },
         "layer_bytes": held.nbytes,
         **planned,
