@@ -60,7 +60,6 @@ ELSEWHERE = {
     "networks/config.py": "networks/test_layers.py",
     "reasoning/config.py": "end_to_end/test_reasoning_runs.py",
     "reasoning/evaluate.py": "reasoning/test_test_time_compute.py",
-    "reasoning/host_verifier.py": "end_to_end/test_reasoning_runs.py",
     "runtime/batch_shards.py": "end_to_end/test_deterministic.py",
     "runtime/cache_dir.py": "runtime/test_compile_cache.py",
     "runtime/clock.py": "runtime/test_compile_cache.py",

@@ -8,7 +8,8 @@ the problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,10 @@ import numpy as np
 
 from longhaul.reasoning import tokenizer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.device_verifier import Marks, answers, checked
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.reasoning.verifier import Marks, answers, checked, ended, marks
 from longhaul.types import Key, Params
 
 
@@ -35,37 +38,37 @@ class Quality(NamedTuple):
     length: jax.Array  # mean number of tokens
 
 
-def votes(text: jax.Array, ended: jax.Array) -> jax.Array:
+def votes(text: jax.Array, ends: jax.Array) -> jax.Array:
     """Votes int32 [M, K] of texts [M, K, N]: completions with the same answer; 0 for a completion without an end."""
     problems, samples, length = text.shape
     said = answers(text.reshape(-1, length)).reshape(problems, samples, length)
-    same = jnp.all(said[:, :, None] == said[:, None, :], axis=-1) & ended[:, None, :]
-    return jnp.where(ended, jnp.sum(same, axis=2), 0)
+    same = jnp.all(said[:, :, None] == said[:, None, :], axis=-1) & ends[:, None, :]
+    return jnp.where(ends, jnp.sum(same, axis=2), 0)
 
 
 def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
     """Quality of completions, `samples` of each problem side by side."""
     text, solution = drawn.token, jnp.repeat(problems.solution, samples, axis=0)
-    ended = jnp.any(text == tokenizer.END, axis=1)
-    leaders = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ended.reshape(-1, samples)), axis=1)
-    return scores(checked(solution, text), ended, drawn.written, leaders, samples)
+    ends = jnp.any(text == tokenizer.END, axis=1)
+    leaders = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ends.reshape(-1, samples)), axis=1)
+    return scores(checked(solution, text), ends, drawn.written, leaders, samples)
 
 
-def scores(marks: Marks, ended: Any, written: Any, leaders: Any, samples: int) -> Quality:
+def scores(known: Marks, ends: Any, written: Any, leaders: Any, samples: int) -> Quality:
     """Quality by marks, ends and tokens of completions and the place [M] of each leader; NumPy's or JAX's arrays."""
 
     def each(x: Any) -> Any:
         return x.astype(np.float32).reshape(-1, samples)
 
-    right = each(marks.reward)
+    right = each(known.reward)
     return Quality(
         pass_at_1=right.mean(axis=1),
         pass_at_k=right.max(axis=1),
         majority_at_k=right[np.arange(len(right)), leaders],
-        soundness=each(marks.soundness).mean(axis=1),
-        reasoned=each(marks.steps > 0.0).mean(axis=1),
-        steps=each(marks.steps).mean(axis=1),
-        truncated=each(~ended).mean(axis=1),
+        soundness=each(known.soundness).mean(axis=1),
+        reasoned=each(known.steps > 0.0).mean(axis=1),
+        steps=each(known.steps).mean(axis=1),
+        truncated=each(~ends).mean(axis=1),
         length=each(written.sum(axis=1)).mean(axis=1),
     )
 
@@ -81,5 +84,38 @@ def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[...,
     ) -> tuple[Quality, Drawn]:
         drawn = sample(params, jnp.repeat(problems.prompt, sampling.group, axis=0), key, jnp.int32(budget))
         return quality(problems, drawn, sampling.group), drawn
+
+    return evaluate
+
+
+# ---------------------------------------------------------------------------------------------------------- on the host
+
+
+def quality_on_host(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser, samples: int) -> Quality:
+    """Quality of completions, `samples` of each problem side by side: `quality` by the task's checker."""
+    token = np.asarray(drawn.token)
+    texts = [words.decode(row) for row in token]
+    known = marks(task, [problem for problem in asked for _ in range(samples)], texts)
+    answers = [task.reading(text).answer for text in texts]
+    leaders = [_leader(answers[first : first + samples]) for first in range(0, len(texts), samples)]
+    return scores(known, ended(token, words), np.asarray(drawn.written), leaders, samples)
+
+
+def _leader(answers: Sequence[str | None]) -> int:
+    """Place of the first completion whose answer has most votes; a missing answer has none."""
+    votes = Counter(answers) | {None: 0}
+    return max(range(len(answers)), key=lambda place: (votes[answers[place]], -place))
+
+
+def evaluate_on_host(
+    task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
+) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
+    """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
+    sample = jax.jit(in_waves(sampler(config, how.length, how.temperature, words=words), how.wave))
+
+    def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
+        prompts = jnp.repeat(posed.prompt, how.group, axis=0)
+        drawn = jax.device_get(sample(params, prompts, key, jnp.int32(UNBOUNDED)))
+        return quality_on_host(task, asked, drawn, words, how.group), drawn
 
     return evaluate

@@ -2,7 +2,7 @@
 
 A problem's answer stands in the bank as tokens, so that rewards are computed where completions are sampled and an
 update is one compiled program. That is for tasks with one right answer (`Task.exact`); for others the bank has prompts
-and demonstrations, and the host checks the completions (host_verifier.py).
+and demonstrations, and the host checks the completions (`marking`).
 
 A budget is in steps, not tokens: after that many steps the answer's mark is inserted (s1, Muennighoff et al. 2025,
 arXiv 2501.19393). Such a token was not sampled, and `taken` is False for it: no loss may count it. The learner's
@@ -27,9 +27,9 @@ import numpy as np
 from longhaul import prng
 from longhaul.reasoning import decode, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.device_verifier import Marks, checked
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.reasoning.verifier import Marks, checked, ended, marks
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
 UNBOUNDED = 2**30
@@ -286,6 +286,26 @@ def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Com
     return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), sums
 
 
+Marking = Callable[[Completions, Metrics], tuple[Completions, Metrics]]
+"""(sampled completions, sums over them) -> both with rewards; NumPy's arrays."""
+
+
+def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: int) -> Marking:
+    """Function that checks completions of a bank of these problems on the host, in groups.
+
+    It runs between sampling and learning, in the actor that sampled; in an asynchronous run beside the learner.
+    """
+
+    def mark(data: Completions, metrics: Metrics) -> tuple[Completions, Metrics]:
+        token = np.asarray(data.token)
+        asked = [problems[int(place)] for place in np.asarray(data.problem)]
+        known, sums = judged(data, marks(task, asked, map(words.decode, token)), ended(token, words), group)
+        whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]
+        return known, whole
+
+    return mark
+
+
 def collector(
     config: ModelConfig,
     problems: Bank,
@@ -301,7 +321,7 @@ def collector(
     `params` are a `Speaker`, whose `lesson` decides. Metrics are sums over the completions: of reward
     ("episode/return"), tokens ("episode/length"), soundness, steps, completions cut at the length, and completions in
     groups whose rewards differ, from which something is learnt. If the device can't check them (not `exact`), rewards
-    and sums are 0 until `host_verifier.marking` computes them.
+    and sums are 0 until `marking` computes them.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")

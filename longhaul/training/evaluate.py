@@ -17,7 +17,7 @@ from longhaul.config.run import Named, Run
 from longhaul.driving.sim import config
 from longhaul.envs.registry import SpecStub
 from longhaul.reasoning import evaluate as quality
-from longhaul.reasoning import host_verifier, problem_sets, sampler
+from longhaul.reasoning import problem_sets, sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Measure
@@ -105,7 +105,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
     how = sampler.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
     evaluate = quality.evaluate_reasoning(config.model, how) if task.exact else (
-        host_verifier.evaluating(held_out, asked, config.model, how, words)
+        quality.evaluate_on_host(held_out, asked, config.model, how, words)
     )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:

@@ -11,9 +11,8 @@ from longhaul.config.resolve import both, reads_file, tokeniser
 from longhaul.config.run import Run
 from longhaul.reasoning import huggingface, problem_sets, tokenizer
 from longhaul.reasoning.config import Reasoning
-from longhaul.reasoning.host_verifier import Marking, marking
 from longhaul.reasoning.problem_sets import World
-from longhaul.reasoning.sampler import Bank
+from longhaul.reasoning.sampler import Bank, Marking, marking
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.runtime.errors import RunError
 from longhaul.types import Params, PyTree, Spec

@@ -25,7 +25,7 @@ from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.reasoning import evaluate as quality
-from longhaul.reasoning import host_verifier, huggingface, problem_sets, sampler, tasks, tokenizer, transformer
+from longhaul.reasoning import huggingface, problem_sets, sampler, tasks, tokenizer, transformer, verifier
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
@@ -193,7 +193,7 @@ def measured(texts: list[str]) -> dict[str, list[float]]:
     token = jnp.array([row + [tokenizer.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
     drawn = sampler.Drawn(token, token != tokenizer.PAD, token != tokenizer.PAD, jnp.zeros(token.shape))
     found = jax.jit(quality.quality, static_argnums=2)(bank, drawn, len(texts) // 2)
-    host = host_verifier.quality(task, asked, jax.device_get(drawn), tokenizer.TOKENISER, len(texts) // 2)
+    host = quality.quality_on_host(task, asked, jax.device_get(drawn), tokenizer.TOKENISER, len(texts) // 2)
     jax.tree.map(np.testing.assert_allclose, host, jax.device_get(found))
     return {name: np.asarray(value).tolist() for name, value in found._asdict().items()}
 
@@ -344,7 +344,7 @@ def test_the_host_marks_completions_as_the_device_does() -> None:
     bank = sampler.bank(ARITHMETIC, asked, rng, 21)
     how = sampler.Sampling(21, group=4, temperature=0.5, wave=32)
     params = transformer.init(jax.random.key(0), CHARACTERS)
-    mark = host_verifier.marking(ARITHMETIC, asked, tokenizer.TOKENISER, how.group)
+    mark = sampler.marking(ARITHMETIC, asked, tokenizer.TOKENISER, how.group)
 
     @jax.jit
     def both(lesson: jax.Array) -> Any:
@@ -368,7 +368,7 @@ def test_the_host_marks_completions_as_the_device_does() -> None:
 def test_a_reward_that_is_no_number_is_named() -> None:
     odd = ARITHMETIC._replace(reward=lambda problem, completion: float("nan"))
     with pytest.raises(ValueError, match=r"the checker of arithmetic gives nan for '>1\$'; a reward must be finite"):
-        host_verifier.marks(odd, [tasks.Problem("1+1=", "2")], [">1$"])
+        verifier.marks(odd, [tasks.Problem("1+1=", "2")], [">1$"])
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import device_verifier, sampler, tasks, tokenizer, transformer
+from longhaul.reasoning import sampler, tasks, tokenizer, transformer, verifier
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
@@ -124,7 +124,7 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
         speaker = sampler.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0))
         _, data, told = collect(speaker, (), jax.random.key(version), jnp.int32(version))
         wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
-        np.testing.assert_array_equal(data.reward, device_verifier.rewards(wanted, data.token))
+        np.testing.assert_array_equal(data.reward, verifier.rewards(wanted, data.token))
         groups = np.asarray(data.prompt).reshape(8, 4, -1)
         assert (data.lesson == lesson).all() and (data.version == version).all()
         assert (data.taught == (lesson != sampler.SAMPLED)).all()

@@ -1,17 +1,22 @@
-"""Verifier on the device, for problems with one right answer: completions are compared with solutions as tokens.
+"""Verifiers of completions: on the device for problems with one right answer, on the host for all others.
 
-It computes `tasks.read`, `Task.reward` and `Task.soundness` as arithmetic on whole batches; a test compares the two.
-Tasks with many right answers are checked on the host (host_verifier.py).
+The device compares completions with solutions as tokens: `tasks.read`, `Task.reward` and `Task.soundness` as arithmetic
+on whole batches; a test compares the two. A task's own checker is Python, which no compiled program can hold.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longhaul.reasoning import tokenizer
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.reasoning.tokenizer import Tokeniser
 
 
 class Marks(NamedTuple):
@@ -70,3 +75,22 @@ def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
     common = jnp.sum(same & (text == tokenizer.STEP), axis=1).astype(jnp.float32)
     longer = jnp.maximum(steps(solution), steps(text))
     return jnp.where(longer == 0, 1.0, common / jnp.maximum(longer, 1.0))
+
+
+# ---------------------------------------------------------------------------------------------------------- on the host
+
+
+def marks(task: Task, asked: Sequence[Problem], texts: Iterable[str]) -> Marks:
+    """Marks of completions of as many problems by a task's checker. Raises ValueError for a reward not finite."""
+    rows = []
+    for problem, text in zip(asked, texts, strict=True):
+        reward, written = float(task.reward(problem, text)), task.reading(text)
+        if not math.isfinite(reward):
+            raise ValueError(f"the checker of {task.name} gives {reward} for {text!r}; a reward must be finite")
+        rows.append((reward, task.soundness(problem, text), len(written.steps) + written.unfinished))
+    return Marks(*np.array(rows, np.float32).T)
+
+
+def ended(token: np.ndarray, words: Tokeniser) -> np.ndarray:
+    """Mask bool [B] of completions [B, N] with an end."""
+    return np.asarray(np.isin(token, words.ends).any(axis=1))

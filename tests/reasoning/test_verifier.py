@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longhaul.reasoning import device_verifier, tasks, tokenizer
+from longhaul.reasoning import tasks, tokenizer, verifier
 from tests.helpers.quick import quick
 
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
@@ -34,7 +34,7 @@ def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
             rows.append((problem, text, task.reward(problem, text), task.soundness(problem, text)))
     solution = padded([tasks.write(problem.steps, problem.answer) for problem, *_ in rows])
     text = padded([row[1] for row in rows])
-    reward, sound, steps = (np.asarray(x) for x in quick(device_verifier.checked)(solution, text))
+    reward, sound, steps = (np.asarray(x) for x in quick(verifier.checked)(solution, text))
     for i, (problem, written, wanted_reward, wanted_sound) in enumerate(rows):
         read = tasks.read(written)
         assert reward[i] == wanted_reward, (problem, written)
