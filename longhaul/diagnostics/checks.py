@@ -166,15 +166,13 @@ def rate(run: Run) -> Check:
         "optimiser_steps": taken, "eight_times": {rule: lr * batch_scaling.lr_factor(rule, 8, 1)
                                                  for rule in LR_RULES},
     }  # fmt: skip
-    usual = batch(recipes.recipe(run.recipe)) if run.recipe in recipes.RECIPES else steps
-    same = (
-        run.lr_rule == "none" and run.recipe in recipes.RECIPES and config.lr == recipes.recipe(run.recipe).algorithm.lr
-    )
-    if same and steps >= GROWN * usual:
-        remedy = (
-            f"the batch is {steps / usual:g} times the recipe's at the same lr: --lr-rule sqrt --base-batch {usual}"
-        )
-        return Check("learning rate", WARN, value, f"batch < {GROWN:g} x the recipe's", remedy, figures)
+    if run.recipe in recipes.RECIPES:
+        recipe = recipes.recipe(run.recipe)
+        grown = steps / batch(recipe)
+        if run.lr_rule == "none" and config.lr == recipe.algorithm.lr and grown >= GROWN:
+            remedy = f"the batch is {grown:g} times the recipe's at the same lr: --lr-rule sqrt --base-batch "
+            bound = f"batch < {GROWN:g} x the recipe's"
+            return Check("learning rate", WARN, value, bound, f"{remedy}{batch(recipe)}", figures)
     return Check("learning rate", PASS, value, figures=figures)
 
 
@@ -448,12 +446,6 @@ def curve(program: Program, seed: int, updates: int) -> np.ndarray:
         return np.where(counts > 0, np.asarray(rows["episode/return"], np.float64) / counts, np.nan)
 
 
-def level(curve_: np.ndarray) -> float:
-    """Mean return over the second half of a curve; NaN if no episode ended in it."""
-    later = curve_[len(curve_) // 2 :]
-    return float(np.nanmean(later)) if np.any(np.isfinite(later)) else math.nan
-
-
 def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float:
     """Share of all assignments of the values to two such sides whose means differ at least as much (Fisher 1935).
 
@@ -468,10 +460,12 @@ def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float
 
 
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison | None:
-    """Comparison of two sides' curves, at least two each; None if a curve has no episode in its second half."""
-    one, other = ([level(each) for each in side] for side in (first, second))
-    if not all(map(math.isfinite, (*one, *other))):
+    """Comparison of the mean returns in the second halves of two sides' curves, at least two each; None if no episode
+    ended in one of them."""
+    later = [[each[len(each) // 2 :] for each in side] for side in (first, second)]
+    if not all(np.any(np.isfinite(half)) for side in later for half in side):
         return None
+    one, other = ([float(np.nanmean(half)) for half in side] for side in later)
     starts = [float(each[np.isfinite(each)][0]) for each in (*first, *second)]
     gained = statistics.fmean((*one, *other)) - statistics.fmean(starts)
     spread = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import socket
 import struct
@@ -185,14 +186,10 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _whole(descriptor: int) -> int:
     """Size in bytes up to the end of the last whole line."""
-    end = os.fstat(descriptor).st_size
-    while end:
-        start = max(0, end - 65536)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
+    if not os.fstat(descriptor).st_size:  # nothing can be mapped
+        return 0
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1
 
 
 def _append(descriptor: int, file: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -151,36 +152,40 @@ def test_the_first_updates_may_be_extreme() -> None:
     assert "kl" in found([record | wild for record in records])
 
 
-def test_bounds_of_a_run_are_kept_and_none_leaves_a_check_out() -> None:
-    records = curve()
-    assert set(found(records, Bounds(entropy=1.0))) == {"entropy"}
-    assert set(found(records, Bounds(kl=0.001, clip=0.01))) == {"kl", "clip"}
-    ill = curve(lambda *_: {"ppo/approx_kl": 0.2, "ppo/clip_fraction": 0.9})
-    assert found(ill, Bounds(kl=None, clip=None)) == {}
-    assert found(curve(flat), Bounds(window=None)) == {}
+def annealed(update: int, progress: float, record: dict[str, float]) -> dict[str, float]:
+    return flat(update, progress, record) | {"ppo/lr": 2e-5}
 
 
-def test_what_is_solved_need_not_rise() -> None:
-    assert set(found(curve(flat))) == {"plateau"}
-    assert found(curve(flat), Bounds(solved=20.0)) == {}
-    assert set(found(curve(flat), Bounds(solved=60.0))) == {"plateau"}
+def both(*_: Any) -> dict[str, float]:
+    return {"ppo/approx_kl": 0.2, "ppo/clip_fraction": 0.9}
 
 
-def test_a_return_that_stands_still_while_the_learning_rate_runs_out_is_no_plateau() -> None:
-    def annealed(update: int, progress: float, record: dict[str, float]) -> dict[str, float]:
-        return flat(update, progress, record) | {"ppo/lr": 2e-5}
-
-    assert found(curve(annealed)) == {}
+@pytest.mark.parametrize(
+    ("change", "bounds", "checks"),
+    [
+        (None, Bounds(entropy=1.0), {"entropy"}),
+        (None, Bounds(kl=0.001, clip=0.01), {"kl", "clip"}),
+        (both, Bounds(kl=None, clip=None), set()),
+        (flat, Bounds(window=None), set()),
+        (flat, Bounds(), {"plateau"}),
+        (flat, Bounds(solved=20.0), set()),  # it need not rise
+        (flat, Bounds(solved=60.0), {"plateau"}),
+        (annealed, Bounds(), set()),  # it stands still while the learning rate runs out
+    ],
+)
+def test_bounds_of_a_run_are_kept_and_none_leaves_a_check_out(
+    change: Change | None, bounds: Bounds, checks: set[str]
+) -> None:
+    assert set(found(curve(change), bounds)) == checks
 
 
 def test_null_is_what_a_file_has_for_not_finite(tmp_path: Path) -> None:
     """Findings of a file are those of the stream that wrote it."""
-    for name, ill in ILLNESSES.items():
-        records, path = curve(ill), tmp_path / f"{name.replace(' ', '-')}.jsonl"
-        sink = sinks.jsonl(path)
-        for record in records:
-            sink.write(record)
-        sink.close()
+    for name in ("finite", "episodes"):
+        records, path = curve(ILLNESSES[name]), tmp_path / f"{name}.jsonl"
+        with closing(sinks.jsonl(path)) as sink:
+            for record in records:
+                sink.write(record)
         assert review(sinks.read(path), PLAN, Bounds()).findings() == review(records, PLAN, Bounds()).findings()
 
 
@@ -223,12 +228,10 @@ def test_noise_alone_is_called_rising_as_often_as_the_bound_says() -> None:
 def _watched(folder: Path, records: list[dict[str, float]], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008
     """Lines said while `records` are written to a run's files, as training does."""
     lines: list[str] = []
-    metrics, sink = sinks.jsonl(folder / "metrics.jsonl"), health_log.watch(folder, PLAN, bounds, lines.append)
-    for record in records:
-        metrics.write(record)
-        sink.write(record)
-    metrics.close()
-    sink.close()
+    watch = health_log.watch(folder, PLAN, bounds, lines.append)
+    with closing(sinks.fan(sinks.jsonl(folder / "metrics.jsonl"), watch)) as sink:
+        for record in records:
+            sink.write(record)
     return lines
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import socket
+import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -196,7 +196,11 @@ def sync(model: str, receivers: int, lane: str, learning_rate: float | None = No
         bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
         bound = bare or copies
         rates.append(sample.rates())
-        predicted = {} if lane == "folder" or trained else _predicted(size, receivers, lane, rates, took["wall"])
+        predicted = {}
+        if lane != "folder" and not trained:  # by the rates right before and after this repeat
+            around = [cost_model.local(size, receivers, cores(), each, lane).pipelined for each in rates[-2:]]
+            seconds = statistics.fmean(around)
+            predicted = {"model_seconds": seconds, "model_error": seconds / took["wall"] - 1.0}
         return {
             "wall_seconds": took["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
@@ -210,11 +214,8 @@ def sync(model: str, receivers: int, lane: str, learning_rate: float | None = No
             **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
             "limit_seconds": bound,
             **predicted,
+            "limit_ratio": took["wall"] / bound,
         }
-
-    def timed(given: Any) -> dict[str, float]:
-        found = work(given)
-        return found | {"limit_ratio": found["wall_seconds"] / found["limit_seconds"]}
 
     if trained:  # the first has no base
         sender.publish(next(versions), tensors)
@@ -224,7 +225,7 @@ def sync(model: str, receivers: int, lane: str, learning_rate: float | None = No
     config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
     config |= {"lane": lane, "verify": "once" if lane == "shm" else "always"}
     config |= {"learning_rate": learning_rate} if trained else {}
-    return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
+    return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), work)
 
 
 class Sample:
@@ -301,16 +302,6 @@ def _aligned(size: int) -> np.ndarray:
     return memory[begin : begin + size]
 
 
-def _predicted(size: int, receivers: int, lane: str, rates: Sequence[Rates], wall: float) -> dict[str, float]:
-    """Prediction of `cost_model.local` for this repeat, from the machine's rates right before and after it.
-
-    `model_error` is relative to the measured time, above 0 where the prediction is too long.
-    """
-    around = [cost_model.local(size, receivers, cores(), each, lane).pipelined for each in rates[-2:]]
-    seconds = sum(around) / len(around)
-    return {"model_seconds": seconds, "model_error": seconds / wall - 1.0}
-
-
 def _streamed(children: list[Child], data: np.ndarray) -> tuple[float, float]:
     """(seconds, CPU-seconds of all processes) of bare sockets that send the bytes to each receiver."""
     with socket.create_server(("127.0.0.1", 0), backlog=len(children)) as server:
@@ -319,11 +310,8 @@ def _streamed(children: list[Child], data: np.ndarray) -> tuple[float, float]:
             child.tell(f"stream {server.getsockname()[1]}")
         socks = [server.accept()[0] for _ in children]
         began, used = time.monotonic(), time.process_time()
-        threads = [threading.Thread(target=sock.sendall, args=(data.data,)) for sock in socks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(socks)) as pool:
+            list(pool.map(lambda sock: sock.sendall(data.data), socks))
         answers = [child.answer() for child in children]
         used = time.process_time() - used + sum(each["used"] for each in answers)
         for sock in socks:
