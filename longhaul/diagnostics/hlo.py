@@ -156,7 +156,10 @@ def crossings(text: str) -> list[Crossing]:
     for line, loops in _visit(computations(text)):
         operation = line.opcode.removesuffix("-start")
         if operation in COLLECTIVES:
-            found.append(Crossing(operation, _result_bytes(line, operation), loops, _group(line)))
+            moved = size(line.result)
+            if line.opcode != operation != "all-reduce":  # an asynchronous start may hold its operand too, in a pair
+                moved = max((_array_bytes(*each) for each in _arrays(line.result)), default=0)
+            found.append(Crossing(operation, moved, loops, _group(line)))
     return found
 
 
@@ -217,13 +220,6 @@ def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None
             yield from _visit(parts, inner, loops)
 
 
-def _result_bytes(line: Line, operation: str) -> int:
-    """Bytes of a collective's result. An asynchronous start may hold its operand too, in a pair."""
-    if line.opcode == operation or operation == "all-reduce":
-        return size(line.result)
-    return max((_array_bytes(*each) for each in _arrays(line.result)), default=0)
-
-
 # ------------------------------------------------------------------------------------------------ operations and bytes
 
 
@@ -249,7 +245,8 @@ def read(text: str) -> dict[str, Instruction]:
                 shapes = {name: each.result for name, each in called.items()}
                 operations = sum(_operations(each, shapes) for each in called.values())
             moved = 0.0 if line.opcode in CONTROL else _moved(line, types, called if line.opcode == "fusion" else {})
-            scope = line.first(_SCOPE) or _inner_scope(called)
+            scopes = [scope for each in called.values() if (scope := each.first(_SCOPE))]
+            scope = line.first(_SCOPE) or max(scopes, key=scopes.count, default="")  # the most frequent inside
             found[line.name] = Instruction(line.name, line.opcode, scope, line.result, operations, moved)
     return found
 
@@ -311,9 +308,3 @@ def _written(line: Line, called: Mapping[str, Line]) -> float:
     changed = sum(size(inside.get(each.operands[1], "")) for each in updates if len(each.operands) > 1)
     whole = sum(size(each.result) for each in updates)
     return max(size(line.result) - whole, 0.0) + changed if updates else size(line.result)
-
-
-def _inner_scope(called: Mapping[str, Line]) -> str:
-    """Most frequent scope inside a fusion without a scope."""
-    scopes = [scope for each in called.values() if (scope := each.first(_SCOPE))]
-    return max(scopes, key=scopes.count) if scopes else ""

@@ -218,17 +218,17 @@ def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Even
     return [event._replace(instruction=names.get(event.instruction, event.instruction)) for event in found]
 
 
-def busy(found: Iterable[Event]) -> dict[int, tuple[float, float]]:
+def busy(runs: Iterable[Event]) -> dict[int, tuple[float, float]]:
     """Device -> (busy seconds, seconds from its first instruction to the end of its last)."""
-    by_device: dict[int, list[tuple[float, float]]] = {}
-    for event in found:
-        by_device.setdefault(event.device, []).append((event.start, event.end))
-    return {device: _union(sorted(spans)) for device, spans in by_device.items()}
-
-
-def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    covered, until = 0.0, spans[0][0]
-    for start, end in spans:
-        covered += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return covered, until - spans[0][0]
+    by_device: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in runs:
+        by_device[event.device].append((event.start, event.end))
+    found = {}
+    for device, spans in by_device.items():
+        covered, first = 0.0, min(spans)[0]
+        until = first
+        for start, end in sorted(spans):
+            covered += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        found[device] = covered, until - first
+    return found

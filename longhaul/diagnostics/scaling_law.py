@@ -85,7 +85,11 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
     def minima(target: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return minimise(log_loss, target, starts, (low, high), steps=STEPS, longest=2.0, huber=HUBER)
 
-    fitted, cost = minima(target[None], _starts(target))
+    low_loss, mid_loss = target.min(), np.median(target)
+    shares, exponents = (mid_loss - 0.7, mid_loss - 2.0), (0.2, 0.6, 1.2)  # from flat to steep
+    floors = low_loss - 5.0, low_loss - 1.0, low_loss - 0.2
+    grid = itertools.product(floors, shares, exponents, shares, exponents)
+    fitted, cost = minima(target[None], np.array(list(grid)))
     best = fitted[np.argmin(cost)]
     residual = target - log_loss(best[None])[0][0]
     rng = np.random.default_rng(seed)
@@ -103,13 +107,3 @@ def _law(p: np.ndarray, middle: tuple[float, float]) -> Law:
     """Law of (log E, log A, alpha, log B, beta) about the middle."""
     e, a, alpha, b, beta = (float(v) for v in p)
     return Law(math.exp(e), math.exp(a + alpha * middle[0]), alpha, math.exp(b + beta * middle[1]), beta)
-
-
-def _starts(target: np.ndarray) -> np.ndarray:
-    """Starts [S, 5]: floors and shares of the loss, exponents from flat to steep."""
-    low, middle = target.min(), np.median(target)
-    grid = itertools.product(
-        (low - 5.0, low - 1.0, low - 0.2), (middle - 0.7, middle - 2.0), (0.2, 0.6, 1.2), (middle - 0.7, middle - 2.0),
-        (0.2, 0.6, 1.2),
-    )  # fmt: skip
-    return np.array(list(grid))

@@ -391,7 +391,12 @@ def checker(check: str) -> Callable[[Problem, str], float]:
     if check == "exact":
         return lambda problem, completion: float(_final(completion) == problem.answer)
     if check == "numeric":
-        return lambda problem, completion: float(_same_number(completion, problem.answer))
+
+        def numeric(problem: Problem, completion: str) -> float:
+            wanted = number(problem.answer)
+            return float(wanted is not None and wanted == number(_answer(completion)))
+
+        return numeric
     module, colon, name = check.partition(":")
     if not colon:
         raise ValueError(f"check is {check!r}; it must be numeric, exact, or package.module:function")
@@ -428,11 +433,6 @@ def number(text: str) -> Decimal | None:
     """Number in a common notation: "$1,000.50" is 1000.50; None for anything else."""
     plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
     return Decimal(plain) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII) else None
-
-
-def _same_number(completion: str, answer: str) -> bool:
-    wanted = number(answer)
-    return wanted is not None and wanted == number(_answer(completion))
 
 
 def calculated(problem: Problem, completion: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import pty
@@ -235,20 +236,11 @@ def test_events_read_back_and_resumed_runs_say_what_to_forget(tmp_path: Path) ->
     assert [second[2][0], third[2][0]] == [40, 60]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def test_without_a_terminal_a_record_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    stream, clock = io.StringIO(), Clock()
-    shown = console(120_000, stream, clock=clock)
+    stream = io.StringIO()
+    shown = console(120_000, stream, clock=itertools.count(0.0, 2.0).__next__)
     for update in range(3):
-        clock.seconds = 2.0 * update
         steps = 20_000 * (update + 1)
         shown.write({**record(update, **{"episode/return": np.float32(12.345678)}), "agent_steps": steps, "sps": 999.6})
     shown.note("saved\x1b[1m checkpoint\r\n3")
@@ -264,7 +256,7 @@ def test_without_a_terminal_a_record_is_one_plain_line(monkeypatch: pytest.Monke
 
 def test_a_missing_or_undefined_return_is_not_shown() -> None:
     stream = io.StringIO()
-    shown = console(100, stream, clock=Clock())
+    shown = console(100, stream, clock=lambda: 0.0)
     shown.write(record(1))
     shown.write(record(2, **{"episode/return": float("nan")}))
     shown.write({**record(3), "sps": 0.0})
@@ -288,12 +280,10 @@ def test_on_a_terminal_a_bar_shows_the_same_with_and_without_colours(
         monkeypatch.delenv(name, raising=False)
     if not colours:
         monkeypatch.setenv("NO_COLOR", "1")
-    clock = Clock()
     master, slave = pty.openpty()
     with open(slave, "w") as stream:
-        shown = console(120, stream, clock=clock)
+        shown = console(120, stream, clock=itertools.count(2.0, 2.0).__next__)
         for update in (1, 2, 3):
-            clock.seconds = 2.0 * update
             shown.write(record(update, **{"episode/return": 7.5}))
         shown.note("saved [bold]3")
         shown.close()

@@ -8,7 +8,9 @@ new tokens alone, a gradient cut to the same norm, and Adam. Weights are random,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,10 +33,18 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
     config = ModelConfig(width=width, layers=layers, heads=width // 32, kv_heads=width // 32, hidden=3 * width)
     rng = np.random.default_rng(0)
     asked = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
-    params = transformer.init(jax.random.key(0), config)
-    program, arguments = _sampling(config, asked, params, length) if what == "sample" else (
-        _learning(config, asked, params, length, rng)
-    )  # fmt: skip
+    if what == "sample":
+        arguments: tuple[Any, ...] = transformer.init(jax.random.key(0), config), asked
+        sample = sampler.sampler(config, length, 1.0, ends=False)
+        program: Callable[..., Any] = functools.partial(sample, budget=jnp.int32(sampler.UNBOUNDED))
+    else:
+        learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), Context(updates=1, mean=meshes.identity))
+        token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
+        written, nothing, zero = jnp.ones(token.shape, bool), jnp.zeros(token.shape), jnp.zeros(rows, jnp.int32)
+        reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
+        data = sampler.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero)
+        arguments = jax.jit(learner.init)(jax.random.key(0)), data
+        program = learner.learn
     began = time.perf_counter()
     compiled = jax.jit(program).lower(*arguments, jax.random.key(0)).compile()
     seconds = time.perf_counter() - began
@@ -46,27 +56,4 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
 
     sizes = {"rows": rows, "prompt": prompt, "length": length, "calls": calls, "what": what}
     about = sizes | {"model": dataclasses.asdict(config), "parameters": transformer.size(config)}
-    return Prepared(about, calls * rows * length, "tokens", seconds, lambda number: jax.random.key(number), work)
-
-
-def _sampling(config: ModelConfig, asked: jax.Array, params: Any, length: int) -> tuple[Any, tuple[Any, ...]]:
-    sample = sampler.sampler(config, length, 1.0, ends=False)
-
-    def program(params: Any, asked: jax.Array, key: jax.Array) -> sampler.Drawn:
-        return sample(params, asked, key, jnp.int32(sampler.UNBOUNDED))
-
-    return program, (params, asked)
-
-
-def _learning(
-    config: ModelConfig, asked: jax.Array, params: Any, length: int, rng: np.random.Generator
-) -> tuple[Any, tuple[Any, ...]]:
-    rows = asked.shape[0]
-    learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), Context(updates=1, mean=meshes.identity))
-    state = jax.jit(learner.init)(jax.random.key(0))
-    token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
-    written, zero = jnp.ones(token.shape, bool), jnp.zeros(rows, jnp.int32)
-    reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
-    nothing = jnp.zeros(token.shape)
-    data = sampler.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero)
-    return learner.learn, (state, data)
+    return Prepared(about, calls * rows * length, "tokens", seconds, jax.random.key, work)

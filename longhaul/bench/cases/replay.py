@@ -39,9 +39,13 @@ def replay(
 
     Before that a share `fill` of the ring of `size` steps is taken to be filled; of random numbers, which cost as much.
     """
-    if kind == "bare":
-        return _gathers(columns, width, size, batch, iterations, half, fill)
     prioritised = kind == "prioritised"
+    config = {
+        "columns": columns, "width": width, "size": max(2, size // columns) * columns, "batch": batch,
+        "iterations": iterations, "prioritised": prioritised, "half": half, "fill": fill, "bare": kind == "bare",
+    }  # fmt: skip
+    if kind == "bare":
+        return _bare(config)
     spec = Spec(jax.ShapeDtypeStruct((width,), jnp.float32), Discrete(18), None, INTERVAL, None)
     action = jax.ShapeDtypeStruct((), jnp.uint8)
     store = replays.replay(spec, action, Sizes(1, columns, 1), size, half=half, prioritised=prioritised)
@@ -90,18 +94,16 @@ def replay(
         jax.block_until_ready(total)
         return {"peak_bytes": peak_bytes(), "ring_bytes": float(held)}
 
-    config = {
-        "columns": columns, "width": width, "size": store.rows * columns, "batch": batch, "iterations": iterations,
-        "prioritised": prioritised, "half": half, "fill": fill, "bare": False,
-    }  # fmt: skip
-    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+    config |= {"size": store.rows * columns}
+    return Prepared(config, iterations * batch, "sampled steps", compiled, jax.random.key, work)
 
 
-def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, half: bool, fill: float) -> Prepared:
+def _bare(config: dict[str, Any]) -> Prepared:
     """`iterations` times `batch` rows and those after them, looked up at random and summed; nothing is written."""
-    rows = max(2, size // columns)
-    filled = max(2, int(fill * rows))
-    store = jnp.zeros((rows, columns, width), jnp.uint16 if half else jnp.float32)
+    columns, batch, iterations = config["columns"], config["batch"], config["iterations"]
+    rows = config["size"] // columns
+    filled = max(2, int(config["fill"] * rows))
+    store = jnp.zeros((rows, columns, config["width"]), jnp.uint16 if config["half"] else jnp.float32)
 
     def once(i: jax.Array, carried: Any) -> Any:
         store, total, key = carried
@@ -124,11 +126,7 @@ def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, h
         jax.block_until_ready(program(store, key))
         return {"ring_bytes": float(store.nbytes)}
 
-    config = {
-        "columns": columns, "width": width, "size": rows * columns, "batch": batch, "iterations": iterations,
-        "prioritised": False, "half": half, "fill": fill, "bare": True,
-    }  # fmt: skip
-    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+    return Prepared(config, iterations * batch, "sampled steps", compiled, jax.random.key, work)
 
 
 def sac(
