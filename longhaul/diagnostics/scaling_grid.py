@@ -31,9 +31,8 @@ from longhaul.diagnostics.scaling_law import Law
 from longhaul.runtime import files
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import replaced
-from longhaul.telemetry import charts
-from longhaul.telemetry import html as pages
-from longhaul.telemetry.charts import HEIGHT, WIDTH, Axes, short
+from longhaul.telemetry import pages
+from longhaul.telemetry.pages import HEIGHT, WIDTH, Axes, short
 from longhaul.training import loop
 from longhaul.training.run_dir import alone, as_now, load_run, write_json
 
@@ -228,7 +227,7 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
     return (
         f'<figure class="curve"><figcaption><span>{html.escape(title)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">'
-        f"{charts.grid(axes, label)}{''.join(parts)}</svg><ul>{''.join(entries)}</ul></figure>"
+        f"{pages.grid(axes, label)}{''.join(parts)}</svg><ul>{''.join(entries)}</ul></figure>"
     )
 
 

@@ -30,8 +30,7 @@ from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
-from longhaul.telemetry import charts
-from longhaul.telemetry import html as pages
+from longhaul.telemetry import pages
 from longhaul.telemetry.sinks import read
 from longhaul.training import evaluate, evaluate_driving
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
@@ -177,8 +176,8 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
     best = sorted(scores, key=lambda label: -scores[label])[:MOST_LINES]
     for label, which in (group for group in groups if group[0] in best):
         mean, low, high = evaluate.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
-        lines.append(charts.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
-    drawn = charts.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
+        lines.append(pages.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
+    drawn = pages.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
     note = (
         '<p class="muted note">Lines are means over the seeds of a setting; bands are 95 % bootstrap intervals of '
         "these means, over the seeds. Each run was evaluated as if it were alone.</p>"

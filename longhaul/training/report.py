@@ -19,8 +19,7 @@ import numpy as np
 from longhaul.driving.render import web_player
 from longhaul.driving.render.recording import Recording
 from longhaul.runtime import files
-from longhaul.telemetry import charts, forecast
-from longhaul.telemetry import html as pages
+from longhaul.telemetry import forecast, pages
 from longhaul.telemetry.health import Finding
 
 COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
@@ -239,10 +238,10 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
     for panel in PANELS:
         own = [name for name in lines if name.split("/")[-1] in panel.names]
         drawn = [lines[name]._replace(name=_words(_shortest(name, own))) for name in own]
-        figures.append(charts.figure(panel.title, drawn, label, panel.unit))
+        figures.append(pages.figure(panel.title, drawn, label, panel.unit))
         for name in own:
             rest.pop(name, None)
-    others = [charts.figure(name, [line], label) for name, line in sorted(rest.items())]
+    others = [pages.figure(name, [line], label) for name, line in sorted(rest.items())]
     main, more = "".join(figures), "".join(others)
     note = '<p class="muted note">Faint lines are as logged, strong ones their running means.</p>'
     smoothed = note * ('class="faint' in main)
@@ -256,7 +255,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return parts
 
 
-def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[charts.Series]:
+def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[pages.Series]:
     """A line for each metric of the records over `axis` (their number if empty); NaN where a record lacks it."""
     steps = [_number(record.get(axis)) for record in records] if axis else [float(i) for i in range(len(records))]
     chosen = [(step, record) for step, record in zip(steps, records, strict=True) if step is not None]
@@ -265,9 +264,7 @@ def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[charts.Serie
     lines = []
     for name in names:
         values = [_number(record.get(name)) for _, record in chosen]
-        lines.append(
-            charts.Series(name, x, np.array([math.nan if value is None else value for value in values], float))
-        )
+        lines.append(pages.Series(name, x, np.array([math.nan if value is None else value for value in values], float)))
     return lines
 
 

@@ -18,7 +18,7 @@ from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import Cell
 from longhaul.diagnostics.scaling_law import Law, TooFew, fit
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry import charts
+from longhaul.telemetry import pages
 from longhaul.training import loop
 from longhaul.training.run_dir import write_json
 
@@ -249,8 +249,8 @@ def test_the_page_holds_all_runs_and_the_law(trainer: Trainer, tmp_path: Path) -
 
 
 def test_ticks_are_round() -> None:
-    np.testing.assert_allclose(charts.decades(-1.2, 0.4), [0.1, 0.2, 0.5, 1.0, 2.0])
-    np.testing.assert_allclose(charts.decades(0.0, 5.0), 10.0 ** np.arange(6))
+    np.testing.assert_allclose(pages.decades(-1.2, 0.4), [0.1, 0.2, 0.5, 1.0, 2.0])
+    np.testing.assert_allclose(pages.decades(0.0, 5.0), 10.0 ** np.arange(6))
 
 
 @pytest.mark.slow

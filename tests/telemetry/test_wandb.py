@@ -212,28 +212,6 @@ def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- offline
 
 
-@NEEDS_WANDB
-@pytest.mark.slow
-def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> None:
-    """Three sessions, of which the second goes back to an earlier checkpoint, and the last has no update to make."""
-    folder, notes = tracked_folder(tmp_path), []
-    write(folder, range(2, 11, 2), notes=notes, stopped=True)
-    (place,) = (folder / "wandb").glob("offline-run-*")
-    assert notes == [f"W&B: offline; wandb sync {place}"]
-    first = read(folder)
-    assert first[:3] == (wandb.run_id("run"), "games", "run")
-    assert first.steps == [2, 4, 6, 8, 10]
-    assert first.exits == [75]
-    write(folder, range(8, 15, 2))
-    last = read(folder)
-    assert last[:3] == first[:3]
-    assert last.steps == [2, 4, 6, 8, 10, 12, 14]
-    assert last.exits == [0]
-    assert [row["train/entropy"] for row in last.rows] == [1.0 / n for n in last.steps]
-    assert last.config["run"] == {"num_envs": 8, "algorithm": {"lr": 0.5}}
-    assert (last.config["num_envs"], last.config["learning_rate"], last.config["commit"]) == (8, 0.5, "abc")
-
-
 KILLED = """
     import os, signal, sys
     from contextlib import closing
@@ -282,8 +260,8 @@ def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> No
     folder, notes = tracked_folder(tmp_path, mode=None), []
     write(folder, range(1, 2), notes=notes)
     assert notes[0] == "W&B: there are no credentials (wandb login, or WANDB_API_KEY), so the run is logged offline"
-    assert notes[1].startswith("W&B: offline; wandb sync ")
-    assert len(notes) == 2
+    (place,) = (folder / "wandb").glob("offline-run-*")
+    assert notes[1:] == [f"W&B: offline; wandb sync {place}"]
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
@@ -305,7 +283,7 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
         total = mine["ppo/policy_loss"] + 0.5 * mine["ppo/value_loss"] - 0.01 * mine["ppo/entropy"]
         assert row["train/total_loss"] == pytest.approx(total, rel=1e-5)
         assert row["train/mean_reward"] == 1.0
-    assert found.config["num_envs"] == 8
+    assert (found.config["num_envs"], found.config["learning_rate"]) == (8, small().algorithm.lr)
     assert found.config["id"] == found.name == "run"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.render.recording import Recording
-from longhaul.telemetry import charts, html
+from longhaul.telemetry import pages
 from longhaul.training import report
 
 WICKED = "</script><b>bold</b>\"'&"
@@ -191,8 +191,8 @@ def test_thinning_keeps_both_extremes_and_gaps() -> None:
     y = np.zeros(100_000)
     y[31_415], y[27_182] = 7.0, -3.0
     y[50_000:60_000] = np.nan
-    line = charts.thin(charts.Series("a", np.arange(100_000.0), y))
-    assert len(line.x) <= charts.POINTS
+    line = pages.thin(pages.Series("a", np.arange(100_000.0), y))
+    assert len(line.x) <= pages.POINTS
     assert line.x[np.nanargmax(line.y)] == 31_415
     assert line.x[np.nanargmin(line.y)] == 27_182
     assert np.isnan(line.y).any()
@@ -201,34 +201,32 @@ def test_thinning_keeps_both_extremes_and_gaps() -> None:
 
 def test_a_point_stands_where_its_value_says() -> None:
     x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 10.0, 5.0])
-    text = charts.figure("a", [charts.Series("a", x, y)], "steps")
+    text = pages.figure("a", [pages.Series("a", x, y)], "steps")
     low, high = (float(value) for value in re.search(r'data-y="(\S+) (\S+)"', text).groups())
     points = np.array(re.findall(r"[ML]([\d.]+) ([\d.]+)", re.search(r'data-line d="([^"]+)"', text)[1]), float)
-    inner = charts.HEIGHT - charts.TOP - charts.BOTTOM
-    np.testing.assert_allclose(points[:, 0], np.linspace(charts.LEFT, charts.WIDTH - charts.RIGHT, 3), atol=0.01)
-    np.testing.assert_allclose(
-        (charts.HEIGHT - charts.BOTTOM - points[:, 1]) / inner * (high - low) + low, y, atol=0.01
-    )
+    inner = pages.HEIGHT - pages.TOP - pages.BOTTOM
+    np.testing.assert_allclose(points[:, 0], np.linspace(pages.LEFT, pages.WIDTH - pages.RIGHT, 3), atol=0.01)
+    np.testing.assert_allclose((pages.HEIGHT - pages.BOTTOM - points[:, 1]) / inner * (high - low) + low, y, atol=0.01)
 
 
 def test_a_gap_breaks_the_line_and_a_lone_point_is_a_disc() -> None:
     y = np.array([1.0, 2.0, np.nan, 3.0, np.nan])
-    text = charts.figure("a", [charts.Series("a", np.arange(5.0), y)], "steps")
+    text = pages.figure("a", [pages.Series("a", np.arange(5.0), y)], "steps")
     assert re.search(r'data-line d="([^"]+)"', text)[1].count("M") == 2
     assert text.count("<circle") == 1
-    assert charts.figure("a", [charts.Series("a", np.arange(2.0), np.full(2, np.nan))], "steps") == ""
+    assert pages.figure("a", [pages.Series("a", np.arange(2.0), np.full(2, np.nan))], "steps") == ""
 
 
 def test_a_constant_metric_has_an_axis() -> None:
     for value in (0.0, 1e-12, -5.0, 1e12):
-        text = charts.figure("a", [charts.Series("a", np.array([1.0, 2.0]), np.full(2, value))], "steps")
+        text = pages.figure("a", [pages.Series("a", np.array([1.0, 2.0]), np.full(2, value))], "steps")
         low, high = (float(number) for number in re.search(r'data-y="(\S+) (\S+)"', text).groups())
         assert low < value < high or low == value == 0
 
 
 def test_smoothing_is_the_mean_of_the_known() -> None:
     y = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan])
-    np.testing.assert_allclose(charts.smooth(y, 3), [1, 2, 4, 4, 5, np.nan, np.nan])
+    np.testing.assert_allclose(pages.smooth(y, 3), [1, 2, 4, 4, 5, np.nan, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,7 @@ def test_smoothing_is_the_mean_of_the_known() -> None:
     [(0, 10e6, [0, 2e6, 4e6, 6e6, 8e6, 10e6]), (-0.3, 0.9, [-0.2, 0, 0.2, 0.4, 0.6, 0.8]), (3, 3, [3])],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    np.testing.assert_allclose(charts.ticks(low, high), expected, atol=1e-12)
+    np.testing.assert_allclose(pages.ticks(low, high), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -247,21 +245,21 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
     ],
 )  # fmt: skip
 def test_numbers_on_axes_are_short(value: float, step: float | None, expected: str) -> None:
-    assert charts.short(value, step) == expected
+    assert pages.short(value, step) == expected
 
 
 def test_embedded_data_cannot_leave_its_script() -> None:
     value = {"a": "</script><!-- & \u2028", "b": [1, None, 2.5]}
-    text = html.embed(value)
+    text = pages.embed(value)
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == value
     with pytest.raises(ValueError, match="JSON compliant"):
-        html.embed(math.nan)
+        pages.embed(math.nan)
 
 
 def test_the_assets_name_every_role_and_part_that_the_player_needs() -> None:
     script, markup, colours = (
-        *(html.asset(f"player.{kind}", report.web_player.PACKAGE) for kind in ("js", "html")),
+        *(pages.asset(f"player.{kind}", report.web_player.PACKAGE) for kind in ("js", "html")),
         report.web_player.colours(),
     )
     wanted = set(re.findall(r'part\("(\w+)"\)', script))

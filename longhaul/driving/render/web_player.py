@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.driving.render.recording import DARK, GOOD_EVENTS, LIGHT, Recording, camera, check, clip, simplify, speeds
-from longhaul.telemetry import html as pages
+from longhaul.telemetry import pages
 
 REACH = 150.0
 """Metres around the ego's path that a page keeps of the map and of the other agents."""
