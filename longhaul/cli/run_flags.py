@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import types
 import typing
@@ -15,7 +14,7 @@ from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.config import recipes
 from longhaul.config.population import Population
-from longhaul.config.run import PUBLISHED, TOPOLOGIES, Run
+from longhaul.config.run import PUBLISHED, Run
 from longhaul.runtime import settings
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
@@ -151,44 +150,17 @@ def of_recipe(command: str, about: str, own: Sequence[Flag], words: Sequence[str
     return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, words[1:])
 
 
-def apply(run: Run, values: Mapping[str, Any]) -> Run:
-    """`run` with the values of some of its flags."""
-    for leaf in settings.walk(run):
-        if name_of(leaf) in values:
-            value = values[name_of(leaf)]
-            if leaf.name == "mesh":
-                run = dataclasses.replace(run, devices=value.data, model=value.model)
-            else:
-                run = settings.replaced(run, **{leaf.name: value})
-    return run
+def fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of flags by the names of their settings."""
+    return {name.replace("-", "_"): value for name, value in values.items()}
 
 
 def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     """The recipe's Run as the flags change it. Raises RunError where a flag would change nothing."""
-    from longhaul.config.resolve import agents
+    from longhaul.config.resolve import changed
 
-    usual = {flag.name: flag.default for flag in run_flags(recipe)}
-    base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before --num-envs and the like change it
-    recipe = dataclasses.replace(recipe, base_batch=recipe.base_batch or base)
-    given = {name: parsed.values[name] for name in sorted(usual.keys() & parsed.given)}
-    run = apply(recipe, given)
-    _check_topology(run, {name: value for name, value in given.items() if value != usual[name]})
-    return run
-
-
-def _check_topology(run: Run, changed: Mapping[str, Any]) -> None:
-    """Raises RunError where one of the flags that were given, and change something, is not of the run's topology."""
-    topologies = {name_of(leaf): leaf.setting.topologies for leaf in settings.walk(run)}
-    for name, value in changed.items():
-        have = topologies[name] or TOPOLOGIES
-        said = f"--{name} is {'none' if value is None else 'on' if value is True else value}"
-        if run.topology in TOPOLOGIES and run.topology not in have:
-            raise RunError(
-                f"{said}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
-                f"or leave --{name} out"
-            )
-        if name == "ray-address" and run.acting.actor_kind != "ray":
-            raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
+    given = sorted({flag.name for flag in run_flags(recipe)} & parsed.given)
+    return changed(recipe, fields({name: parsed.values[name] for name in given}))
 
 
 def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
@@ -202,6 +174,7 @@ def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
 
     What `FREE` and `CHANGEABLE` name is taken from the flags; what was not chosen then follows from it again.
     """
+    from longhaul.config.resolve import check_topology, replaced
     from longhaul.training.checkpoint import resume
 
     stored = load_run(folder)
@@ -231,6 +204,6 @@ def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
             )
     if any(value != before[name] for name, value in free.items() if known[name].setting.resume == CHANGEABLE):
         stored = resume.reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
-    run = apply(stored, free)
-    _check_topology(run, {name: value for name, value in free.items() if value != before[name]})
+    run = replaced(stored, fields(free))
+    check_topology(run, fields({name: value for name, value in free.items() if value != before[name]}))
     return run

@@ -10,7 +10,6 @@ from typing import Any
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
 from longhaul.config import recipes
-from longhaul.config.run import Run
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import METRICS
 from longhaul.runtime.errors import RunError
@@ -74,7 +73,9 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         grid = grids.load_grid(folder)
     else:
         names = {flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)
-        base: Run = run_flags.apply(default.base, {flag: parsed.values[flag] for flag in names & parsed.given})
+        base: Run = replaced(
+            default.base, run_flags.fields({flag: parsed.values[flag] for flag in names & parsed.given})
+        )
         given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
         grid = dataclasses.replace(default, base=base, **given)
         grids.check(grid)

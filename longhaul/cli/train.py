@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import ALONE, Flag, FlagError
 from longhaul.cli.status import show_result
 from longhaul.config import recipes
-from longhaul.config.run import Driving, Named, Run, from_dict, to_dict
+from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, on_cpu
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
-from longhaul.training.run_dir import find_folder, load_run, new_folder, save_run
-
-if TYPE_CHECKING:
-    from longhaul.training.loop import Outcome
-    from longhaul.training.publish import Publishing
+from longhaul.training.run_dir import find_folder, load_run
 
 DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop")
 
@@ -87,7 +81,7 @@ def _train(words: Sequence[str]) -> int:
     if parsed.values["dry-run"]:
         return _dry(recipe, parsed)
 
-    from longhaul.training import loop, publish
+    from longhaul.training import api, loop, publish
 
     run, folder = _asked(recipe, parsed)
     tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe, wandb.load(folder) if folder else None)
@@ -98,7 +92,15 @@ def _train(words: Sequence[str]) -> int:
                 tables.progress(f"--{name} does nothing without --wandb")
     process_group.tell("run", to_dict(run))
     if folder is None:
-        folder, outcome = _begin(run, parsed, tracked, published)
+
+        def prepare(new: Path) -> None:
+            wandb.save(new, tracked)
+            publish.save(new, published)
+
+        folder, outcome = api.begin(
+            run, Path(parsed.values["runs-dir"]), name=parsed.values["run-name"], suffix=parsed.values["run-suffix"],
+            asked=run_flags.asked(run, parsed), prepare=prepare,
+        )  # fmt: skip
     else:
         wandb.save(folder, tracked)
         publish.save(folder, published)
@@ -167,47 +169,3 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     count = wanted.data * wanted.model
     tables.progress(f"{sum(there)} of {count} devices are there; goes on with {left}")
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
-
-
-def _begin(
-    run: Run, parsed: flags.Parsed, tracked: wandb.Tracking | None, published: Publishing | None
-) -> tuple[Path, Outcome]:
-    """A new run from its folder on. Whoever has read the folder's name can go on with it, be it killed at once.
-
-    A run that is refused before it began (by a damaged log, say) leaves no folder.
-    """
-    import jax
-
-    from longhaul.algorithms import registry
-    from longhaul.algorithms.context import Context
-    from longhaul.config.resolve import named
-    from longhaul.envs import suites
-    from longhaul.runtime import partition
-    from longhaul.runtime.mesh import identity
-    from longhaul.runtime.provenance import provenance
-    from longhaul.training import loop, publish
-    from longhaul.training.data import feed, spec
-
-    task = run.environment
-    if isinstance(task, Named):
-        if suites.is_suite(task.env):  # importing a suite may start JAX, as Brax does
-            loop.prepare_devices(run.all_devices, run.threads)
-        named(task)  # what is unknown or missing is said before anything is made
-    assert run.devices is not None
-    loop.prepare_devices(run.all_devices, run.threads)
-    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
-        algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
-        partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
-    source = feed(run) if isinstance(task, Driving) and task.data else None
-    about = provenance() | {"data": source.about if source else None, "asked": run_flags.asked(run, parsed)}
-    folder = new_folder(Path(parsed.values["runs-dir"]), run, parsed.values["run-name"], parsed.values["run-suffix"])
-    try:
-        wandb.save(folder, tracked)
-        publish.save(folder, published)
-        save_run(folder, run, about)
-        print(folder, flush=True)
-        return folder, loop.train(run, folder, resumed=False, source=source)
-    except (ValueError, OSError):
-        if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial", wandb.FILE, publish.FILE}:
-            shutil.rmtree(folder)
-        raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ import jax
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
 from longhaul.config.population import Member, check
-from longhaul.config.run import MOST, Driving, Named, Run
+from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run
 from longhaul.driving.sim import config as sim
+from longhaul.envs import external, suites
 from longhaul.envs import registry as environments
-from longhaul.envs import suites
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
 from longhaul.reasoning import huggingface, problem_sets, tokenizer
@@ -23,7 +24,7 @@ from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
-from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu
+from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu, prepare_devices, started
 from longhaul.runtime.errors import FieldError, RunError
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
@@ -71,6 +72,7 @@ def _resolved(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
         )
+    run = _imported(run, devices)
     acting = _acting(run, devices)
     if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
         raise RunError(odd)
@@ -112,6 +114,74 @@ def _resolved(run: Run) -> Run:
         threads=run.threads or default_threads(-(-devices * run.model // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
     )  # fmt: skip
+
+
+def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
+    """`recipe` with the given settings, by the names of their flags with underscores; `mesh` is a MeshShape.
+
+    Where no topology is given, actors step an environment that is on the host. Raises RunError where a setting is
+    unknown, or would change nothing.
+    """
+    usual = settings.values(recipe)
+    base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
+    run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
+    if "topology" not in given and run.topology == "fused" and not run.many:
+        task = _imported(run, run.devices or _default_devices(run, 1)).environment
+        if isinstance(task, Named) and is_hosted(task.env):
+            run = dataclasses.replace(run, topology="actors")
+    check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
+    return run
+
+
+def replaced(run: Run, given: Mapping[str, Any]) -> Run:
+    """`run` with other values of settings, by the names of their flags with underscores."""
+    known = settings.values(run)
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"longhaul train {run.recipe} --help lists them"
+            raise RunError(f"recipe {run.recipe} has no setting {name!r}; {hint}")
+        if name == "mesh":
+            run = dataclasses.replace(run, devices=value.data, model=value.model)
+        else:
+            run = settings.replaced(run, **{name: value})
+    return run
+
+
+def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
+    """Raises RunError where a setting that was changed is not one of the run's topology."""
+    topologies = {leaf.name: leaf.setting.topologies for leaf in settings.walk(run)}
+    for name, value in changes.items():
+        have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
+        said = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
+        if run.topology in TOPOLOGIES and run.topology not in have:
+            raise RunError(
+                f"{said}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
+                f"or leave --{flag} out"
+            )
+        if name == "ray_address" and run.acting.actor_kind != "ray":
+            raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
+
+
+def _imported(run: Run, devices: int) -> Run:
+    """`run` with the name by which an environment of the user's own is made; its module is imported for that.
+
+    JAX is told of its devices before: what a module computes on loading may start it. RunError, one line, where there
+    is no such environment.
+    """
+    task = run.environment
+    if not isinstance(task, Named) or not external.is_external(task.env):
+        return run
+    everything, threads = devices * run.model, os.environ.get("NPROC")
+    prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)
+    try:
+        return dataclasses.replace(run, environment=Named(external.canonical(task.env)))
+    except ValueError as error:
+        raise RunError(f"--env {task.env}: {error}") from error
+    finally:
+        if started() is None:  # nothing is decided yet
+            os.environ.pop("NPROC", None)
+            os.environ.update({} if threads is None else {"NPROC": threads})
 
 
 def _check_driving(task: Driving) -> None:
@@ -248,7 +318,7 @@ def _default_devices(run: Run, runs: int) -> int:
     Of a population as many as share its `runs` evenly.
     """
     if run.many:
-        there = cores() if on_cpu() else jax.local_device_count()
+        there = (started() or cores()) if on_cpu() else jax.local_device_count()
         return max(n for n in range(1, min(there, runs) + 1) if runs % n == 0)
     processes, model = process_group.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores
@@ -258,6 +328,7 @@ def _default_devices(run: Run, runs: int) -> int:
         own = int(os.environ.get(process_group.DEVICES, 0)) or (cores() if columns >= 64 else 1)
     else:
         own = jax.local_device_count()
+    own = min(own, started() or own)
 
     def odd(all_: int) -> bool:
         shares = max(1, all_ // model)

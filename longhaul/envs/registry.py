@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.envs import classic_control, hackmatrix, probes, suites
+from longhaul.envs import classic_control, external, hackmatrix, probes, suites
 from longhaul.envs.hackmatrix.swift_rules.environment import canonical
 from longhaul.envs.host import registry as host
 from longhaul.spaces import Measure
@@ -50,12 +50,16 @@ def names() -> list[tuple[str, str]]:
 
 
 def make(name: str, **options: Any) -> Environment:
-    """The environment of that name; the options are those of the function that makes it (`max_steps`, say).
+    """The environment of that name, or of the user's own "package.module:name".
+
+    The options are those of the function that makes it (`max_steps`, say).
 
     Raises ValueError for an unknown name or option, with the nearest ones, and where the function finds a bad value.
     """
     if suites.is_suite(name):
         return suites.make(name, **options)
+    if external.is_external(name):
+        return external.make(name, **options)
     known = [known_name for known_name, _ in names()]
     if name not in known:
         raise ValueError(f"no environment is named {name!r}; {_suggest(name, known)}")

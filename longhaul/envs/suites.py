@@ -201,7 +201,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
 
 
-def _box(low: Any, high: Any, shape: tuple[int, ...]) -> Box:
+def box(low: Any, high: Any, shape: tuple[int, ...]) -> Box:
     """Bounds as one vector; a bound without end becomes 1."""
     sides = [np.broadcast_to(np.asarray(bound, np.float32), shape).reshape(-1) for bound in (low, high)]
     finite = [np.where(np.isfinite(side), side, sign) for side, sign in zip(sides, (-1.0, 1.0), strict=True)]
@@ -213,9 +213,14 @@ def gymnax(name: str) -> World:
     env, params = _import("gymnax").make(name)
     if not hasattr(env, "is_truncated"):
         raise ValueError("gymnax before 1.0 does not tell truncation from an end: pip install 'gymnax>=1.0'")
+    return gymnax_world(env, params)
+
+
+def gymnax_world(env: Any, params: Any) -> World:
+    """Environment with gymnax's signature; without `is_truncated`, whatever it calls an end is one."""
     space = env.action_space(params)
     whole = hasattr(space, "n")
-    action: Action = Discrete(int(space.n)) if whole else _box(space.low, space.high, tuple(space.shape))
+    action: Action = Discrete(int(space.n)) if whole else box(space.low, space.high, tuple(space.shape))
     shape = tuple(space.shape)
 
     def begin(key: Key) -> tuple[PyTree, PyTree]:
@@ -225,16 +230,17 @@ def gymnax(name: str) -> World:
     def step(key: Key, state: PyTree, action: jax.Array) -> Step:
         chosen = action if whole else action.reshape(shape)
         observation, state, reward, terminated, _ = env.step_env(key, state, chosen, params)
-        return Step(state, observation, reward, terminated, env.is_truncated(state, params))
+        truncated = env.is_truncated(state, params) if hasattr(env, "is_truncated") else False
+        return Step(state, observation, reward, terminated, truncated)
 
-    limit = int(params.max_steps_in_episode)
-    return World(action, begin, step, limit, limit)
+    limit = getattr(params, "max_steps_in_episode", None)
+    return World(action, begin, step, limit and int(limit), limit and int(limit))
 
 
 def brax(name: str, backend: str | None = None) -> World:
     """Brax without its wrappers, of which the one for episodes cuts after 1,000 steps, as we do."""
     env = _import("brax.envs").get_environment(name, **({"backend": backend} if backend else {}))
-    return _physics(env, lambda seen: seen, 1000)
+    return physics_world(env, lambda seen: seen, 1000)
 
 
 def playground(name: str, impl: str = "jax") -> World:
@@ -247,10 +253,12 @@ def playground(name: str, impl: str = "jax") -> World:
     overrides = {"impl": impl} if "impl" in config else {}
     env = registry.load(name, config=config, config_overrides=overrides)
     repeat = int(config.get("action_repeat", 1))
-    return _physics(env, lambda seen: seen["state"] if isinstance(seen, dict) else seen, config.episode_length, repeat)
+    return physics_world(
+        env, lambda seen: seen["state"] if isinstance(seen, dict) else seen, config.episode_length, repeat
+    )
 
 
-def _physics(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -> World:
+def physics_world(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -> World:
     """Common part of Brax and Playground: the state is all, and `done` is an end."""
 
     def begin(key: Key) -> tuple[PyTree, PyTree]:
@@ -288,7 +296,7 @@ def jumanji(name: str) -> World:
         counts = tuple(int(n) for n in sizes.ravel())
         action: Action = Discrete(counts[0]) if sizes.ndim == 0 else MultiDiscrete(counts)
     else:
-        action = _box(spec.minimum, spec.maximum, tuple(spec.shape))
+        action = box(spec.minimum, spec.maximum, tuple(spec.shape))
     if np.prod(env.reward_spec.shape, dtype=int) != 1:
         raise ValueError(f"jumanji/{name} has a reward for each of several agents, which can't be trained here")
     shape = tuple(spec.shape)

@@ -64,6 +64,19 @@ def default_threads(devices: int) -> int:
     return 1 if devices == 1 and on_cpu() else max(cores(), devices)
 
 
+def started() -> int | None:
+    """Number of this process's devices if JAX has started, and shows no others any more; else None."""
+    import jax
+
+    before = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", max(before, 0) + 1)  # a value that changes nothing would be taken
+    except RuntimeError:
+        return jax.local_device_count()
+    jax.config.update("jax_num_cpu_devices", before)
+    return None
+
+
 def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
     """Make the CPU show `devices` devices with `threads` in all. Call it before JAX starts; later it changes nothing.
 
@@ -91,4 +104,7 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
     except RuntimeError:
         if len(jax.devices()) < all_devices:
             there = len(jax.devices())
-            raise RunError(f"{all_devices} devices are wanted, and JAX already runs with {there}") from None
+            raise RunError(
+                f"{all_devices} devices are wanted, and JAX already runs with {there}; ask before JAX starts: restart "
+                f"Python, or give --mesh data={there}"
+            ) from None

@@ -31,6 +31,7 @@ class Stop:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._at = 0.0
+        self._told = False
         self._raises = False
 
     def __call__(self, number: int, frame: Any) -> None:
@@ -43,9 +44,24 @@ class Stop:
         if self._raises:
             raise KeyboardInterrupt
 
+    @property
+    def asked(self) -> bool:
+        """True after a signal, or `ask`."""
+        return self._told or self.signal is not None
+
+    def ask(self) -> None:
+        """Stop as after a signal."""
+        self._told = True
+
+    def who(self) -> str:
+        """Words on what stopped the run."""
+        if self.signal is not None:
+            return signal.Signals(self.signal).name
+        return "the callback asked to stop" if self._told else "another process was stopped"
+
     def look(self, done: int) -> None:
         """Raise Stopped if a signal came; `done` updates are saved."""
-        if self.signal is not None:
+        if self.asked:
             raise Stopped(done)
 
     @contextmanager

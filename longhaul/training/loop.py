@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -75,13 +74,24 @@ class Outcome(NamedTuple):
     result: dict[str, Any] | None
 
 
+Callback = Callable[[Mapping[str, Any]], Any]
+"""Function of a record of metrics, called between two compiled calls; where it returns true, the run saves and stops.
+"""
+
+
 def train(
-    run: Run, folder: Path, *, resumed: bool, source: Feed | None = None, asked: Mapping[str, Any] | None = None
+    run: Run,
+    folder: Path,
+    *,
+    resumed: bool,
+    source: Feed | None = None,
+    asked: Mapping[str, Any] | None = None,
+    callback: Callback | None = None,
 ) -> Outcome:
     """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
     `source` is the run's training data if already opened; `asked` are the settings that a resume's user gave, for
-    run.json. All processes of a run call this with the same run. Process 0
+    run.json. `callback` is called with each record. All processes of a run call this with the same run. Process 0
     writes what is written once, evaluates, and alone has a result.
 
     Updates that are not finite are rolled back; RunError when rollbacks run out. A signal before the folder holds a
@@ -93,7 +103,9 @@ def train(
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
             for turn in itertools.count():
                 try:
-                    result = _train(run, folder, stop, source, asked or {}, resumed=resumed, turn=turn, detours=detours)
+                    result = _train(
+                        run, folder, stop, source, asked or {}, callback, resumed=resumed, turn=turn, detours=detours
+                    )
                     return Outcome(0, result)
                 except Poisoned as poisoned:
                     detours, line = process_group.share(
@@ -104,10 +116,10 @@ def train(
         except Stopped as stopped:
             where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
-            if stop.signal is None or not (folder / "run.json").exists():
+            if not stop.asked or not (folder / "run.json").exists():
                 raise
             where = "nothing was left to save"
-        who = "another process was stopped" if stop.signal is None else signal.Signals(stop.signal).name
+        who = stop.who()
         _say(f"{who}: {where}; go on with --resume {called(folder)}")
         return Outcome(STOPPED, None)
 
@@ -118,6 +130,7 @@ def _train(
     stop: Stop,
     source: Feed | None,
     asked: Mapping[str, Any],
+    callback: Callback | None,
     *,
     resumed: bool,
     turn: int,
@@ -171,7 +184,7 @@ def _train(
             try:
                 progress = Loop(
                     run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed,
-                    about={"detours": detours},
+                    about={"detours": detours}, callback=callback,
                 ).train(sooner)  # fmt: skip
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
@@ -190,7 +203,7 @@ def _say(line: str) -> None:
 
 def _look(stop: Stop, done: int, assembly: Assembly) -> None:
     """Raise Stopped if any process received a signal; `done` updates are saved."""
-    if any(meshes.asking(assembly.mesh)(stop.signal is not None)):
+    if any(meshes.asking(assembly.mesh)(stop.asked)):
         raise Stopped(done)
 
 
@@ -228,7 +241,7 @@ def _outlets(
         single = closed.enter_context(closing(sinks.patient(apart, console.note)))
     plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
-    mirror = closed.enter_context(wandb.mirror(folder, console.note, lambda: stop.signal is not None))
+    mirror = closed.enter_context(wandb.mirror(folder, console.note, lambda: stop.asked))
 
     def settle() -> None:
         lines.flush()
@@ -255,6 +268,7 @@ class Loop:
     sums: Sums
     resumed: bool
     about: dict[str, Any]
+    callback: Callback | None = None
     tell: heartbeat.Tell = field(default_factory=lambda: heartbeat.teller(os.environ))
     out: Outlets = SILENT
 
@@ -278,7 +292,7 @@ class Loop:
             if writes:
                 self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
             publish = closed.enter_context(publishing.publishing(
-                self.folder, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.signal is not None
+                self.folder, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.asked
             ))  # fmt: skip
             log = self._logger()
             _look(self.stop, done, assembly)
@@ -295,7 +309,7 @@ class Loop:
                 due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
                 if due:  # all processes learn of it, with several one call later
                     saved_at = time.perf_counter()
-                due, stopping = ask(due, self.stop.signal is not None)
+                due, stopping = ask(due, self.stop.asked)
                 if run.save_interval is not None:
                     due = done // run.save_interval > (done - n) // run.save_interval
                 if due or stopping or done == assembly.updates:
@@ -406,7 +420,10 @@ class Loop:
                 "wall_seconds": now,
                 "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
             }
-            self.out.sink.write(record | sums.take())
+            record |= sums.take()
+            self.out.sink.write(record)
+            if self.callback is not None and self.callback(record):
+                self.stop.ask()
             if run.many:
                 self.out.members.write(record | sums.each)
             last, fresh = now, 0

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.envs.host.snapshot import Snapshots
 from longhaul.envs.host.vector import (
+    NO_RESTORE,
     Finals,
     HostSpec,
     HostStep,
@@ -36,7 +38,7 @@ from longhaul.envs.host.vector import (
     typed,
     write,
 )
-from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, mapped
+from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, action_shape, mapped
 
 SAME_STEP, NEXT_STEP, DISABLED = "SameStep", "NextStep", "Disabled"
 """Values of gymnasium.vector.AutoresetMode."""
@@ -220,10 +222,14 @@ class Vector:
 
 
 class Loop:
-    """Environments one by one, each with the seed that `vectors.seeds` gives it, reset in the step that ended."""
+    """Environments one by one, each with the seed that `vectors.seeds` gives it, reset in the step that ended.
 
-    def __init__(self, environments: Sequence[Any], form: Form) -> None:
+    With `snapshots` the vector tells its state, as far as the environments' attributes hold it (`snapshot.py`).
+    """
+
+    def __init__(self, environments: Sequence[Any], form: Form, *, snapshots: bool = False) -> None:
         self.spec, self._form, self._inner = form.spec, form, list(environments)
+        self._snapshots = Snapshots() if snapshots else None
         self.worlds = self.columns = len(self._inner)
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
         self._alone = isinstance(self.spec.observation, Leaf)
@@ -260,7 +266,14 @@ class Loop:
             return HostStep(*out, self._none)
         return HostStep(*out, Finals(np.asarray(ended, np.int32), typed(self.spec, _stack(lasts)), {}))
 
-    state, restore = no_state, no_restore
+    def state(self) -> Tree | None:
+        return None if self._snapshots is None else self._snapshots.take(self._inner)
+
+    def restore(self, state: Tree) -> None:
+        if self._snapshots is None:
+            raise ValueError(NO_RESTORE)
+        self._interval = Interval(self.spec, self.columns)
+        self._snapshots.restore(self._inner, state)
 
     def close(self) -> None:
         for inner in self._inner:
@@ -290,6 +303,74 @@ def gymnasium(
         interval=truncation_interval, mask=mask, bound=action_bound,
     )  # fmt: skip
     return Loop(inner, spaces)
+
+
+def single(
+    name: str, num_envs: int, seed: int, *, max_steps: int | None = None, mask: str | None = None,
+    action_bound: float | None = None, truncation_interval: int | None = None, **options: Any,
+) -> Loop:  # fmt: skip
+    """Environments of a class or function: `name` is module:name, called with the options, in a loop.
+
+    `max_steps` sets a time limit. ValueError where it makes no environment, or one whose first observations are not
+    what its spaces say.
+    """
+    from gymnasium.wrappers import TimeLimit
+
+    makes = load(name)
+    if not callable(makes):
+        raise ValueError(f"{name} is one environment; name its class or a function, so that more can be made")
+    with _plainly(name):
+        inner = [makes(**options) for _ in range(num_envs)]
+        if max_steps is not None:
+            inner = [TimeLimit(each, max_steps) for each in inner]
+    limit = max_steps or getattr(getattr(inner[0], "spec", None), "max_episode_steps", None)
+    spaces = form(
+        inner[0].observation_space, inner[0].action_space, limit=limit, interval=truncation_interval, mask=mask,
+        bound=action_bound,
+    )  # fmt: skip
+    _check_first(name, inner[0], spaces)
+    return Loop(inner, spaces, snapshots=True)
+
+
+def _check_first(name: str, inner: Any, spaces: Form) -> None:
+    """Raises ValueError, naming the part, where a reset or a step does not return what the spaces say."""
+    begun = inner.reset(seed=0)
+    if not isinstance(begun, tuple) or len(begun) != 2:
+        raise ValueError(f"{name}: reset returns {type(begun).__name__}; it must be (observation, info)")
+    check_observation(f"{name}: the observation of reset", spaces, *begun)
+    shape, dtype = action_shape(spaces.spec.action)
+    if isinstance(spaces.spec.observation, Masked):  # a legal one is not known before it is asked for
+        return
+    stepped = inner.step(spaces.act(np.zeros((1, *shape), dtype))[0])
+    if not isinstance(stepped, tuple) or len(stepped) != 5:
+        what = f"{len(stepped)} values" if isinstance(stepped, tuple) else type(stepped).__name__
+        raise ValueError(f"{name}: step returns {what}; it must be (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, infos = stepped
+    check_observation(f"{name}: the observation of step", spaces, observation, infos)
+    for part, value, kinds in (
+        ("reward", reward, "fiu"), ("terminated", terminated, "b"), ("truncated", truncated, "b"),
+    ):  # fmt: skip
+        array = np.asarray(value)
+        if array.shape != () or array.dtype.kind not in kinds:
+            wanted = "a bool" if kinds == "b" else "a number"
+            raise ValueError(f"{name}: {part} is {array.dtype}{list(array.shape)}; it must be {wanted}")
+
+
+def check_observation(what: str, spaces: Form, observation: Any, infos: dict[str, Any]) -> None:
+    """Raises ValueError where an observation has not the shapes, or the kinds of numbers, of its space."""
+
+    def compare(leaf: Leaf, value: Any) -> None:
+        array = np.asarray(value)
+        kind = "i" if array.dtype.kind == "u" and leaf.dtype.kind == "i" else array.dtype.kind
+        if array.shape != leaf.shape or kind != leaf.dtype.kind:
+            raise ValueError(
+                f"{what} is {array.dtype}{list(array.shape)}; its space says {leaf.dtype}{list(leaf.shape)}"
+            )
+
+    try:
+        mapped(compare, spaces.spec.observation, spaces.read(observation, infos))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{what} has not the structure of its space ({error})") from error
 
 
 def vector(

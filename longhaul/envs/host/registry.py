@@ -37,6 +37,14 @@ KINDS: dict[str, Kind] = {
         "longhaul.envs.host.gymnasium_vector", "vector", ("gymnasium",), "longhaul-rl[host]", "vector/my_package:make",
         "any Gymnasium vector environment, in any autoreset mode",
     ),
+    "single": Kind(
+        "longhaul.envs.host.gymnasium_vector", "single", ("gymnasium",), "longhaul-rl[host]", "single/my_package:Env",
+        "any Gymnasium environment by its class or a function, in a loop; my_package:Env means the same",
+    ),
+    "parallel": Kind(
+        "longhaul.envs.host.parallel_vector", "parallel", ("gymnasium",), "longhaul-rl[host]",
+        "parallel/my_package:env", "PettingZoo's ParallelEnv; an agent is a column; my_package:env means the same",
+    ),
     "ale": Kind(
         "longhaul.envs.host.gymnasium_vector", "ale", ("gymnasium", "ale_py"), "longhaul-rl[host]", "ale/pong",
         "Atari by ale_py's vector environment",
@@ -78,15 +86,17 @@ def describe(name: str, **options: Any) -> Description:
 
     Example: "ale/pong?img_height=42&img_width=42". Values are Python's literals, or else text.
     """
-    path, _, query = name.partition("?") if _QUERY.search(name) else (name, "", "")
+    path, written = with_options(name)
     kind, _, rest = path.partition("/")
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
-    rest = FORMER.get(rest, rest)
-    written = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
-    return Description(
-        kind, rest, tuple(sorted(({key: _literal(text) for key, text in written.items()} | options).items()))
-    )
+    return Description(kind, FORMER.get(rest, rest), tuple(sorted((written | options).items())))
+
+
+def with_options(name: str) -> tuple[str, dict[str, Any]]:
+    """(a name, the options written behind it)."""
+    path, _, query = name.partition("?") if _QUERY.search(name) else (name, "", "")
+    return path, {key: _literal(text) for key, text in (pair.split("=", 1) for pair in query.split("&") if pair)}
 
 
 _QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")

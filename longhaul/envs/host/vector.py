@@ -23,8 +23,10 @@ Example, one column that resets in the same step, and one that does it in the ne
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Callable
+import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -169,12 +171,19 @@ def typed(spec: HostSpec, observation: Tree) -> Tree:
     return mapped(lambda leaf, value: np.asarray(value, leaf.dtype), spec.observation, observation)
 
 
+class LostState(ValueError):
+    """A state that could not be told when it was taken; episodes begin anew."""
+
+
+NO_RESTORE = "this environment can't be put back into a state; reset it"
+
+
 def no_state(vector: HostVector) -> None:
     """State of a vector whose environment can't tell it."""
 
 
 def no_restore(vector: HostVector, state: Tree) -> None:
-    raise ValueError("this environment can't be put back into a state; reset it")
+    raise ValueError(NO_RESTORE)
 
 
 def specification(spec: HostSpec) -> types.Spec:
@@ -212,18 +221,31 @@ def specification(spec: HostSpec) -> types.Spec:
     )
 
 
-def load(name: str) -> Callable[..., Any]:
-    """Object that "module:function" names; ValueError, one line, where there is none."""
-    module, _, function = name.partition(":")
-    if not module or not function:
+def load(name: str) -> Any:
+    """Object that "module:name" names, the working folder's modules among them; ValueError, one line, if there is none.
+
+    "name" may have parts: "my_env:Corridor.small".
+    """
+    module, _, path = name.partition(":")
+    if not module or not path:
         raise ValueError(f"{name!r} names no function; write module:function")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
     try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{module} can't be imported: {error}") from error
-    if function not in vars(imported):
-        raise ValueError(f"{module} has no {function}")
-    return vars(imported)[function]
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a module raises as it is imported
+        line = (str(error).strip().splitlines() or [""])[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
+        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
+    there = [each for each in vars(found) if not each.startswith("_")]
+    for part in path.split("."):
+        if part not in dir(found):
+            near = difflib.get_close_matches(path, there, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:8]) or 'nothing'}"
+            raise ValueError(f"{module} has no {path}; {hint}")
+        found = getattr(found, part)
+    return found
 
 
 class Interval:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.envs.host import registry
-from longhaul.envs.host.vector import HostVector, Slot
+from longhaul.envs.host.vector import HostVector, LostState, Slot
 from longhaul.envs.registry import spec_stub
 from longhaul.spaces import Measure
 from longhaul.topologies.actor_learner import learner
@@ -127,18 +127,26 @@ class _Collector:
         anew = 0
         if self._vector is None:
             self._vector = registry.make(registry.describe(self._name), self._sizes.worlds)
-        if state is not self._after:  # another life, or the first turn
-            if jax.tree.leaves(carry.state):
-                self._vector.restore(carry.state)
-            else:
-                anew = 0 if ticket.turn == 0 else self._sizes.worlds
-                seed = (int(key[0]) * 1_000_003 + int(key[1]) + ticket.batch * 1009 + ticket.place) % 2**31
-                carry = _begun(self._vector, self._algorithm, seed)
+        if state is not self._after and not self._restored(carry):  # another life, or the first turn
+            anew = 0 if ticket.turn == 0 else self._sizes.worlds
+            seed = (int(key[0]) * 1_000_003 + int(key[1]) + ticket.batch * 1009 + ticket.place) % 2**31
+            carry = _begun(self._vector, self._algorithm, seed)
         carry, scores = self._collect(jax.device_put(weights), carry, key, ticket)
         data = self._data._replace(version=np.int32(version))
         self._after = jax.tree.leaves(carry)
         told = scores | {"actors/begun_anew": anew}
         return self._after, jax.tree.leaves(data), [np.float32(told[name]) for name in sorted(told)]
+
+    def _restored(self, carry: Carry) -> bool:
+        """Puts the vector into the state that a carry holds; False where it holds none."""
+        assert self._vector is not None
+        if not jax.tree.leaves(carry.state):
+            return False
+        try:
+            self._vector.restore(carry.state)
+        except LostState:
+            return False
+        return True
 
     def _collect(
         self, weights: Leaves, carry: Carry, key: np.ndarray, ticket: Ticket

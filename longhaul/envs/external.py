@@ -1,0 +1,284 @@
+"""Environments of the user's own, by `package.module:name`: a class, a function that makes one, or one that is made.
+
+    make("my_env:Corridor"), make("my_env:Corridor?length=7")
+
+What it is follows from the methods that it has, in this order: Longhaul's own protocol (`types.Environment`), gymnax's
+(`reset_env`, `step_env`), JaxMARL's (`agents`), Brax's (`action_size`). Those of Gymnasium and PettingZoo are stepped
+on the host: `canonical` gives them the name of their kind there.
+
+Every environment is traced once before it is used, so that a spec that does not hold is an error that names the part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.envs import suites
+from longhaul.envs.host import registry as host
+from longhaul.envs.host.vector import load
+from longhaul.spaces import Action, Discrete, Measure, MultiDiscrete, action_shape
+from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
+
+OURS = ("spec", "reset", "step")
+GYMNAX = ("reset_env", "step_env", "action_space", "default_params")
+JAXMARL = ("agents", "reset", "step_env", "observation_space", "action_space")
+BRAX = ("reset", "step", "observation_size", "action_size")
+GYMNASIUM = ("observation_space", "action_space", "reset", "step")
+PETTINGZOO = ("possible_agents", "observation_space", "action_space", "reset", "step")
+"""What an environment of each kind has."""
+
+
+def is_external(name: str) -> bool:
+    """True for "package.module:name", with options behind it or not."""
+    module, colon, _ = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in module.split("."))
+
+
+def canonical(name: str) -> str:
+    """Name by which an environment is made everywhere: that of its kind on the host if it is stepped there."""
+    if not is_external(name):
+        return name
+    made = _object(name)
+    kind = _kind(name, made)
+    return f"{kind}/{name}" if kind in host.KINDS else name
+
+
+@functools.lru_cache(maxsize=8)
+def make(name: str, **given: Any) -> Environment:
+    """The environment of a name "module:name", with "?option=value&..." behind it; the same object for the same name.
+
+    Raises ValueError, one line, where the module or the name in it is missing, where the object is no environment that
+    is stepped on the device, and where its spec does not hold.
+    """
+    built = _object(name, **given)
+    kind = _kind(name, built)
+    if kind in host.KINDS:
+        raise ValueError(f"{name} is stepped on the host; choose --topology actors")
+    if kind == "longhaul":
+        environment: Environment = built if _has(built, ("active", "metrics")) else _Completed(built)
+    elif kind == "gymnax":
+        environment = suites.adapted(suites.gymnax_world(built, built.default_params))
+    elif kind == "jaxmarl":
+        environment = multi_agent(built)
+    else:
+        environment = suites.adapted(suites.physics_world(built, lambda seen: seen, suites.LIMIT))
+    check(name, environment)
+    return environment
+
+
+class Source(NamedTuple):
+    """Where an environment of the user's comes from, as a run keeps it."""
+
+    module: str
+    version: str | None  # of the module, where it has one
+    sha256: str | None  # of the module's file
+
+
+def source(name: str) -> Source | None:
+    """Origin of an environment of the user's, whose module can be imported; None for any other."""
+    name = name.partition("/")[2] if host.is_hosted(name) else name
+    if not is_external(name):
+        return None
+    module = sys.modules[load(name.partition("?")[0]).__module__]
+    path = getattr(module, "__file__", None)
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
+    return Source(module.__name__, getattr(module, "__version__", None), digest)
+
+
+def _object(name: str, **given: Any) -> Any:
+    """What "module:name?options" names, made where it is a class or a function."""
+    path, options = host.with_options(name)
+    found = load(path)
+    if not callable(found) or (_has(found, OURS) and not inspect.isclass(found)):
+        return found
+    try:
+        return found(**options | given)
+    except TypeError as error:
+        if "argument" in str(error):
+            raise ValueError(f"{name}: {error}; options are written behind the name: {path}?option=value") from error
+        raise
+
+
+def _has(object_: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(object_, name) for name in names)
+
+
+def _kind(name: str, object_: Any) -> str:
+    """Kind of an environment: a key of `host.KINDS`, or longhaul, gymnax, jaxmarl, brax."""
+    if _has(object_, PETTINGZOO):
+        return "parallel"
+    if _has(object_, OURS) and isinstance(object_.spec, Spec):
+        return "longhaul"
+    if _has(object_, GYMNAX):
+        return "gymnax"
+    if _has(object_, JAXMARL):
+        return "jaxmarl"
+    if _has(object_, BRAX):
+        return "brax"
+    if _has(object_, GYMNASIUM):
+        return "vector" if _has(object_, ("num_envs", "single_action_space")) else "single"
+    raise ValueError(
+        f"{name} is a {type(object_).__name__}, and no environment: it has neither {', '.join(OURS)} (Longhaul), "
+        f"{', '.join(GYMNAX[:2])} (gymnax), {', '.join(BRAX[2:])} (Brax) nor {', '.join(GYMNASIUM[:2])} (Gymnasium)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Completed:
+    """An environment with what ours may leave out: `active` without agents, and `metrics`."""
+
+    environment: Any
+
+    @property
+    def spec(self) -> Spec:
+        spec: Spec = self.environment.spec
+        return spec
+
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
+        begun: tuple[PyTree, PyTree] = self.environment.reset(key)
+        return begun
+
+    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
+        stepped: tuple[PyTree, TimeStep] = self.environment.step(key, state, action)
+        return stepped
+
+    def active(self, state: PyTree) -> jax.Array:
+        if _has(self.environment, ("active",)):
+            playing: jax.Array = self.environment.active(state)
+            return playing
+        return jnp.ones((self.spec.agents,) if self.spec.agents else (), bool)
+
+    def metrics(self, state: PyTree) -> dict[str, Measure]:
+        if _has(self.environment, ("metrics",)):
+            scores: dict[str, Measure] = self.environment.metrics(state)
+            return scores
+        return {}
+
+
+# ------------------------------------------------------------------------------------------------------- multi-agent
+
+
+class _Team(NamedTuple):
+    inner: PyTree
+    steps: jax.Array  # int32, of this episode
+    over: jax.Array  # bool [A]
+
+
+@dataclasses.dataclass(frozen=True)
+class _MultiAgent:
+    """An environment with JaxMARL's signature, whose agents all see and do what has one shape."""
+
+    spec: Spec
+    environment: Any
+
+    def _rows(self, by_agent: Any, dtype: Any = None) -> jax.Array:
+        return jnp.stack([jnp.asarray(by_agent[name], dtype) for name in self.environment.agents])
+
+    def reset(self, key: Key) -> tuple[_Team, PyTree]:
+        observation, inner = self.environment.reset(key)
+        return _Team(inner, jnp.int32(0), jnp.zeros(self.spec.agents or 0, bool)), self._rows(observation)
+
+    def step(self, key: Key, state: _Team, action: jax.Array) -> tuple[_Team, TimeStep]:
+        assert self.spec.max_steps is not None
+        actions = {name: action[i] for i, name in enumerate(self.environment.agents)}
+        observation, inner, reward, done, _ = self.environment.step_env(key, state.inner, actions)
+        steps = state.steps + 1
+        terminated = self._rows(done, bool)
+        truncated = (steps >= self.spec.max_steps) & ~terminated
+        after = _Team(inner, steps, state.over | terminated | truncated)
+        return after, transition(self._rows(observation), self._rows(reward, jnp.float32), terminated, truncated)
+
+    def active(self, state: _Team) -> jax.Array:
+        return ~state.over
+
+    def metrics(self, state: _Team) -> dict[str, Measure]:
+        return {}
+
+
+def multi_agent(environment: Any) -> Environment:
+    """JaxMARL's environment as ours. ValueError where its agents differ in what they see or do."""
+    names = list(environment.agents)
+    actions = [environment.action_space(name) for name in names]
+    spaces = [_action(space) for space in actions]
+    seen = jax.eval_shape(environment.reset, jax.random.key(0))[0]
+    shapes = [(seen[name].shape, seen[name].dtype) for name in names]
+    for i, name in enumerate(names):
+        if (spaces[i], shapes[i]) != (spaces[0], shapes[0]):
+            raise ValueError(
+                f"agent {name} sees {shapes[i]} and does {spaces[i]}, and {names[0]} sees {shapes[0]} and does "
+                f"{spaces[0]}; agents must be alike: pad them (JaxMARL's CTRolloutManager does)"
+            )
+    limit = int(getattr(environment, "max_steps", suites.LIMIT))
+    observation = jax.ShapeDtypeStruct(*shapes[0])
+    spec = Spec(observation, spaces[0], agents=len(names), truncation_interval=limit, max_steps=limit)
+    return _MultiAgent(spec, environment)
+
+
+def _action(space: Any) -> Action:
+    if hasattr(space, "n"):
+        return Discrete(int(space.n))
+    if hasattr(space, "num_categories"):
+        return MultiDiscrete(tuple(int(n) for n in np.ravel(space.num_categories)))
+    return suites.box(space.low, space.high, tuple(space.shape))
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def check(name: str, environment: Environment) -> None:
+    """Raises ValueError, naming the part, where an environment does not do what its spec says. Traces, never runs."""
+    spec = environment.spec
+    agents = () if spec.agents is None else (spec.agents,)
+    shape, dtype = action_shape(spec.action)
+    action = jax.ShapeDtypeStruct((*agents, *shape), dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state, first = _traced(f"{name}: reset", environment.reset, key)
+    _alike(f"{name}: the observation of reset", first, spec.observation, agents)
+    following, led_to = _traced(f"{name}: step", environment.step, key, state, action)
+    if not isinstance(led_to, TimeStep):
+        raise ValueError(f"{name}: step returns {type(led_to).__name__} second; it must be a longhaul TimeStep")
+    _alike(f"{name}: the observation of step", led_to.observation, spec.observation, agents)
+    for part, kind in (("reward", jnp.floating), ("terminated", jnp.bool_), ("truncated", jnp.bool_)):
+        value = getattr(led_to, part)
+        if value.shape != agents or not jnp.issubdtype(value.dtype, kind):
+            wanted = "float32" if kind is jnp.floating else "bool"
+            raise ValueError(f"{name}: {part} is {_form(value)}; it must be {wanted}{list(agents)}")
+    _same(f"{name}: the state after step", following, state)
+
+
+def _traced(what: str, function: Any, *given: Any) -> Any:
+    try:
+        result = jax.eval_shape(function, *given)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{what} can't be traced by JAX: {line}") from error
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"{what} returns {type(result).__name__}; it must be a pair")
+    return result
+
+
+def _form(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}"
+
+
+def _alike(what: str, given: PyTree, wanted: PyTree, agents: tuple[int, ...]) -> None:
+    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*agents, *leaf.shape), leaf.dtype), wanted)
+    _same(what, given, whole, "the spec says")
+
+
+def _same(what: str, given: PyTree, wanted: PyTree, says: str = "reset's is") -> None:
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        raise ValueError(f"{what} is {jax.tree.structure(given)}; {says} {jax.tree.structure(wanted)}")
+    for (path, one), other in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise ValueError(f"{what}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(other)}")

@@ -1,0 +1,342 @@
+"""Training, loading and evaluation from Python: what `import longhaul` offers.
+
+    result = longhaul.train("ppo", env="my_env:Corridor", total_steps=200_000)
+    policy = longhaul.load(result.folder)
+    action = policy(observation)
+
+A run is the same as one of `longhaul train`: the same folder, the same numbers, to be resumed by either.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from longhaul.algorithms import registry
+from longhaul.algorithms.context import Context
+from longhaul.config import recipes
+from longhaul.config.resolve import changed, named, resolve
+from longhaul.config.run import Driving, Named, Run
+from longhaul.envs import registry as environments
+from longhaul.envs import suites
+from longhaul.envs.host import registry as host
+from longhaul.envs.host.vector import HostVector
+from longhaul.reasoning.config import Reasoning
+from longhaul.runtime import partition
+from longhaul.runtime.devices import MeshShape
+from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh import identity
+from longhaul.runtime.provenance import provenance
+from longhaul.telemetry import charts, sinks
+from longhaul.telemetry import html as pages
+from longhaul.training import evaluate as evaluation
+from longhaul.training import evaluate_driving, loop
+from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training.data import feed, spec
+from longhaul.training.evaluate import Estimate, Scores
+from longhaul.training.loop import Callback, Outcome
+from longhaul.training.run_dir import RUNS, find_folder, load_run, new_folder, save_run
+from longhaul.types import Environment, Key, Params, PyTree
+
+BEFORE = {"run.json", "run.json.partial", "wandb.json", "publish.json"}
+"""Files of a run that has not begun."""
+
+
+def begin(
+    run: Run,
+    runs_dir: Path,
+    *,
+    name: str | None = None,
+    suffix: str | None = None,
+    asked: Mapping[str, Any],
+    prepare: Callable[[Path], None] = lambda folder: None,
+    callback: Callback | None = None,
+) -> tuple[Path, Outcome]:
+    """(folder, outcome) of a new run, trained to its end. Whoever has read the folder's name can resume the run.
+
+    `asked` are the settings that its user gave; `prepare` is called with the folder before anything else is there. A
+    run that is refused before it began (by a damaged log, say) leaves no folder.
+    """
+    task = run.environment
+    if isinstance(task, Named):
+        if suites.is_suite(task.env):  # importing a suite may start JAX, as Brax does
+            loop.prepare_devices(run.all_devices, run.threads)
+        named(task)  # what is unknown or missing is said before anything is made
+    loop.prepare_devices(run.all_devices, run.threads)
+    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
+        algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
+        partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
+    source = feed(run) if isinstance(task, Driving) and task.data else None
+    about = provenance() | {"data": source.about if source else None, "asked": asked}
+    folder = new_folder(runs_dir, run, name, suffix)
+    try:
+        prepare(folder)
+        save_run(folder, run, about)
+        print(folder, flush=True)
+        return folder, loop.train(run, folder, resumed=False, source=source, callback=callback)
+    except (ValueError, OSError):
+        if {path.name for path in folder.iterdir()} <= BEFORE:
+            shutil.rmtree(folder)
+        raise
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+class Curve:
+    """Curve of a metric, which a notebook shows as a picture."""
+
+    def __init__(self, title: str, metrics: Mapping[str, np.ndarray]) -> None:
+        x = metrics["agent_steps"]
+        self._title = title
+        self._figure = charts.figure(title, [charts.Series(title, x, metrics[title])], "agent steps")
+
+    def _repr_html_(self) -> str:
+        return f"<style>{pages.asset('curves.css')}</style>{self._figure}"
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a page that any browser shows."""
+        file = Path(path)
+        file.write_text(pages.page(self._title, self._figure, styles=[pages.asset("curves.css")]), "utf-8")
+        return file
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a training run, finished or stopped."""
+
+    folder: Path
+    run: Run
+    stopped: bool  # by a signal, Ctrl-C or the callback, after saving; `resume` goes on
+    evaluation: dict[str, dict[str, float]]  # policy -> metric -> mean; empty where the run was stopped
+    summary: dict[str, Any]  # the run's result.json: steps, seconds, params_sha256; empty where it was stopped
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Metrics by name, float64 [records] each; NaN in a record that lacks one."""
+        return read_metrics(self.folder)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The trained policy, from the newest checkpoint."""
+        return load(self.folder)
+
+    def plot(self, metric: str = "episode/return") -> Curve:
+        """Curve of a metric over agent steps."""
+        if metric not in self.metrics:
+            raise KeyError(f"{self.folder.name} has no metric {metric!r}; it has {', '.join(self.metrics)}")
+        return Curve(metric, self.metrics)
+
+    def __repr__(self) -> str:
+        scores = {name: round(value, 4) for name, value in self.evaluation.get("trained", {}).items()}
+        return f"Result({str(self.folder)!r}, {'stopped' if self.stopped else scores})"
+
+
+def read_metrics(folder: str | Path) -> dict[str, np.ndarray]:
+    """Metrics of a run's folder by name, float64 [records] each; NaN in a record that lacks one. Texts are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    records = sinks.read(path) if path.exists() else []
+    names = {name: None for record in records for name, value in record.items() if not isinstance(value, str)}
+    return {
+        name: np.array([np.nan if record.get(name) is None else record[name] for record in records], np.float64)
+        for name in names
+    }
+
+
+def train(
+    recipe: str | Run = "ppo",
+    *,
+    env: str | Callable[..., Any] | None = None,
+    seed: int = 0,
+    runs_dir: str | Path = RUNS,
+    run_name: str | None = None,
+    callback: Callback | None = None,
+    **settings: Any,
+) -> Result:
+    """Result of a new training run: of a recipe's name (`longhaul recipes` lists them), or of a Run.
+
+    `env` is an environment's name, or the class or function that makes the user's own. `settings` are the flags of
+    `longhaul train RECIPE` with underscores: `num_envs=64, lr=3e-4`. `callback(metrics)` is called with each record
+    between compiled calls, and changes no number; where it returns true, the run saves and stops, as it does on Ctrl-C.
+
+    Raises RunError, one line with value, bound and remedy, before anything is compiled.
+    """
+    chosen = recipes.recipe(recipe) if isinstance(recipe, str) else recipe
+    given = dict(settings) | ({"seed": seed} if seed or isinstance(recipe, str) else {})
+    if env is not None:
+        if not isinstance(chosen.environment, Named):
+            raise RunError(f"env is {env!r}, and recipe {chosen.recipe} has none to choose; take the recipe ppo, say")
+        given["env"] = env if isinstance(env, str) else _importable(env)
+    if isinstance(given.get("mesh"), int):
+        given["mesh"] = MeshShape(given["mesh"])
+    run = resolve(changed(chosen, given))
+    asked = {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
+    folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, callback=callback)
+    return _result(folder, run, outcome)
+
+
+def resume(run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None) -> Result:
+    """Result of a run that goes on from its newest intact checkpoint, bit by bit as if it had never stopped."""
+    folder = _folder(run, runs_dir)
+    stored = load_run(folder)
+    outcome = loop.train(stored, folder, resumed=True, callback=callback)
+    return _result(folder, stored, outcome)
+
+
+def _importable(env: Callable[..., Any]) -> str:
+    """Name "module:path" of a class or function, by which a run that goes on finds it again."""
+    name = getattr(env, "__qualname__", None)
+    if not callable(env) or name is None or "<" in name:
+        raise RunError(
+            f"env is {env!r}; give the class, or a function with a name, that makes the environment: a run that is "
+            "resumed makes it again"
+        )
+    return f"{env.__module__}:{name}"
+
+
+def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
+    if isinstance(run, Result):
+        return run.folder
+    return find_folder(Path(runs_dir), str(run))
+
+
+def _result(folder: Path, run: Run, outcome: Outcome) -> Result:
+    summary = outcome.result or {}
+    return Result(folder, run, outcome.code != 0, summary.get("evaluation", {}), summary)
+
+
+# -------------------------------------------------------------------------------------------------------------- policy
+
+
+class Policy:
+    """Trained policy that acts on observations, one or a batch of them.
+
+    `policy(observation)` is its mode; with a `key` it samples. A policy with a memory (GRU, transformer) takes `memory`
+    and returns (action, memory); `policy.memory(batch)` is that of an episode's start.
+    """
+
+    def __init__(self, run: Run, params: Params) -> None:
+        self.run, self.params, self.spec = run, params, spec(run)
+        algorithm = registry.make(self.spec, run.algorithm, Context(updates=1, mean=identity))
+        self._memory = algorithm.memory
+        self.recurrent = bool(jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(1))))
+        self._act = jax.jit(lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2])
+
+    def memory(self, batch: int | None = None) -> PyTree:
+        """Memory at an episode's start, of one observation (None) or a batch."""
+        begun = self._memory(1 if batch is None else batch)
+        return jax.tree.map(lambda x: x[0], begun) if batch is None else begun
+
+    def __call__(self, observation: PyTree, key: Key | None = None, memory: PyTree | None = None) -> Any:
+        """Action of an observation with the spec's shape, or actions [B, ...] of B. Raises ValueError for others."""
+        single = self._is_single(observation)
+        seen = jax.tree.map(lambda x, leaf: np.asarray(x, leaf.dtype), observation, self.spec.observation)
+        if single:
+            seen = jax.tree.map(lambda x: x[None], seen)
+        if memory is None:
+            held = self._memory(len(jax.tree.leaves(seen)[0]))
+        else:
+            held = jax.tree.map(lambda x: x[None], memory) if single else memory
+        action, after = self._act(self.params, held, seen, key)
+        if single:
+            action, after = jax.tree.map(lambda x: x[0], (action, after))
+        return (action, after) if self.recurrent else action
+
+    def act_numpy(self, observation: PyTree, memory: PyTree | None = None) -> Any:
+        """As a call, with NumPy arrays as results: what `env.step` of Gymnasium takes."""
+        return jax.tree.map(np.asarray, self(observation, memory=memory))
+
+    def _is_single(self, observation: PyTree) -> bool:
+        """True for one observation, False for a batch."""
+        wanted = jax.tree.structure(self.spec.observation)
+        if jax.tree.structure(observation) != wanted:
+            raise ValueError(f"the observation is {jax.tree.structure(observation)}; the policy takes {wanted}")
+        shapes = [
+            (np.shape(x), leaf.shape)
+            for x, leaf in zip(jax.tree.leaves(observation), jax.tree.leaves(self.spec.observation), strict=True)
+        ]
+        if all(given == wanted for given, wanted in shapes):
+            return True
+        if all(given[1:] == wanted and given for given, wanted in shapes):
+            return False
+        given, shape = next((one, other) for one, other in shapes if one not in (other, (*one[:1], *other)))
+        raise ValueError(f"the observation is {list(given)}; the policy takes {list(shape)}, or a batch of such")
+
+
+def load(run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None) -> Policy:
+    """Policy of a run's newest intact checkpoint; `member` chooses one of a run with several seeds.
+
+    Raises RunError where there is no such run, or no checkpoint.
+    """
+    folder = _folder(run, runs_dir)
+    stored, params, _ = restore_policy(folder, member)
+    if isinstance(stored.environment, Reasoning):
+        raise RunError(f"run {folder.name} is a language model's; longhaul reason {folder.name} asks it")
+    return Policy(stored, params)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a policy on whole episodes."""
+
+    scores: Scores  # a row an episode
+    estimates: dict[str, Estimate]  # metric -> mean with its 95 % interval
+
+    @property
+    def mean(self) -> dict[str, float]:
+        return {name: estimate.mean for name, estimate in self.estimates.items()}
+
+    def __repr__(self) -> str:
+        rows = (f"{name} {e.mean:.4g} ({e.low:.4g} to {e.high:.4g})" for name, e in self.estimates.items())
+        return f"Evaluation({len(self.scores.names)} episodes: {', '.join(rows)})"
+
+
+def evaluate(
+    run: str | Path | Result | Policy,
+    *,
+    episodes: int | None = None,
+    data: tuple[str, ...] = (),
+    traffic: str | None = None,
+    runs_dir: str | Path = RUNS,
+    member: int | None = None,
+) -> Evaluation:
+    """Scores of a run's policy by its mode, as `longhaul evaluate RUN` prints them.
+
+    `data` and `traffic` are driving's: logs instead of the run's own held-out scenarios, and who drives the others.
+    """
+    if isinstance(run, Policy):
+        stored, params = run.run, run.params
+    else:
+        stored, params, _ = restore_policy(_folder(run, runs_dir), member)
+    if isinstance(stored.environment, Driving):
+        scores, _ = evaluate_driving.drives(stored, data, episodes, traffic).play(params, "policy")
+    elif data or traffic:
+        raise RunError("data and traffic are driving's; leave them out")
+    else:
+        scores, _ = evaluation.scorer(stored, episodes or stored.evaluation_episodes or 100)(params)
+    return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
+
+
+def make(
+    env: str | Callable[..., Any], *, num_envs: int = 1, seed: int = 0, **options: Any
+) -> Environment | HostVector:
+    """Environment by its name (`longhaul envs` lists them), class or function.
+
+    One that computes on the device is a `types.Environment`; one on the host is a vector of `num_envs` worlds.
+    """
+    from longhaul.envs import external
+
+    name = external.canonical(env if isinstance(env, str) else _importable(env))
+    if host.is_hosted(name):
+        return host.make(host.describe(name, **options), num_envs, seed)
+    return environments.make(name, **options)
