@@ -23,7 +23,10 @@ ORDER = (
     *(ROOT, "runtime", "networks", "telemetry", "reasoning", "algorithms", "driving", "envs", "topologies"),
     *("weight_sync", "config", "training", "diagnostics", "bench", "cli"),
 )
-"""A package imports from itself and from those before it. `__main__`, the entry point, is exempt."""
+"""A package imports from itself and from those before it. The files of DOORS are exempt."""
+
+DOORS = ("__init__", "__main__")
+"""Files that open the package to Python and to the shell: they import from its end, `__init__` only when it is used."""
 
 MOST_ROOT_FILES = 12
 
@@ -141,7 +144,7 @@ def violations(name: str, source: str) -> list[str]:
                 found.append(f"{where}, which is not there")
                 continue
             there = rest[0] if rest and rest[0] in ORDER else ROOT
-            if ORDER.index(there) > rank and name != "__main__":
+            if ORDER.index(there) > rank and name not in DOORS:
                 found.append(f"{where}: {there} comes after {package_of(name)}")
             for folder, banned in FORBIDDEN.items():
                 if within(name, [folder]) and within(target, banned):

@@ -72,10 +72,10 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         folder = there[0]
         grid = grids.load_grid(folder)
     else:
-        names = {flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)
-        base: Run = replaced(
-            default.base, run_flags.fields({flag: parsed.values[flag] for flag in names & parsed.given})
-        )
+        from longhaul.config.resolve import replaced
+
+        names = ({flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)) & parsed.given
+        base = replaced(default.base, run_flags.fields({name: parsed.values[name] for name in names}))
         given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
         grid = dataclasses.replace(default, base=base, **given)
         grids.check(grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
 from longhaul.config.population import Member, check
-from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run
+from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
 from longhaul.driving.sim import config as sim
 from longhaul.envs import external, suites
 from longhaul.envs import registry as environments
@@ -25,7 +26,7 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
 from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu, prepare_devices, started
-from longhaul.runtime.errors import FieldError, RunError
+from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import config as lanes
@@ -72,7 +73,7 @@ def _resolved(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
         )
-    run = _imported(run, devices)
+    run = _imported(run, devices, fused=run.topology == "fused")
     acting = _acting(run, devices)
     if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
         raise RunError(odd)
@@ -125,8 +126,8 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     usual = settings.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
     run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
-    if "topology" not in given and run.topology == "fused" and not run.many:
-        task = _imported(run, run.devices or _default_devices(run, 1)).environment
+    if "topology" not in given and run.topology == "fused" and not run.many and not process_group.together():
+        task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
         if isinstance(task, Named) and is_hosted(task.env):
             run = dataclasses.replace(run, topology="actors")
     check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
@@ -134,8 +135,11 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
 
 
 def replaced(run: Run, given: Mapping[str, Any]) -> Run:
-    """`run` with other values of settings, by the names of their flags with underscores."""
-    known = settings.values(run)
+    """`run` with other values of settings, by the names of their flags with underscores.
+
+    RunError where there is no such setting, or where it takes no value of that type.
+    """
+    known = {leaf.name: leaf for leaf in settings.walk(run)}
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -144,6 +148,11 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
         if name == "mesh":
             run = dataclasses.replace(run, devices=value.data, model=value.model)
         else:
+            hint = typing.get_type_hints(known[name].owner)[known[name].path[-1]]
+            try:
+                value = from_dict(hint, list(value) if isinstance(value, tuple) else value)
+            except TypeError as error:
+                raise RunError(f"--{name.replace('_', '-')} is {value!r}, and must be of type {hint}") from error
             run = settings.replaced(run, **{name: value})
     return run
 
@@ -163,7 +172,7 @@ def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
             raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
 
 
-def _imported(run: Run, devices: int) -> Run:
+def _imported(run: Run, devices: int, *, fused: bool) -> Run:
     """`run` with the name by which an environment of the user's own is made; its module is imported for that.
 
     JAX is told of its devices before: what a module computes on loading may start it. RunError, one line, where there
@@ -175,9 +184,9 @@ def _imported(run: Run, devices: int) -> Run:
     everything, threads = devices * run.model, os.environ.get("NPROC")
     prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)
     try:
-        return dataclasses.replace(run, environment=Named(external.canonical(task.env)))
+        return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))
     except ValueError as error:
-        raise RunError(f"--env {task.env}: {error}") from error
+        raise ModuleError(f"--env {task.env}: {error}") from error
     finally:
         if started() is None:  # nothing is decided yet
             os.environ.pop("NPROC", None)

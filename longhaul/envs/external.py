@@ -16,6 +16,7 @@ import functools
 import hashlib
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs import suites
+from longhaul.envs import callback, suites
 from longhaul.envs.host import registry as host
 from longhaul.envs.host.vector import load
 from longhaul.spaces import Action, Discrete, Measure, MultiDiscrete, action_shape
@@ -44,12 +45,16 @@ def is_external(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in module.split("."))
 
 
-def canonical(name: str) -> str:
-    """Name by which an environment is made everywhere: that of its kind on the host if it is stepped there."""
+def canonical(name: str, fused: bool = False) -> str:
+    """Name by which an environment is made everywhere: that of its kind on the host if it is stepped there.
+
+    `fused`: in a compiled program one of Gymnasium's is called back instead.
+    """
     if not is_external(name):
         return name
-    made = _object(name)
-    kind = _kind(name, made)
+    kind = _kind(name, _object(name))
+    if kind == "single" and fused:
+        return callback.PREFIX + name
     return f"{kind}/{name}" if kind in host.KINDS else name
 
 
@@ -65,7 +70,8 @@ def make(name: str, **given: Any) -> Environment:
     if kind in host.KINDS:
         raise ValueError(f"{name} is stepped on the host; choose --topology actors")
     if kind == "longhaul":
-        environment: Environment = built if _has(built, ("active", "metrics")) else _Completed(built)
+        check(name, built)  # as it is written
+        environment: Environment = _Completed(built)
     elif kind == "gymnax":
         environment = suites.adapted(suites.gymnax_world(built, built.default_params))
     elif kind == "jaxmarl":
@@ -77,7 +83,7 @@ def make(name: str, **given: Any) -> Environment:
 
 
 class Source(NamedTuple):
-    """Where an environment of the user's comes from, as a run keeps it."""
+    """Module of an environment of the user's, as a run's run.json keeps it."""
 
     module: str
     version: str | None  # of the module, where it has one
@@ -86,13 +92,21 @@ class Source(NamedTuple):
 
 def source(name: str) -> Source | None:
     """Origin of an environment of the user's, whose module can be imported; None for any other."""
-    name = name.partition("/")[2] if host.is_hosted(name) else name
+    name = name.partition("/")[2] if host.is_hosted(name) or callback.is_called(name) else name
     if not is_external(name):
         return None
     module = sys.modules[load(name.partition("?")[0]).__module__]
     path = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
     return Source(module.__name__, getattr(module, "__version__", None), digest)
+
+
+def change(before: Mapping[str, Any] | None, now: Source | None) -> str | None:
+    """One line where a run's module is not the one that it began with."""
+    if now is None or not before or before["sha256"] in (None, now.sha256):
+        return None
+    versions = f" {before['version']} -> {now.version}" if before["version"] != now.version else ""
+    return f"{now.module}{versions} has changed since this run began; what follows may not repeat it"
 
 
 def _object(name: str, **given: Any) -> Any:
@@ -106,7 +120,14 @@ def _object(name: str, **given: Any) -> Any:
     except TypeError as error:
         if "argument" in str(error):
             raise ValueError(f"{name}: {error}; options are written behind the name: {path}?option=value") from error
-        raise
+        raise ValueError(f"{name} can't be made: {_line(error)}") from error
+    except Exception as error:
+        raise ValueError(f"{name} can't be made: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """Kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _has(object_: Any, names: tuple[str, ...]) -> bool:
@@ -133,9 +154,14 @@ def _kind(name: str, object_: Any) -> str:
     )
 
 
+class _Own(NamedTuple):
+    inner: PyTree
+    over: jax.Array  # bool, [A] with agents
+
+
 @dataclasses.dataclass(frozen=True)
 class _Completed:
-    """An environment with what ours may leave out: `active` without agents, and `metrics`."""
+    """An environment with what ours may leave out (`active` without agents, `metrics`), and numbers of fixed types."""
 
     environment: Any
 
@@ -144,25 +170,36 @@ class _Completed:
         spec: Spec = self.environment.spec
         return spec
 
-    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
-        begun: tuple[PyTree, PyTree] = self.environment.reset(key)
-        return begun
+    @functools.cached_property
+    def form(self) -> PyTree:
+        """Form of the state at an episode's start, which later ones are brought into."""
+        return jax.eval_shape(self.environment.reset, jax.random.key(0))[0]
 
-    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
-        stepped: tuple[PyTree, TimeStep] = self.environment.step(key, state, action)
-        return stepped
+    def reset(self, key: Key) -> tuple[_Own, PyTree]:
+        inner, observation = self.environment.reset(key)
+        return _Own(suites.formed(inner, self.form), jnp.zeros(self._agents, bool)), observation
 
-    def active(self, state: PyTree) -> jax.Array:
-        if _has(self.environment, ("active",)):
-            playing: jax.Array = self.environment.active(state)
-            return playing
-        return jnp.ones((self.spec.agents,) if self.spec.agents else (), bool)
+    def step(self, key: Key, state: _Own, action: jax.Array) -> tuple[_Own, TimeStep]:
+        inner, led_to = self.environment.step(key, state.inner, action)
+        reward = jnp.asarray(led_to.reward, jnp.float32)
+        after = _Own(suites.formed(inner, self.form), state.over | led_to.terminated | led_to.truncated)
+        return after, transition(led_to.observation, reward, led_to.terminated, led_to.truncated)
 
-    def metrics(self, state: PyTree) -> dict[str, Measure]:
-        if _has(self.environment, ("metrics",)):
-            scores: dict[str, Measure] = self.environment.metrics(state)
-            return scores
-        return {}
+    def active(self, state: _Own) -> jax.Array:
+        if not _has(self.environment, ("active",)):
+            return ~state.over
+        playing: jax.Array = self.environment.active(state.inner)
+        return playing
+
+    def metrics(self, state: _Own) -> dict[str, Measure]:
+        scores: dict[str, Measure] = (
+            self.environment.metrics(state.inner) if _has(self.environment, ("metrics",)) else {}
+        )
+        return scores
+
+    @property
+    def _agents(self) -> tuple[int, ...]:
+        return () if self.spec.agents is None else (self.spec.agents,)
 
 
 # ------------------------------------------------------------------------------------------------------- multi-agent
@@ -239,6 +276,11 @@ def check(name: str, environment: Environment) -> None:
     """Raises ValueError, naming the part, where an environment does not do what its spec says. Traces, never runs."""
     spec = environment.spec
     agents = () if spec.agents is None else (spec.agents,)
+    if spec.max_steps is None:
+        raise ValueError(
+            f"{name}: spec.max_steps is None, and episodes must end to be evaluated; say how long the longest is, or "
+            "wrap it: longhaul.environment.time_limit(env, 1000)"
+        )
     shape, dtype = action_shape(spec.action)
     action = jax.ShapeDtypeStruct((*agents, *shape), dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -248,10 +290,10 @@ def check(name: str, environment: Environment) -> None:
     if not isinstance(led_to, TimeStep):
         raise ValueError(f"{name}: step returns {type(led_to).__name__} second; it must be a longhaul TimeStep")
     _alike(f"{name}: the observation of step", led_to.observation, spec.observation, agents)
-    for part, kind in (("reward", jnp.floating), ("terminated", jnp.bool_), ("truncated", jnp.bool_)):
+    for part, wanted, kind in (("reward", "float32", jnp.number), ("terminated", "bool", jnp.bool_),
+                               ("truncated", "bool", jnp.bool_)):  # fmt: skip
         value = getattr(led_to, part)
         if value.shape != agents or not jnp.issubdtype(value.dtype, kind):
-            wanted = "float32" if kind is jnp.floating else "bool"
             raise ValueError(f"{name}: {part} is {_form(value)}; it must be {wanted}{list(agents)}")
     _same(f"{name}: the state after step", following, state)
 
@@ -260,8 +302,7 @@ def _traced(what: str, function: Any, *given: Any) -> Any:
     try:
         result = jax.eval_shape(function, *given)
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{what} can't be traced by JAX: {line}") from error
+        raise ValueError(f"{what} can't be traced by JAX: {_line(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{what} returns {type(result).__name__}; it must be a pair")
     return result
@@ -277,8 +318,9 @@ def _alike(what: str, given: PyTree, wanted: PyTree, agents: tuple[int, ...]) ->
 
 
 def _same(what: str, given: PyTree, wanted: PyTree, says: str = "reset's is") -> None:
-    if jax.tree.structure(given) != jax.tree.structure(wanted):
-        raise ValueError(f"{what} is {jax.tree.structure(given)}; {says} {jax.tree.structure(wanted)}")
-    for (path, one), other in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise ValueError(f"{what}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(other)}")
+    structure, other = jax.tree.structure(given), jax.tree.structure(wanted)
+    if bool(structure != other):  # type: ignore[operator]  # JAX says nothing of their types
+        raise ValueError(f"{what} is {structure}; {says} {other}")
+    for (path, one), like in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
+        if (one.shape, one.dtype) != (like.shape, like.dtype):
+            raise ValueError(f"{what}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(like)}")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.envs import classic_control, external, hackmatrix, probes, suites
+from longhaul.envs import callback, classic_control, external, hackmatrix, probes, suites
 from longhaul.envs.hackmatrix.swift_rules.environment import canonical
 from longhaul.envs.host import registry as host
 from longhaul.spaces import Measure
@@ -58,6 +58,8 @@ def make(name: str, **options: Any) -> Environment:
     """
     if suites.is_suite(name):
         return suites.make(name, **options)
+    if callback.is_called(name):
+        return callback.make(name, **options)
     if external.is_external(name):
         return external.make(name, **options)
     known = [known_name for known_name, _ in names()]

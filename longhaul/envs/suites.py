@@ -72,7 +72,7 @@ class Adapted:
 
     def reset(self, key: Key) -> tuple[State, PyTree]:
         inner, observation = self.world.begin(key)
-        return State(_formed(inner, self.form), jnp.int32(0), jnp.bool_(False)), _clean(observation)
+        return State(formed(inner, self.form), jnp.int32(0), jnp.bool_(False)), _clean(observation)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
         led_to = self.world.step(key, state.inner, action)
@@ -80,7 +80,7 @@ class Adapted:
         terminated = jnp.asarray(led_to.terminated, bool).reshape(())
         truncated = (jnp.asarray(led_to.truncated, bool).reshape(()) | (steps >= self.limit)) & ~terminated
         reward = jnp.asarray(led_to.reward, jnp.float32).reshape(())
-        after = State(_formed(led_to.state, self.form), steps, terminated | truncated)
+        after = State(formed(led_to.state, self.form), steps, terminated | truncated)
         return after, transition(_clean(led_to.observation), reward, terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
@@ -95,7 +95,7 @@ def _clean(observation: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), observation)
 
 
-def _formed(state: PyTree, form: PyTree) -> PyTree:
+def formed(state: PyTree, form: PyTree) -> PyTree:
     """`state` with the types of `form`: some suites begin with whole numbers and go on with others, or with weak types,
     and no scan takes that. Keys have one type alone, and no cast."""
 

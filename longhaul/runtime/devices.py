@@ -68,7 +68,7 @@ def started() -> int | None:
     """Number of this process's devices if JAX has started, and shows no others any more; else None."""
     import jax
 
-    before = jax.config.jax_num_cpu_devices
+    before: int = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", max(before, 0) + 1)  # a value that changes nothing would be taken
     except RuntimeError:

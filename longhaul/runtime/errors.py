@@ -9,6 +9,10 @@ class RunError(ValueError):
     """A run that cannot be created, found or resumed; the message is one line."""
 
 
+class ModuleError(RunError):
+    """A module of the user's own that can't be imported, or does not hold what its name promises."""
+
+
 class FieldError(ValueError):
     """A setting out of bounds: the field, its value, what to do about it."""
 

@@ -255,19 +255,19 @@ class Policy:
 
     def _is_single(self, observation: PyTree) -> bool:
         """True for one observation, False for a batch."""
-        wanted = jax.tree.structure(self.spec.observation)
-        if jax.tree.structure(observation) != wanted:
-            raise ValueError(f"the observation is {jax.tree.structure(observation)}; the policy takes {wanted}")
+        wanted, given = jax.tree.structure(self.spec.observation), jax.tree.structure(observation)
+        if bool(given != wanted):  # type: ignore[operator]  # JAX says nothing of their types
+            raise ValueError(f"the observation is {given}; the policy takes {wanted}")
         shapes = [
             (np.shape(x), leaf.shape)
             for x, leaf in zip(jax.tree.leaves(observation), jax.tree.leaves(self.spec.observation), strict=True)
         ]
-        if all(given == wanted for given, wanted in shapes):
+        if all(one == shape for one, shape in shapes):
             return True
-        if all(given[1:] == wanted and given for given, wanted in shapes):
+        if all(one[1:] == shape and one for one, shape in shapes):
             return False
-        given, shape = next((one, other) for one, other in shapes if one not in (other, (*one[:1], *other)))
-        raise ValueError(f"the observation is {list(given)}; the policy takes {list(shape)}, or a batch of such")
+        one, shape = next(pair for pair in shapes if pair[0] not in (pair[1], (*pair[0][:1], *pair[1])))
+        raise ValueError(f"the observation is {list(one)}; the policy takes {list(shape)}, or a batch of such")
 
 
 def load(run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None) -> Policy:

@@ -15,6 +15,7 @@ from longhaul.algorithms.context import Context
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.driving.sim import config
+from longhaul.envs.callback import Called
 from longhaul.envs.registry import SpecStub
 from longhaul.reasoning import evaluate as quality
 from longhaul.reasoning import problem_sets, sampler
@@ -62,8 +63,8 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
     The seed is the run's by default. Compiles once. The environment may be one on the host.
     """
     algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
-    if isinstance(environment, SpecStub):
-        name = environment.name
+    if isinstance(environment, SpecStub | Called):
+        name = environment.name if isinstance(environment, SpecStub) else f"single/{environment.name}"
 
         def play_on_host(policy: Params, seed: int = run.seed) -> Scores:
             return Scores(host_rollout.play(name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)

@@ -26,8 +26,9 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
 from longhaul.config import population
-from longhaul.config.run import Driving, Origin, Run
+from longhaul.config.run import Driving, Named, Origin, Run
 from longhaul.driving.render.recording import Recording
+from longhaul.envs import external
 from longhaul.networks import actor_critic
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import files, heartbeat, partition, process_group
@@ -151,13 +152,20 @@ def _train(
         with stop.at_once():
             source = source or feed(run, now.origin)
             if resumed:
-                feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
+                stored = json.loads((folder / "run.json").read_text())
+                feeds.check(run, source, stored, folder.name)
+                if isinstance(run.environment, Named) and (
+                    line := external.change(stored.get("module"), external.source(run.environment.env))
+                ):
+                    _say(f"warning: {line}")
             feeding, assembly, sooner = opened(run, source, now.origin, closed)
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         policy = jax.eval_shape(lambda: assembly.algorithm.policy(assembly.algorithm.init(jax.random.key(0))))
         parameters = actor_critic.count((policy.state if assembly.members else policy).params)
+        module = external.source(run.environment.env) if isinstance(run.environment, Named) else None
         about = {"data": source.about, "parameters": parameters, "decisions": decided}
+        about |= {"module": module._asdict()} if module else {}
         if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
         for line in decided:

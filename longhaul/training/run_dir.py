@@ -21,7 +21,7 @@ from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.runtime import files, process_group, settings
-from longhaul.runtime.errors import FieldError, RunError
+from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.telemetry import wandb
 
 RUNS = Path("runs")
@@ -154,6 +154,8 @@ def load_run(folder: Path) -> Run:
     try:
         if resolve(run) != run:
             raise TypeError(UNDECIDED)
+    except ModuleError as error:
+        raise ModuleError(f"run {folder.name}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise _foreign(folder, error) from error
     return run

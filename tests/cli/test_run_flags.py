@@ -45,7 +45,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Pa
     """The runs that `longhaul train` would train in an empty folder, without W&B's say."""
     runs: list[tuple[Run, Path]] = []
 
-    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None, asked: Any = None) -> loop.Outcome:
+    def train(run: Run, folder: Path, **_: Any) -> loop.Outcome:
         runs.append((run, folder))
         return loop.Outcome(loop.STOPPED, None)
 

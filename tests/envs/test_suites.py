@@ -202,12 +202,11 @@ def test_masks_are_those_of_the_suite() -> None:
 
 EAGER = """
 import jax
-from longhaul.cli import train as commands
-from longhaul.cli.flags import Parsed
+from pathlib import Path
 from longhaul.config import resolve as runs
 from longhaul.envs import suites
 from longhaul.envs.suites import Step, World
-from longhaul.training import loop
+from longhaul.training import api, loop
 from longhaul.types import Discrete
 
 def make(name):
@@ -219,7 +218,7 @@ def make(name):
 suites.SUITES["eager"] = suites.Suite("json", "eager", make, ("one",), "eager/one", "")
 run = runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2)
 loop.train = lambda *_, **__: None
-commands._begin(runs.resolve(run), Parsed({"runs-dir": "r", "run-name": None, "run-suffix": None}, set()), None, None)
+api.begin(runs.resolve(run), Path("r"), asked={})
 assert len(jax.devices()) == 2
 """
 

@@ -228,9 +228,9 @@ class Loop:
     """
 
     def __init__(self, environments: Sequence[Any], form: Form, *, snapshots: bool = False) -> None:
-        self.spec, self._form, self._inner = form.spec, form, list(environments)
+        self.spec, self._form, self.environments = form.spec, form, list(environments)
         self._snapshots = Snapshots() if snapshots else None
-        self.worlds = self.columns = len(self._inner)
+        self.worlds = self.columns = len(self.environments)
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
         self._alone = isinstance(self.spec.observation, Leaf)
 
@@ -245,7 +245,7 @@ class Loop:
     def reset(self, seed: int, out: Slot | None = None) -> Tree:
         out = slot(self.spec, self.columns) if out is None else out
         self._interval = Interval(self.spec, self.columns)
-        for world, (inner, its_seed) in enumerate(zip(self._inner, seeds(seed, self.worlds), strict=True)):
+        for world, (inner, its_seed) in enumerate(zip(self.environments, seeds(seed, self.worlds), strict=True)):
             self._put(out, world, *inner.reset(seed=its_seed))
         return out.observation
 
@@ -253,12 +253,12 @@ class Loop:
         out = slot(self.spec, self.columns) if out is None else out
         ended, lasts = [], []
         for world, chosen in enumerate(self._form.act(check_action(self.spec, self.columns, action))):
-            observation, reward, terminated, truncated, infos = self._inner[world].step(chosen)
+            observation, reward, terminated, truncated, infos = self.environments[world].step(chosen)
             out.reward[world], out.terminated[world], out.truncated[world] = reward, terminated, truncated
             if terminated or truncated:
                 ended.append(world)
                 lasts.append(self._form.read(observation, infos))
-                observation, infos = self._inner[world].reset()
+                observation, infos = self.environments[world].reset()
             self._put(out, world, observation, infos)
         out.valid[:] = True
         self._interval.check(out.truncated)
@@ -266,17 +266,23 @@ class Loop:
             return HostStep(*out, self._none)
         return HostStep(*out, Finals(np.asarray(ended, np.int32), typed(self.spec, _stack(lasts)), {}))
 
+    def once(self, inner: Any, action: np.ndarray) -> tuple[Tree, float, bool, bool]:
+        """(observation, reward, terminated, truncated) of one environment's step, which resets nothing."""
+        observation, reward, terminated, truncated, infos = inner.step(self._form.act(action[None])[0])
+        read = self._form.read(observation, infos)
+        return typed(self.spec, read), reward, terminated, truncated
+
     def state(self) -> Tree | None:
-        return None if self._snapshots is None else self._snapshots.take(self._inner)
+        return None if self._snapshots is None else self._snapshots.take(self.environments)
 
     def restore(self, state: Tree) -> None:
         if self._snapshots is None:
             raise ValueError(NO_RESTORE)
         self._interval = Interval(self.spec, self.columns)
-        self._snapshots.restore(self._inner, state)
+        self._snapshots.restore(self.environments, state)
 
     def close(self) -> None:
-        for inner in self._inner:
+        for inner in self.environments:
             inner.close()
 
 

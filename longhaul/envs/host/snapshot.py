@@ -44,6 +44,19 @@ def take(environment: Any) -> dict[str, np.ndarray] | None:
         return None
 
 
+def unknown(environment: Any) -> str:
+    """Names of the attributes that no snapshot holds."""
+    names = []
+    for layer in _layers(environment):
+        for name, value in vars(layer).items():
+            try:
+                if not _constant(name, value):
+                    _packed(value)
+            except Unknown as error:
+                names.append(f"{name}: {error}")
+    return ", ".join(names)
+
+
 def restore(environment: Any, state: dict[str, np.ndarray]) -> None:
     """Puts back what `take` took of an environment that was made alike."""
     layers = _layers(environment)

@@ -1,0 +1,163 @@
+"""`import longhaul`: a run from Python is the command line's; a callback stops it and changes nothing; a loaded policy
+acts as the evaluation does; bad input is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import longhaul
+from longhaul.cli.main import main
+from longhaul.training import api
+from tests.helpers import own_environments as own
+
+HERE = "tests.helpers.own_environments"
+SMALL: dict[str, Any] = {
+    "num_envs": 4,
+    "num_steps": 8,
+    "total_steps": 8 * 32,
+    "evaluation_episodes": 6,
+    "block": 1,
+    "log_interval": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> longhaul.Result:
+    return longhaul.train("ppo", env=own.Corridor, runs_dir=folder, run_name="whole", **SMALL)
+
+
+def test_a_run_from_python_is_that_of_the_command_line(trained: longhaul.Result, folder: Path) -> None:
+    flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    name = f"{HERE}:Corridor"
+    assert main(["train", "ppo", "--env", name, "--runs-dir", str(folder), "--run-name", "shell", *flags]) == 0
+    shell = longhaul.resume(folder / "shell")  # which is done already
+    assert shell.summary["params_sha256"] == trained.summary["params_sha256"]
+    assert shell.run == trained.run and trained.run.environment == api.Named(name)
+
+
+def test_a_result_has_metrics_as_arrays_scores_and_a_curve(trained: longhaul.Result, tmp_path: Path) -> None:
+    assert trained.metrics["update"].tolist() == list(range(1, 9))
+    assert trained.metrics["agent_steps"].dtype == np.float64 and trained.metrics["agent_steps"][-1] == 256
+    assert set(trained.evaluation) == {"trained", "untrained"} and not trained.stopped
+    page = trained.plot("agent_steps").save(tmp_path / "curve.html").read_text()
+    assert "<svg" in page and "<svg" in trained.plot("agent_steps")._repr_html_()
+    with pytest.raises(KeyError, match="has no metric 'loss'; it has update, env_steps"):
+        trained.plot("loss")
+    assert repr(trained).startswith("Result(") and "return" in repr(trained)
+
+
+def test_a_callback_stops_the_run_which_goes_on_to_the_same_end(trained: longhaul.Result, folder: Path) -> None:
+    seen: list[int] = []
+
+    def third(metrics: Any) -> bool:
+        seen.append(metrics["update"])
+        return bool(metrics["update"] == 3)
+
+    cut = longhaul.train("ppo", env=own.Corridor, runs_dir=folder, run_name="cut", callback=third, **SMALL)
+    assert cut.stopped and cut.evaluation == {} and 3 <= len(seen) < 8
+    whole = longhaul.resume("cut", runs_dir=folder, callback=lambda metrics: seen.append(metrics["update"]))
+    assert not whole.stopped and seen == list(range(1, 9))
+    assert whole.summary["params_sha256"] == trained.summary["params_sha256"]
+    np.testing.assert_array_equal(whole.metrics["episode/return"], trained.metrics["episode/return"])
+
+
+def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -> None:
+    policy = longhaul.load(trained.folder)
+    scores = longhaul.evaluate(trained, episodes=50).scores
+    assert longhaul.evaluate(policy, episodes=50).mean == longhaul.evaluate(trained, episodes=50).mean
+    environment: Any = longhaul.make(own.Corridor)
+    keys = jax.random.split(jax.random.key(trained.run.seed + 10_000), 50)
+    state, seen = jax.vmap(environment.reset)(keys)
+    step, playing, total = jax.jit(jax.vmap(environment.step)), np.ones(50, bool), np.zeros(50, np.float32)
+    for _ in range(own.LIMIT):
+        state, led_to = step(keys, state, policy(seen))
+        total += np.where(playing, led_to.reward, np.float32(0.0))
+        playing &= ~np.asarray(led_to.terminated | led_to.truncated)
+        seen = led_to.observation
+    np.testing.assert_array_equal(total, scores.metrics["return"].value)
+
+
+def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Result) -> None:
+    policy = trained.policy
+    rows = np.eye(own.LENGTH)  # float64: numbers of another type are taken
+    modes = policy.act_numpy(rows)
+    assert modes.dtype == np.int32 and [int(policy(row)) for row in rows] == modes.tolist()
+    drawn = {int(policy(rows[0], key=jax.random.key(i))) for i in range(40)}
+    assert drawn == {0, 1} and not policy.recurrent and policy.memory() == ()
+    with pytest.raises(ValueError, match=r"the observation is \[4\]; the policy takes \[5\], or a batch of such"):
+        policy(np.zeros(4))
+    with pytest.raises(ValueError, match="the policy takes PyTreeDef"):
+        policy({"seen": rows})
+
+
+def test_a_memory_is_given_and_comes_back(folder: Path) -> None:
+    result = longhaul.train(
+        "ppo", env="probe/memory", runs_dir=folder, run_name="gru", memory=8, num_minibatches=1, **SMALL
+    )
+    policy = result.policy
+    seen = np.zeros((3, *policy.spec.observation.shape), policy.spec.observation.dtype)
+    action, memory = policy(seen)
+    assert policy.recurrent and action.shape[0] == 3
+    again, _ = policy(seen, memory=memory)
+    single, after = policy(seen[0], memory=policy.memory())
+    assert np.array_equal(single, action[0]) and again.shape == action.shape
+    jax.tree.map(lambda one, many: np.testing.assert_allclose(one, many[0], rtol=1e-5, atol=1e-6), after, memory)
+
+
+def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path) -> None:
+    result = longhaul.train("ppo", env=own.GymCorridor, runs_dir=folder, run_name="gym", actors=1, **SMALL)
+    assert result.run.topology == "actors" and result.run.environment == api.Named(f"single/{HERE}:GymCorridor")
+    environment, policy, steps = own.GymCorridor(), longhaul.load(result), 0
+    seen, _ = environment.reset(seed=1)
+    over = False
+    while not over:
+        seen, _, terminated, truncated, _ = environment.step(policy.act_numpy(seen))
+        over, steps = terminated or truncated, steps + 1
+    assert 1 <= steps <= own.LIMIT
+    vector: Any = longhaul.make(own.GymCorridor, num_envs=3)
+    assert vector.reset(0).shape == (3, own.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "says"),
+    [
+        ("cartpol", {}, "no recipe is named 'cartpol'; did you mean cartpole"),
+        ("ppo", {"num_env": 3}, "recipe ppo has no setting 'num_env'; did you mean num_envs"),
+        ("ppo", {"num_envs": 0}, "--num-envs is 0"),
+        ("ppo", {"num_envs": "many"}, "--num-envs is 'many', and must be of type <class 'int'>"),
+        ("driving", {"env": "cartpole"}, "env is 'cartpole', and recipe driving has none to choose"),
+        ("ppo", {"env": lambda: own.Corridor()}, "give the class, or a function with a name"),
+        ("ppo", {"env": own.Corridor()}, "give the class, or a function with a name"),
+        (
+            "ppo",
+            {"env": f"{HERE}:Wide"},
+            r":Wide: the observation of reset is float32\[6\]; the spec says float32\[5\]",
+        ),
+        ("ppo", {"env": f"{HERE}:ListCorridor", "topology": "fused"}, r"no snapshot holds \(visited: list\)"),
+        ("ppo", {"env": f"{HERE}:PairCorridor", "topology": "fused"}, "choose --topology actors"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_folder(
+    recipe: str, settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        longhaul.train(recipe, runs_dir=tmp_path, **settings)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_module_is_gone_says_so(trained: longhaul.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(own, "Corridor")
+    with pytest.raises(ValueError, match=r"run whole: --env .*:Corridor: .* has no Corridor; did you mean"):
+        longhaul.resume(trained)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        longhaul.trian  # noqa: B018
