@@ -13,7 +13,7 @@ from longhaul.cli.status import show_result
 from longhaul.config import recipes
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
-from longhaul.runtime.devices import MeshShape, on_cpu
+from longhaul.runtime.devices import MeshShape, announce, on_cpu, prepare_announced
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
 from longhaul.training.run_dir import find_folder, load_run
@@ -38,13 +38,10 @@ def train(words: Sequence[str]) -> int:
 
 def _follow() -> None:
     """Training of a process other than 0: the run that process 0 was asked for."""
-    import jax
-
     from longhaul.training import loop
 
+    prepare_announced()
     run = from_dict(Run, process_group.hear("run"))
-    loop.prepare_devices(run.all_devices, run.threads)
-    jax.devices()
     told = process_group.hear("folder")
     folder, deadline = Path(told["folder"]), time.monotonic() + SEEN
     while not (folder / "run.json").is_file():  # a network's file system takes its time
@@ -90,6 +87,7 @@ def _train(words: Sequence[str]) -> int:
         for name in ("project", "entity", "wandb-mode"):
             if name in parsed.given:
                 tables.progress(f"--{name} does nothing without --wandb")
+    announce(run.all_devices, run.threads)
     process_group.tell("run", to_dict(run))
     if folder is None:
 

@@ -25,7 +25,7 @@ from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
-from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu, prepare_devices, started
+from longhaul.runtime.devices import MeshShape, announce, cores, default_threads, on_cpu, prepare_devices, started
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
@@ -120,8 +120,8 @@ def _resolved(run: Run) -> Run:
 def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     """`recipe` with the given settings, by the names of their flags with underscores; `mesh` is a MeshShape.
 
-    Where no topology is given, actors step an environment that is on the host. Raises RunError where a setting is
-    unknown, or would change nothing.
+    Where no topology is given, actors step an environment that is on the host: in threads, where no other process finds
+    its class. Raises RunError where a setting is unknown, or would change nothing.
     """
     usual = settings.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
@@ -130,6 +130,8 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
         task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
         if isinstance(task, Named) and is_hosted(task.env):
             run = dataclasses.replace(run, topology="actors")
+            if "actor_kind" not in given and not external.importable(task.env):
+                run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
     check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
     return run
 
@@ -183,6 +185,7 @@ def _imported(run: Run, devices: int, *, fused: bool) -> Run:
         return run
     everything, threads = devices * run.model, os.environ.get("NPROC")
     prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)
+    announce(everything, run.threads)
     try:
         return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))
     except ValueError as error:

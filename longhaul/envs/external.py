@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
@@ -80,6 +81,18 @@ def make(name: str, **given: Any) -> Environment:
         environment = suites.adapted(suites.physics_world(built, lambda seen: seen, suites.LIMIT))
     check(name, environment)
     return environment
+
+
+def importable(name: str) -> bool:
+    """False for what a notebook or a script defines, where no other process finds it."""
+    path = name.partition("/")[2] if host.is_hosted(name) else name
+    if not is_external(path):
+        return True
+    module = path.partition(":")[0]
+    try:
+        return module != "__main__" and importlib.util.find_spec(module) is not None
+    except ValueError:  # a module that came from no file
+        return False
 
 
 class Source(NamedTuple):

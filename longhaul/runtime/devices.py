@@ -77,6 +77,33 @@ def started() -> int | None:
     return None
 
 
+_announced = False
+
+
+def announce(devices: int, threads: int | None) -> None:
+    """Sends the devices of process 0 to the other processes' `prepare_announced`: JAX starts in all of them at once.
+
+    The first call counts.
+    """
+    global _announced
+    from longhaul.runtime import process_group
+
+    if not _announced:
+        _announced = True
+        process_group.tell("devices", [devices, threads])
+
+
+def prepare_announced() -> None:
+    """Starts JAX with the devices that process 0 announces."""
+    import jax
+
+    from longhaul.runtime import process_group
+
+    devices, threads = process_group.hear("devices")
+    prepare_devices(devices, threads)
+    jax.devices()
+
+
 def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
     """Make the CPU show `devices` devices with `threads` in all. Call it before JAX starts; later it changes nothing.
 

@@ -236,6 +236,8 @@ class Policy:
 
     def __call__(self, observation: PyTree, key: Key | None = None, memory: PyTree | None = None) -> Any:
         """Action of an observation with the spec's shape, or actions [B, ...] of B. Raises ValueError for others."""
+        if isinstance(self.spec.observation, jax.ShapeDtypeStruct):  # lists of numbers are taken, too
+            observation = np.asarray(observation)
         single = self._is_single(observation)
         seen = jax.tree.map(lambda x, leaf: np.asarray(x, leaf.dtype), observation, self.spec.observation)
         if single:

@@ -33,9 +33,17 @@ def run_blocks(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 @pytest.mark.parametrize(
     ("name", "result"),
-    [("add-an-environment", "mean_length"), ("add-an-algorithm", "probe"), ("environments", "mean_return")],
+    [
+        ("add-an-environment", "mean_length"),
+        ("add-an-algorithm", "probe"),
+        ("environments", "mean_return"),
+        pytest.param("python", "corridor", marks=pytest.mark.slow),
+    ],
 )
-def test_the_examples_of_a_page_reach_what_they_claim(name: str, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_reach_what_they_claim(
+    name: str, result: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for the folders of runs
     assert result in run_blocks((ROOT / f"docs/{name}.md").read_text(), name, monkeypatch)
 
 

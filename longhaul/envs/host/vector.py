@@ -242,6 +242,8 @@ def load(name: str) -> Any:
     for part in path.split("."):
         if part not in dir(found):
             near = difflib.get_close_matches(path, there, n=3, cutoff=0.5)
+            if module == "__main__":
+                raise ValueError(f"a notebook or a script has defined {path}; go on with longhaul.resume there")
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:8]) or 'nothing'}"
             raise ValueError(f"{module} has no {path}; {hint}")
         found = getattr(found, part)
