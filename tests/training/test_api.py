@@ -96,7 +96,7 @@ def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Resul
     assert drawn == {0, 1} and not policy.recurrent and policy.memory() == ()
     with pytest.raises(ValueError, match=r"the observation is \[4\]; the policy takes \[5\], or a batch of such"):
         policy(np.zeros(4))
-    with pytest.raises(ValueError, match="the policy takes PyTreeDef"):
+    with pytest.raises(ValueError, match=r"the observation is \[\]; the policy takes \[5\]"):
         policy({"seen": rows})
 
 
