@@ -34,8 +34,7 @@ from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
-from longhaul.telemetry import charts, sinks
-from longhaul.telemetry import html as pages
+from longhaul.telemetry import pages, sinks
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, loop
 from longhaul.training.checkpoint.resume import restore_policy
@@ -96,7 +95,7 @@ class Curve:
     def __init__(self, title: str, metrics: Mapping[str, np.ndarray]) -> None:
         x = metrics["agent_steps"]
         self._title = title
-        self._figure = charts.figure(title, [charts.Series(title, x, metrics[title])], "agent steps")
+        self._figure = pages.figure(title, [pages.Series(title, x, metrics[title])], "agent steps")
 
     def _repr_html_(self) -> str:
         return f"<style>{pages.asset('curves.css')}</style>{self._figure}"
@@ -104,7 +103,15 @@ class Curve:
     def save(self, path: str | Path) -> Path:
         """Writes a page that any browser shows."""
         file = Path(path)
-        file.write_text(pages.page(self._title, self._figure, styles=[pages.asset("curves.css")]), "utf-8")
+        file.write_text(
+            pages.page(
+                self._title,
+                self._figure,
+                styles=[pages.asset("page.css"), pages.asset("curves.css")],
+                scripts=[pages.asset("curves.js")],
+            ),
+            "utf-8",
+        )
         return file
 
 
