@@ -70,18 +70,19 @@ def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
                    (jnp.cos(angles), jnp.sin(angles)))  # fmt: skip
 
 
-def begin(cache: transformer.Cache, slots: int) -> Cache:
-    """Cache of at least `slots` slots that continues the prompt's cache of `transformer.trunk`."""
+def begin(kept: transformer.KeyValue, mask: jax.Array, slots: int) -> Cache:
+    """Cache of at least `slots` slots after prompts with `mask` bool [B, P] and these keys and values of all layers."""
     slots = slots if slots <= PIECE else -(-slots // PIECE) * PIECE
 
-    def turned(x: jax.Array) -> tuple[jax.Array, ...]:
+    def moved(x: jax.Array) -> tuple[jax.Array, ...]:
         x = jnp.transpose(x, (0, 2, 3, 4, 1))
         return tuple(jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0), (0, 0))))
 
-    later = slots - cache.filled.shape[1]
-    filled = jnp.pad(cache.filled.T, ((0, later), (0, 0)), constant_values=True)
-    lengths = jnp.sum(cache.filled, axis=1, dtype=jnp.int32)
-    return Cache(turned(cache.key), turned(cache.value), filled, lengths, cache.index)
+    room = mask.shape[1]
+    filled = jnp.pad(mask.T, ((0, slots - room), (0, 0)), constant_values=True)
+    lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    key, value = map(moved, kept)
+    return Cache(key, value, filled, lengths, jnp.int32(room))
 
 
 def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:

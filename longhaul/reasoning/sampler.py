@@ -188,13 +188,12 @@ def sampler(
 
     def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
         rows, room = prompt.shape
-        empty = transformer.empty(config, rows, room)
-        hidden, filled = transformer.trunk(config, params, prompt, prompt != pad, empty)
-        assert filled is not None
+        hidden, kept = transformer.trunk(config, params, prompt, prompt != pad, keeps=True)
+        assert kept is not None
         logits = transformer.unembed(config, params, hidden[:, -1]).T
         nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
         blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
-        cache = decode.begin(filled, room + length)
+        cache = decode.begin(kept, prompt != pad, room + length)
         begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
         kernels = decode.prepare(config, params, room + length)
         keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))

@@ -5,7 +5,7 @@ Llama: Touvron et al. 2023 (arXiv 2307.09288), Dubey et al. 2024 (2407.21783); r
 
 Each parameter of the layers is one array with a leading axis L, so that the layers are one scan, a rule of
 `partition.py` needs one name, and a checkpoint is a flat dict. Logits are always float32 (MiniMax-M1 and ScaleRL, arXiv
-2506.13585 and 2510.13786, measured the loss in lower precision), and the same `forward` samples and learns.
+2506.13585 and 2510.13786, measured the loss in lower precision), and prompts are read as the learner reads them.
 
 Where we differ: prompts are padded on the left and a cache has one index for all rows, so that a decode step writes
 one slice; positions count a row's own tokens.
@@ -36,13 +36,8 @@ NEVER = -1e30
 """Score of a token outside the mask; finite, so that a row without any token does not become NaN."""
 
 
-class Cache(NamedTuple):
-    """Keys and values of earlier tokens, for S slots, of which `index` are filled in all rows."""
-
-    key: jax.Array  # [L, B, S, kv_heads, head_dim]
-    value: jax.Array  # [L, B, S, kv_heads, head_dim]
-    filled: jax.Array  # bool [B, S]: a slot holds a token, not padding
-    index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
+KeyValue = tuple[jax.Array, jax.Array]
+"""Keys and values [B, T, kv_heads, head_dim] of a layer; [L, B, T, kv_heads, head_dim] of all."""
 
 
 def check(config: ModelConfig) -> None:
@@ -120,13 +115,6 @@ def size(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
 
 
-def empty(config: ModelConfig, rows: int, slots: int) -> Cache:
-    """A cache with room for `slots` tokens of each of `rows` rows."""
-    shape = config.layers, rows, slots, config.kv_heads, config.head_dim
-    nothing = jnp.zeros(shape, PRECISIONS[config.precision])
-    return Cache(nothing, nothing, jnp.zeros((rows, slots), bool), jnp.int32(0))
-
-
 def frequencies(config: ModelConfig) -> jax.Array:
     """Radians a token of each pair of a head, float32 [head_dim / 2]."""
     pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
@@ -142,16 +130,12 @@ def frequencies(config: ModelConfig) -> jax.Array:
     return (1.0 - share) * plain / scaling.factor + share * plain
 
 
-def forward(
-    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, cache: Cache | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """(logits float32 [B, T, V] of each next token, cache with these tokens; None without one).
+def forward(config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Logits float32 [B, T, V] of each next token.
 
-    `tokens` int32 [B, T] and `mask` bool [B, T], False at padding, to which nothing attends. With a cache they follow
-    its tokens; they must fit in its free slots.
+    `tokens` int32 [B, T] and `mask` bool [B, T], False at padding, to which nothing attends.
     """
-    hidden, cache = trunk(config, params, tokens, mask, cache)
-    return unembed(config, params, hidden), cache
+    return unembed(config, params, trunk(config, params, tokens, mask)[0])
 
 
 def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -161,44 +145,30 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
 
 
 def trunk(
-    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, cache: Cache | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """`forward` without its last product: the last layer's normalised output [B, T, width], and the cache."""
+    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, *, keeps: bool = False
+) -> tuple[jax.Array, KeyValue | None]:
+    """(the last layer's normalised output [B, T, width], which `unembed` takes; with `keeps`, keys and values)."""
     dtype = PRECISIONS[config.precision]
     steps = tokens.shape[1]
-    counts = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-    if cache is None:
-        positions, filled = counts - 1, mask
-        seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
-    else:
-        positions = counts - 1 + jnp.sum(cache.filled, axis=1, dtype=jnp.int32)[:, None]
-        filled = jax.lax.dynamic_update_slice(cache.filled, mask, (0, cache.index))
-        before = jnp.arange(filled.shape[1])[None, :] <= cache.index + jnp.arange(steps)[:, None]
-        seen = before[None] & filled[:, None, :]
+    positions = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
     turn = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, head_dim / 2]
-    index = None if cache is None else cache.index
 
-    def layer(x: jax.Array, each: PyTree) -> tuple[jax.Array, PyTree]:
-        weights, kept = each
+    def layer(x: jax.Array, weights: PyTree) -> tuple[jax.Array, KeyValue | None]:
         own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
-        mixed, kept = _attention(config, own, y, seen, turn, kept, index)
+        mixed, kept = _attention(config, own, y, seen, turn)
         x = x + mixed
         y = rms_norm(x, weights["mlp_norm"], config.eps)
         x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))
-        return x, kept
+        return x, kept if keeps else None
 
-    kept = None if cache is None else (cache.key, cache.value)
     x = params["embedding"][tokens].astype(dtype)
     part = rematerialised(layer, config.remat, scanned=True)
     unroll = config.layers if config.layers <= UNROLLED else 1
-    x, kept = jax.lax.scan(part, x, (params["layers"], kept), unroll=unroll)
-    x = rms_norm(x, params["final_norm"], config.eps)
-    if cache is None or kept is None:
-        return x, None
-    key, value = kept
-    return x, Cache(key, value, filled, cache.index + steps)
+    x, kept = jax.lax.scan(part, x, params["layers"], unroll=unroll)
+    return rms_norm(x, params["final_norm"], config.eps), kept
 
 
 class _Kernels(NamedTuple):
@@ -223,32 +193,19 @@ def turned(x: jax.Array, turn: tuple[jax.Array, ...], axis: int = -1) -> jax.Arr
 
 
 def _attention(
-    config: ModelConfig,
-    own: _Kernels,
-    x: jax.Array,
-    seen: jax.Array,
-    turn: tuple[jax.Array, jax.Array],
-    kept: tuple[jax.Array, jax.Array] | None,
-    index: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer from x [B, T, width] to `seen` [B, T, S], and the layer's part of the cache."""
+    config: ModelConfig, own: _Kernels, x: jax.Array, seen: jax.Array, turn: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, KeyValue]:
+    """Attention of one layer from x [B, T, width] to `seen` [B, T, T], and its keys and values."""
     rows, steps, _ = x.shape
     query, key, value = (own(name, x).reshape(rows, steps, -1, config.head_dim) for name in ("query", "key", "value"))
     if config.normed:
         query = rms_norm(query, own.weights["query_norm"], config.eps)
         key = rms_norm(key, own.weights["key_norm"], config.eps)
     query, key = turned(query, turn), turned(key, turn)
-    if kept is not None:
-        assert index is not None
-        key, value = (
-            jax.lax.dynamic_update_slice(old, new, (0, index, 0, 0))
-            for old, new in zip(kept, (key, value), strict=True)
-        )
-        kept = key, value
     group = config.heads // config.kv_heads
     query = query.reshape(rows, steps, config.kv_heads, group, config.head_dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores / math.sqrt(config.head_dim), NEVER)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(rows, steps, -1)
-    return own("out", mixed), kept
+    return own("out", mixed), (key, value)

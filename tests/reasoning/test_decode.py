@@ -32,17 +32,17 @@ def both(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
 
     @quick
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
-        whole, _ = transformer.forward(config, params, jnp.asarray(ROWS), jnp.asarray(MASK))
-        mask, empty = jnp.asarray(MASK[:, :PROMPT]), transformer.empty(config, 2, PROMPT)
-        _, cache = transformer.forward(config, params, jnp.asarray(ROWS[:, :PROMPT]), mask, empty)
-        assert cache is not None
+        whole = transformer.forward(config, params, jnp.asarray(ROWS), jnp.asarray(MASK))
+        mask = jnp.asarray(MASK[:, :PROMPT])
+        _, kept = transformer.trunk(config, params, jnp.asarray(ROWS[:, :PROMPT]), mask, keeps=True)
+        assert kept is not None
         kernels = decode.prepare(config, params, WHOLE + 3)  # more room than it takes
 
         def one(now: decode.Cache, token: jax.Array) -> tuple[decode.Cache, jax.Array]:
             logits, now = decode.step(config, kernels, token, now)
             return now, logits
 
-        _, found = jax.lax.scan(one, decode.begin(cache, WHOLE + 3), jnp.asarray(ROWS[:, PROMPT:].T))
+        _, found = jax.lax.scan(one, decode.begin(kept, mask, WHOLE + 3), jnp.asarray(ROWS[:, PROMPT:].T))
         return whole[:, PROMPT:], jnp.transpose(found, (2, 0, 1))
 
     return run(reference.params(config))

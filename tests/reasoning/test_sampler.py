@@ -93,7 +93,7 @@ def test_waves_change_no_number_at_temperature_0() -> None:
     arguments = params(), prompt, jax.random.key(2), jnp.int32(sampler.UNBOUNDED)
     whole, waves = (quick(sampler.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
     np.testing.assert_array_equal(whole.token, waves.token)
-    logits, _ = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
+    logits = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
     np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
 
 

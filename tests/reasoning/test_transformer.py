@@ -1,4 +1,4 @@
-"""Language models: transformers' logits, the cache, padding, rematerialisation, precision, the model axis."""
+"""Language models: transformers' logits, padding, rematerialisation, precision, the model axis."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_logits_are_those_that_transformers_gave(name: str) -> None:
     config = reference.CONFIGS[name]
     with np.load(reference.STORED) as stored:
         wanted = stored[name]
-    found, _ = forward(config, reference.params(config), reference.TOKENS, ALL)
+    found = forward(config, reference.params(config), reference.TOKENS, ALL)
     assert found.dtype == jnp.float32
     assert relative(found, wanted) < 2e-4
     plain = dataclasses.replace(config, rope_scaling=None)
     if config.rope_scaling is not None:  # the reference can tell one rope from another
-        assert relative(forward(plain, reference.params(config), reference.TOKENS, ALL)[0], wanted) > 2e-3
+        assert relative(forward(plain, reference.params(config), reference.TOKENS, ALL), wanted) > 2e-3
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_what_is_stored_is_what_transformers_gives(tmp_path: Path) -> None:
             assert relative(now[name], stored[name]) < 1e-5
 
 
-# -------------------------------------------------------------------------------------------------- cache and padding
+# ------------------------------------------------------------------------------------------------------------ padding
 
 
 @functools.cache
@@ -77,37 +77,20 @@ def padded() -> tuple[np.ndarray, np.ndarray]:
     return np.where(mask, reference.TOKENS[:, :10], 0), mask
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen3"])
-def test_decoding_with_a_cache_is_the_full_forward(name: str) -> None:
-    config, (rows, mask) = reference.CONFIGS[name], padded()
-    params = reference.params(config)
-    wanted, _ = forward(config, params, rows, mask)
-    cache = transformer.empty(config, 2, 16)  # more room than it takes
-    first, cache = forward(config, params, rows[:, :6], mask[:, :6], cache)
-    parts = [first]
-    for t in range(6, 10):
-        logits, cache = forward(config, params, rows[:, t : t + 1], mask[:, t : t + 1], cache)
-        parts.append(logits)
-    found = jnp.concatenate(parts, axis=1)
-    assert relative(found[0], wanted[0]) < 2e-6
-    assert relative(found[1, 4:], wanted[1, 4:]) < 2e-6
-    assert int(cache.index) == 10
-
-
 def test_padding_changes_nothing() -> None:
     (rows, mask), params = padded(), reference.params(TINY)
-    found, _ = forward(TINY, params, rows, mask)
-    other, _ = forward(TINY, params, np.where(mask, rows, 17), mask)
-    alone, _ = forward(TINY, params, rows[1:, 4:], mask[1:, 4:])
+    found = forward(TINY, params, rows, mask)
+    other = forward(TINY, params, np.where(mask, rows, 17), mask)
+    alone = forward(TINY, params, rows[1:, 4:], mask[1:, 4:])
     assert relative(found[1, 4:], alone[0]) < 2e-6
     np.testing.assert_array_equal(found[1, 4:], other[1, 4:])
 
 
 def test_layers_one_by_one_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     params = reference.params(TINY)
-    wanted, _ = forward(TINY, params, reference.TOKENS, ALL)
+    wanted = forward(TINY, params, reference.TOKENS, ALL)
     monkeypatch.setattr(transformer, "UNROLLED", 4)
-    found, _ = quick(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
+    found = quick(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
     assert relative(found, wanted) < 2e-6
 
 
@@ -115,7 +98,7 @@ def test_no_token_sees_what_follows() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
     changed = rows.copy()
     changed[:, 12:] = (changed[:, 12:] + 1) % 31
-    one, two = (forward(TINY, params, each, ALL)[0] for each in (rows, changed))
+    one, two = (forward(TINY, params, each, ALL) for each in (rows, changed))
     np.testing.assert_array_equal(one[:, :12], two[:, :12])
     assert relative(one[:, 12:], two[:, 12:]) > 0.01
 
@@ -129,7 +112,7 @@ def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     @functools.partial(quick, static_argnums=0)
     def gradient(config: ModelConfig, params: Any) -> Any:
         def loss(params: Any) -> jax.Array:
-            logits, _ = transformer.forward(config, params, rows, jnp.asarray(ALL))
+            logits = transformer.forward(config, params, rows, jnp.asarray(ALL))
             return jnp.mean(jnp.square(jax.nn.log_softmax(logits)))
 
         return jax.grad(loss)(params)
@@ -137,8 +120,8 @@ def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     wanted = gradient(TINY, params)
     found = gradient(dataclasses.replace(TINY, remat="full"), params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, wanted)
-    exact, _ = forward(TINY, params, rows, ALL)
-    rounded, _ = forward(dataclasses.replace(TINY, precision="bf16"), params, rows, ALL)
+    exact = forward(TINY, params, rows, ALL)
+    rounded = forward(dataclasses.replace(TINY, precision="bf16"), params, rows, ALL)
     assert rounded.dtype == jnp.float32
     assert 1e-5 < relative(rounded, exact) < 0.05
 
@@ -152,9 +135,7 @@ def test_a_model_is_split_over_the_model_axis_and_says_the_same() -> None:
     assert layers["out"] == layers["narrow"] == PartitionSpec(None, "model", None)
     split = jax.device_put(params, partition.shardings(params, mesh))
     assert split["layers"]["up"].addressable_data(0).shape == (2, 64, 48)
-    assert (
-        relative(forward(TINY, split, reference.TOKENS, ALL)[0], forward(TINY, params, reference.TOKENS, ALL)[0]) < 2e-6
-    )
+    assert relative(forward(TINY, split, reference.TOKENS, ALL), forward(TINY, params, reference.TOKENS, ALL)) < 2e-6
 
 
 def test_a_model_begins_as_its_shapes_say() -> None:

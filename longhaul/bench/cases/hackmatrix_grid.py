@@ -129,9 +129,9 @@ def figure(cell: Cell, *, repeats: int = harness.LEAST_REPEATS) -> dict[str, Any
     }
 
 
-def _load() -> float | None:
+def _load() -> float:
     """Processes that wanted a core of this machine, over the last minute: above its cores, seconds say little."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return round(os.getloadavg()[0], 2)
 
 
 def shares(environment: float, collect: float, update: float) -> dict[str, float]:
