@@ -298,13 +298,12 @@ def console(
     stream: TextIO | None = None,
     *,
     start: int = 0,
-    show: str = "episode/return",
     clock: Callable[[], float] = time.monotonic,
 ) -> Sink:
-    """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on, with rate and time left.
+    """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on: rate, time left and return.
 
-    `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Otherwise: one plain line a
-    record, without control characters, with `SHOWN` too, so that a log alone shows the state of a run.
+    On a terminal: a bar, in colours unless NO_COLOR is set. Otherwise: one plain line a record, without control
+    characters, with `SHOWN` too, so that a log alone shows the state of a run.
     """
     stream = sys.stderr if stream is None else stream
     rate = Rate()
@@ -315,9 +314,9 @@ def console(
         steps = plain["agent_steps"]
         speed = rate.update(steps, clock()) or plain.get("sps") or 0.0
         left = duration((total_steps - steps) / speed) if speed > 0 else "?"
-        value = plain.get(show)
-        said = f"  {show.rpartition('/')[2]} {value:.4g}" if isinstance(value, (int, float)) else ""
-        return steps, f"{speed:,.0f}/s  {left} left{said}"
+        value = plain.get("episode/return")
+        returned = f"  return {value:.4g}" if isinstance(value, (int, float)) else ""
+        return steps, f"{speed:,.0f}/s  {left} left{returned}"
 
     def share(steps: int) -> str:
         return f"{steps / max(total_steps, 1):.1%}"
@@ -331,8 +330,10 @@ def console(
             steps, text = words(record)
             plain = _plain(record)
             plain |= {short: value for name, value in plain.items() if (short := of_learning(name))}
-            values = {said: plain.get(name) for name, said in SHOWN.items()}
-            more = "".join(f"  {said} {value:.3g}" for said, value in values.items() if isinstance(value, (int, float)))
+            values = {label: plain.get(name) for name, label in SHOWN.items()}
+            more = "".join(
+                f"  {label} {value:.3g}" for label, value in values.items() if isinstance(value, (int, float))
+            )
             note(f"{steps:,} of {total_steps:,} agent steps ({share(steps)})  {text}{more}")
 
         return Sink(write_line, note=note)

@@ -243,12 +243,12 @@ class Sample:
         self._pool = ThreadPoolExecutor(2 * together, "longhaul-rates")
         self.rates()  # compiles the kernels
 
-    def rates(self, repeats: int = 1) -> Rates:
-        """Bytes a second of one thread while all work; the best of the repeats, since other load only slows it down."""
+    def rates(self) -> Rates:
+        """Bytes a second of one thread while all work."""
         return Rates(
-            self._best(repeats, self._gather) / self.together,
-            self._best(repeats, self._streams) * self.together / self.pairs,
-            self._best(repeats, self._digest),
+            self._rate(self._gather) / self.together,
+            self._rate(self._streams) * self.together / self.pairs,
+            self._rate(self._digest),
         )
 
     def close(self) -> None:
@@ -257,13 +257,10 @@ class Sample:
         del self._image
         self._block.free()
 
-    def _best(self, repeats: int, call: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - began)
-        return self.size / min(seconds)
+    def _rate(self, call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        return self.size / (time.perf_counter() - began)
 
     def _gather(self) -> None:
         packing.gather(self._given, self._planned, self._image, self._pool, self.together)
