@@ -112,8 +112,8 @@ def within(name: str, value: str, bound: str, remedy: str, *, good: bool, **figu
     return judged(name, PASS if good else FAIL, value, bound, remedy, **figures)
 
 
-def skipped(name: str, why: str, remedy: str, **figures: Any) -> Check:
-    return Check(name, SKIP, why, "", remedy, figures)
+def skipped(name: str, why: str, remedy: str) -> Check:
+    return Check(name, SKIP, why, "", remedy)
 
 
 def sizes(run: Run) -> tuple[Check, Run | None]:

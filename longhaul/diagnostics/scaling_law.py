@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.telemetry.curve_fit import minimise
+from longhaul.telemetry.curve_fit import Fit, minimise
 
 HUBER = 1e-3
 """Residual of log loss from which it counts linearly (the paper's delta)."""
@@ -43,18 +43,15 @@ class Law(NamedTuple):
         return self.e + self.a * n**-self.alpha + self.b * d**-self.beta
 
 
-class Fit(NamedTuple):
-    law: Law
-    error: float  # root mean square of the residuals of log loss
-    intervals: dict[str, tuple[float, float]]  # of each number of the law, 90 % of the draws
-
-
 class TooFew(ValueError):
     """Too few cells, or too few different sizes, for a law."""
 
 
-def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fit:
-    """Law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0. Raises TooFew, or ValueError."""
+def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fit[Law]:
+    """Law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0; its residuals are of log loss.
+
+    Raises TooFew, or ValueError.
+    """
     n, d, loss = (np.asarray(x, float) for x in (n, d, loss))
     if not (n.shape == d.shape == loss.shape and n.ndim == 1):
         raise ValueError(f"n, d and loss have shapes {n.shape}, {d.shape} and {loss.shape}; give three equal vectors")

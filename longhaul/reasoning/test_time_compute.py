@@ -7,6 +7,7 @@ takes them in order, so that differences come from the rule alone and not from t
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -295,43 +296,30 @@ def think(
         scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
         found.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
     _, drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))
-    counts = [1 << power for power in range(sampling.group.bit_length()) if sampling.group % (1 << power) == 0]
-    parts = sorted({*counts, sampling.group})
-    return Thinking(
-        tuple(found), tuple(by_samples(bank, drawn, sampling.group, count) for count in parts),
-        stopped(task, asked, texts(drawn, sampling.group), settings),
-    )  # fmt: skip
-
-
-_quality = jax.jit(quality, static_argnums=2)
-
-
-def by_samples(bank: Bank, drawn: Drawn, group: int, count: int) -> BySamples:
-    """Accuracy of `count` samples of each problem, parts of `group` side by side; `count` divides `group`."""
-    whole = jax.tree.map(lambda x: jnp.repeat(x, group // count, axis=0), bank)
-    scored = jax.device_get(_quality(whole, drawn, count))
-    return BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k)))
-
-
-def again(asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]]) -> Draw:
-    """Sampler that returns the earlier samples of these problems, in the same order."""
-    left = {problem.prompt: iter(each) for problem, each in zip(asked, drawn, strict=True)}
-
-    def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
-        return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
-
-    return draw
+    group, scores = sampling.group, jax.jit(quality, static_argnums=2)
+    by_samples = []
+    counts = [1 << power for power in range(group.bit_length()) if group % (1 << power) == 0]
+    for count in sorted({*counts, group}):
+        parts = jax.tree.map(functools.partial(jnp.repeat, repeats=group // count, axis=0), bank)
+        scored = jax.device_get(scores(parts, drawn, count))
+        by_samples.append(BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k))))
+    return Thinking(tuple(found), tuple(by_samples), stopped(task, asked, texts(drawn, group), settings))
 
 
 def stopped(
     task: Task, asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]], settings: Config
 ) -> Stopped:
-    """Accuracy of drawn samples with an early stop, and of all of them."""
+    """Accuracy of drawn samples, taken in order, with an early stop, and of all of them."""
 
     def solved(lead: float) -> tuple[float, float]:
         """Mean samples of a problem and share of right answers."""
+        left = {problem.prompt: iter(each) for problem, each in zip(asked, drawn, strict=True)}
+
+        def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
+            return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
+
         rule = Config(settings.samples, settings.wave, lead, settings.select, cache=0)
-        found = ReasoningOptimizer(task, again(asked, drawn), rule).solve([problem.prompt for problem in asked])
+        found = ReasoningOptimizer(task, draw, rule).solve([problem.prompt for problem in asked])
         right = [each.chain is not None and each.chain.reward == 1.0 for each in found]
         return float(np.mean([each.drawn for each in found])), float(np.mean(right))
 

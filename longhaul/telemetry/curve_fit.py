@@ -7,11 +7,20 @@ scaling law's interval take it 9 s, and these steps 0.2 s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+Law = TypeVar("Law")
+
 Model = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(values [S, points], their slopes [S, points, P]) of parameters [S, P]."""
+
+
+class Fit(NamedTuple, Generic[Law]):
+    law: Law
+    error: float  # root mean square of the residuals
+    intervals: dict[str, tuple[float, float]]  # of each fitted number of the law, 90 % of the draws
 
 
 def minimise(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.telemetry.curve_fit import minimise
+from longhaul.telemetry.curve_fit import Fit, minimise
 
 TAUGHT = "grpo/taught"
 """Metric of an imitating warm start: above 0 while it lasts."""
@@ -52,17 +52,11 @@ class Ceiling(NamedTuple):
         return self.start + (self.ceiling - self.start) / (1.0 + ratio)
 
 
-class Fit(NamedTuple):
-    law: Ceiling
-    error: float  # root mean square of the residuals
-    intervals: dict[str, tuple[float, float]]  # of each fitted number, 90 % of the draws
-
-
 class NotBent(ValueError):
     """The curve has not bent enough to show its ceiling."""
 
 
-def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 200, seed: int = 0) -> Fit:
+def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 200, seed: int = 0) -> Fit[Ceiling]:
     """Sigmoid through `reward` [points] at `compute` [points] > 0, from `start` on.
 
     Raises NotBent if the ceiling cannot be identified, and ValueError for invalid points.
@@ -116,7 +110,7 @@ def worth_going_on(law: Ceiling, compute: float, least: float, factor: float = 2
 class Forecast(NamedTuple):
     """Returns in their own units; `steps` are agent steps since rewards are learnt from."""
 
-    ceiling: Fit
+    ceiling: Fit[Ceiling]
     steps: float  # so far
     now: float  # fitted return there
     doubled: float  # fitted return after twice as many

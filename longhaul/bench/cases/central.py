@@ -213,15 +213,13 @@ class _Echo:
         return process
 
     def begin(self) -> None:
-        """All its streams are open: none is stopped amid its greeting."""
+        """Returns when all its streams are open and the client is stopped: none amid its greeting."""
         assert self._server.out is not None
         address = self._server.out.readline().decode().strip()
         if not address:
             raise RuntimeError(f"the server has not begun: {self._server.ended()}")
         self._client = self._begun(client, self._what, address, *self._sizes)
         self._until(self._most, STARTING)
-
-    def stop(self) -> None:
         self._client.send(signal.SIGSTOP)
 
     def turn(self, messages: int) -> tuple[float, float]:
@@ -232,7 +230,7 @@ class _Echo:
         self._until(first + messages, PATIENCE)
         share = messages / (int(self._count[0]) - first)
         own, theirs = (share * (cpu_of(process) - then) for process, then in zip(processes, before, strict=True))
-        self.stop()
+        self._client.send(signal.SIGSTOP)
         return own, theirs
 
     def _until(self, count: int, seconds: float) -> None:
@@ -257,8 +255,6 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     ours, echo = _Echo("grpc", sizes, closed), _Echo("bare", sizes, closed)
     for client in (ours, echo):
         client.begin()
-    for client in (ours, echo):
-        client.stop()
 
     def work(_: Any) -> dict[str, float]:
         parts, most = 4, -(-messages // 4)
