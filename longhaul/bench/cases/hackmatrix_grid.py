@@ -153,34 +153,33 @@ class Ready(NamedTuple):
     run: Run
     assembly: Assembly
     context: PyTree
-    update: Callable[[Progress], Progress]  # one update, waited for
+    update: Callable[[], Progress]  # one more update, waited for
     start: dict[str, float]  # seconds of its parts, and STARTS but for the first
 
 
 def serve() -> None:
     """Loop of a worker: makes a cell's program ready, then repeats an update, or measures parts, for every line."""
     cell = Cell(*json.loads(sys.argv[1]))
-    ready, progress = prepare(cell)
+    ready = prepare(cell)
     names = ("num_envs", "num_steps", "devices", "threads")
     config = {"recipe": cell.recipe} | {name: getattr(ready.run, name) for name in names}
     config |= settings.values(ready.run.algorithm)
     compiled = ready.start["trace_seconds"] + ready.start["compile_seconds"]
 
     def work(_: Any) -> dict[str, float]:
-        nonlocal progress
-        progress = ready.update(progress)
+        ready.update()
         return {"peak_bytes": training.peak_bytes()}
 
     prepared = Prepared(config, ready.assembly.steps_per_update, "env steps", compiled, lambda number: (), work)
     harness.tell(harness.introduction(prepared) | {"start": ready.start})
     for line in sys.stdin:
         if line.strip() == "parts":
-            harness.tell(parts(ready, progress))
+            harness.tell(parts(ready))
             break
         harness.tell(harness.measure(prepared, 0))
 
 
-def prepare(cell: Cell) -> tuple[Ready, Progress]:
+def prepare(cell: Cell) -> Ready:
     """The program of a cell after its first update."""
     run = cell.run()
     assert run.devices is not None
@@ -198,21 +197,22 @@ def prepare(cell: Cell) -> tuple[Ready, Progress]:
     used = harness.cpu_seconds()
     one = jax.device_put(jnp.int32(1), meshes.replicated(assembly.mesh))
 
-    def update(progress: Progress) -> Progress:
+    def update() -> Progress:
+        nonlocal progress
         progress, _ = jax.block_until_ready(executable(progress, context, one))
         return progress
 
-    progress = update(progress)
+    update()
     times.append(time.perf_counter())
     names = ("assemble_seconds", "trace_seconds", "compile_seconds", "first_update_seconds")
     taken = {name: after - before for name, (before, after) in zip(names, itertools.pairwise(times), strict=True)}
     taken |= {"cpu_seconds": harness.cpu_seconds(), "ready_cpu_seconds": used}
-    return Ready(run, assembly, context, update, taken), progress
+    return Ready(run, assembly, context, update, taken)
 
 
-def parts(ready: Ready, progress: Progress) -> dict[str, float]:
+def parts(ready: Ready) -> dict[str, float]:
     """Seconds of a rollout by random legal actions, of one by the policy, and of an update; of CPU time on a CPU."""
-    assembly, context = ready.assembly, ready.context
+    assembly, context, progress = ready.assembly, ready.context, ready.update()
     environment: Any = feed(ready.run).within(context)
     many = vectorise(environment, ready.run.num_envs // assembly.mesh.shape[meshes.DATA])
     by_chance = rollout.collector(
@@ -232,17 +232,11 @@ def parts(ready: Ready, progress: Progress) -> dict[str, float]:
         compiled = made.lower(*given).compile()
         return lambda: jax.block_until_ready(compiled(*given))
 
-    seconds = {
+    return {
         "environment": _median(program(by_chance)),
         "rollout": _median(program(assembly.collector_in(context))),
+        "update": _median(ready.update),  # at last: it takes the carry that the others read
     }
-    kept = progress
-
-    def update() -> None:
-        nonlocal kept
-        kept = ready.update(kept)
-
-    return seconds | {"update": _median(update)}
 
 
 def _at_random(space: Any) -> rollout.Act:
