@@ -19,18 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.telemetry import sinks as telemetry
-from longhaul.telemetry.sinks import (
-    MetricsError,
-    Rate,
-    console,
-    duration,
-    fan,
-    jsonl,
-    read,
-    tensorboard,
-    truncate_after,
-)
+from longhaul.telemetry import sinks
+from longhaul.telemetry.sinks import MetricsError, jsonl, read, tensorboard, truncate_after
 
 
 def record(update: int, **metrics: Any) -> dict[str, Any]:
@@ -164,8 +154,8 @@ def test_a_refused_line_is_a_clear_error_and_leaves_no_torn_line(tmp_path: Path)
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sinks = {"metrics.jsonl": jsonl(tmp_path / "metrics.jsonl"), "events": tensorboard(tmp_path)}
-    for name, sink in sinks.items():
+    both = {"metrics.jsonl": jsonl(tmp_path / "metrics.jsonl"), "events": tensorboard(tmp_path)}
+    for name, sink in both.items():
         with monkeypatch.context() as patch, closing(sink):
             patch.setattr(os, "write", full)
             with pytest.raises(MetricsError, match=rf"{tmp_path}/{name}.*: the disk is full; make room and resume$"):
@@ -183,9 +173,9 @@ def test_a_fan_writes_to_all_and_closes_all(tmp_path: Path) -> None:
         closed.append("failing")
         raise OSError("first")
 
-    failing = telemetry.Sink(lambda _: None, fail)
-    noting = telemetry.Sink(lambda _: None, lambda: closed.append("noting"))
-    sink = fan(failing, jsonl(tmp_path / "a"), jsonl(tmp_path / "b"), noting)
+    failing = sinks.Sink(lambda _: None, fail)
+    noting = sinks.Sink(lambda _: None, lambda: closed.append("noting"))
+    sink = sinks.fan(failing, jsonl(tmp_path / "a"), jsonl(tmp_path / "b"), noting)
     sink.write(record(1))
     with pytest.raises(OSError, match="first"):
         sink.close()
@@ -239,7 +229,7 @@ def test_events_read_back_and_resumed_runs_say_what_to_forget(tmp_path: Path) ->
 def test_without_a_terminal_a_record_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
-    shown = console(120_000, stream, clock=itertools.count(0.0, 2.0).__next__)
+    shown = sinks.console(120_000, stream, clock=itertools.count(0.0, 2.0).__next__)
     for update in range(3):
         steps = 20_000 * (update + 1)
         shown.write({**record(update, **{"episode/return": np.float32(12.345678)}), "agent_steps": steps, "sps": 999.6})
@@ -256,7 +246,7 @@ def test_without_a_terminal_a_record_is_one_plain_line(monkeypatch: pytest.Monke
 
 def test_a_missing_or_undefined_return_is_not_shown() -> None:
     stream = io.StringIO()
-    shown = console(100, stream, clock=lambda: 0.0)
+    shown = sinks.console(100, stream, clock=lambda: 0.0)
     shown.write(record(1))
     shown.write(record(2, **{"episode/return": float("nan")}))
     shown.write({**record(3), "sps": 0.0})
@@ -282,7 +272,7 @@ def test_on_a_terminal_a_bar_shows_the_same_with_and_without_colours(
         monkeypatch.setenv("NO_COLOR", "1")
     master, slave = pty.openpty()
     with open(slave, "w") as stream:
-        shown = console(120, stream, clock=itertools.count(2.0, 2.0).__next__)
+        shown = sinks.console(120, stream, clock=itertools.count(2.0, 2.0).__next__)
         for update in (1, 2, 3):
             shown.write(record(update, **{"episode/return": 7.5}))
         shown.note("saved [bold]3")
@@ -298,7 +288,7 @@ def test_on_a_terminal_a_bar_shows_the_same_with_and_without_colours(
 
 
 def test_the_rate_is_that_of_the_last_reports() -> None:
-    rate = Rate(window=2)
+    rate = sinks.Rate(window=2)
     reports = [(0, 0), (10, 0), (30, 2), (50, 3), (50, 5)]
     assert [rate.update(steps, seconds) for steps, seconds in reports] == [0, 0, 15, 40 / 3, 20 / 3]
 
@@ -309,7 +299,7 @@ def test_the_rate_is_that_of_the_last_reports() -> None:
     + [(-1, "0 s")],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert sinks.duration(seconds) == text
 
 
 # ------------------------------------------------------------------------------------------------------- a full disk
@@ -318,12 +308,12 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_records_wait_for_room_in_their_order_and_are_written_once(tmp_path: Path) -> None:
     full, written, said = [False], [], []
 
-    def write(record: telemetry.Record) -> None:
+    def write(record: sinks.Record) -> None:
         if full[0]:
-            raise telemetry.MetricsError("the disk is full") from OSError(errno.ENOSPC, "")
+            raise MetricsError("the disk is full") from OSError(errno.ENOSPC, "")
         written.append(record["update"])
 
-    sink = telemetry.patient(telemetry.Sink(write, lambda: written.append("closed")), said.append)
+    sink = sinks.patient(sinks.Sink(write, lambda: written.append("closed")), said.append)
     sink.write({"update": 1})
     full[0] = True
     for update in (2, 3):
@@ -339,7 +329,7 @@ def test_records_wait_for_room_in_their_order_and_are_written_once(tmp_path: Pat
     full[0] = True
     sink.write({"update": 5})
     assert len(said) == 2, "said again when it is full again"
-    with pytest.raises(telemetry.MetricsError):
+    with pytest.raises(MetricsError):
         sink.close()
     assert written[-1] == "closed"
 
@@ -347,16 +337,16 @@ def test_records_wait_for_room_in_their_order_and_are_written_once(tmp_path: Pat
 def test_other_failures_and_too_many_records_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = [errno.EIO]
 
-    def write(record: telemetry.Record) -> None:
-        raise telemetry.MetricsError("no") from OSError(failure[0], "")
+    def write(record: sinks.Record) -> None:
+        raise MetricsError("no") from OSError(failure[0], "")
 
-    sink = telemetry.patient(telemetry.Sink(write, lambda: None), lambda line: None)
-    with pytest.raises(telemetry.MetricsError):
+    sink = sinks.patient(sinks.Sink(write, lambda: None), lambda line: None)
+    with pytest.raises(MetricsError):
         sink.write({"update": 1})
     failure[0] = errno.ENOSPC
-    monkeypatch.setattr(telemetry, "MOST_WAITING", 3)
-    sink = telemetry.patient(telemetry.Sink(write, lambda: None), lambda line: None)
+    monkeypatch.setattr(sinks, "MOST_WAITING", 3)
+    sink = sinks.patient(sinks.Sink(write, lambda: None), lambda line: None)
     for update in range(3):
         sink.write({"update": update})
-    with pytest.raises(telemetry.MetricsError):
+    with pytest.raises(MetricsError):
         sink.write({"update": 3})
