@@ -62,7 +62,6 @@ ELSEWHERE = {
     "reasoning/evaluate.py": "reasoning/test_test_time_compute.py",
     "runtime/batch_shards.py": "end_to_end/test_deterministic.py",
     "runtime/cache_dir.py": "runtime/test_compile_cache.py",
-    "runtime/clock.py": "runtime/test_compile_cache.py",
     "runtime/devices.py": "runtime/test_process_group.py",
     "runtime/errors.py": "config/test_resolve.py",
     "runtime/launch/local.py": "runtime/test_process_group.py",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 from longhaul.types import PyTree
 
 DATA, MODEL = "data", "model"
@@ -131,7 +131,7 @@ def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     layout = replicated(mesh)
     if not mesh.is_multi_process:
         return jax.device_put(tree, layout)
-    return jax.tree.map(lambda leaf: named_leaves.put(leaf, layout), tree)
+    return jax.tree.map(lambda leaf: pytree_serialization.put(leaf, layout), tree)
 
 
 def gathered(tree: PyTree, mesh: Mesh) -> PyTree:

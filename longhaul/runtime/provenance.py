@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import longhaul
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 from longhaul.types import PyTree
 
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
@@ -57,7 +57,7 @@ def params_sha256(params: PyTree) -> str:
 
     Equal exactly if the parameters are equal bit for bit, on any device. Names are the leaves' paths.
     """
-    arrays, table = named_leaves.split(params)
+    arrays, table = pytree_serialization.split(params)
     digest = hashlib.sha256()
     for name in sorted(table):
         entry = table[name]

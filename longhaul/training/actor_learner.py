@@ -45,7 +45,7 @@ EVERY = 1.0
 class CompiledActorLearner(NamedTuple):
     """A run's compiled learner and the specification of its actors."""
 
-    program: learner.Program
+    update: jax.stages.Compiled
     acting: learner.CompiledActor
 
 
@@ -57,10 +57,8 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
     together = sampler.together if isinstance(run.environment, Reasoning) else join
-    program = learner.compiled(
-        assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors
-    )  # fmt: skip
-    return CompiledActorLearner(program, acting)
+    update = learner.compiled(assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors)
+    return CompiledActorLearner(update, acting)
 
 
 def process(plain: dict[str, Any], actor: int) -> Collect:
@@ -120,7 +118,8 @@ def opened(
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
     publish = learner.weights_of(assembly.algorithm)
-    return Opened(pool, learner.actors(prepared.program, pool, progress, publish, updates=assembly.updates))
+    calls = learner.actors(prepared.update, assembly.mesh, pool, progress, publish, updates=assembly.updates)
+    return Opened(pool, calls)
 
 
 def calls(

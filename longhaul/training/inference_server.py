@@ -43,7 +43,7 @@ class Serving(NamedTuple):
 class CompiledServer(NamedTuple):
     """A run's compiled learner, and the serving of its actors."""
 
-    program: learner.Program
+    update: jax.stages.Compiled
     serving: Serving
 
 
@@ -161,4 +161,4 @@ def calls(
     policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
     with ExitStack() as closed:
         server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
-        yield from learner.central(prepared.program, server, progress, policy, updates=assembly.updates)
+        yield from learner.central(prepared.update, server, progress, policy, updates=assembly.updates)

@@ -33,7 +33,6 @@ from longhaul.networks import actor_critic
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import files, heartbeat, partition, process_group
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
@@ -43,8 +42,6 @@ from longhaul.telemetry import health_log, sinks, wandb
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
-from longhaul.topologies.actor_learner import learner as acted
-from longhaul.topologies.inference_server import learner
 from longhaul.training import (
     actor_learner,
     evaluate,
@@ -61,6 +58,7 @@ from longhaul.training import publish as publishing
 from longhaul.training.assemble import Assembly, assemble, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
 from longhaul.training.run_dir import alone, called, save_run, write_json
@@ -293,9 +291,10 @@ class Loop:
               f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
         if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
             on_device = footprints.parts(assembly.algorithm, self.progress._replace(carry=()), ())
-            _weigh(self.folder, program.program, on_device)
+            _weigh(self.folder, program.update, assembly.mesh, on_device)
         else:
-            _weigh(self.folder, program, footprints.parts(assembly.algorithm, self.progress, self.feeding.now.context))
+            parts = footprints.parts(assembly.algorithm, self.progress, self.feeding.now.context)
+            _weigh(self.folder, program.executable, assembly.mesh, parts)
         with ExitStack() as closed:
             if writes:
                 self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
@@ -468,9 +467,9 @@ def _compiled(
             raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
 
 
-def _weigh(folder: Path, program: fused.Program | acted.Program | learner.Program, parts: dict[str, int]) -> None:
+def _weigh(folder: Path, executable: jax.stages.Compiled, mesh: Mesh, parts: dict[str, int]) -> None:
     """Report the run's device memory before its first update. Raises RunError if it cannot fit."""
-    found = footprints.footprint(program.executable, program.mesh, parts)
+    found = footprints.footprint(executable, mesh, parts)
     if found is None:
         return
     if refusal := found.refusal():  # nothing is written: a run that never started leaves no folder

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from longhaul.config.run import Run
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
@@ -92,7 +92,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     state = jax.tree.map(meshes.here, poisoned.progress.state)
     odd = {  # the elements of each leaf that are not finite
         name: f"{count} of {leaf.size}"
-        for name, leaf in named_leaves.name(state).items()
+        for name, leaf in pytree_serialization.name(state).items()
         if jnp.issubdtype(leaf.dtype, jnp.floating) and (count := int(np.sum(~np.isfinite(leaf.astype(np.float32)))))
     }
     after = int(poisoned.progress.updates.addressable_data(0))

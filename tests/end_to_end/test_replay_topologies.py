@@ -55,12 +55,12 @@ def by_actors(
     collector_in = collecting(probe, algorithm, WORLDS // COUNT)
     begun = fused.start(algorithm, learner.entering(collector_in, COUNT), (), jax.random.key(0), mesh)
     does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
-    program = learner.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
+    update = learner.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
     rows = []
     rule = Rule(COUNT, bound, until=updates)
     with closing(ActorPool(rule, does.shapes, lambda actor: does.collect, kind="thread")) as crew:
         weights = learner.weights_of(algorithm)
-        for progress, _, row in learner.actors(program, crew, begun, weights, updates=updates):
+        for progress, _, row in learner.actors(update, mesh, crew, begun, weights, updates=updates):
             rows.append(jax.device_get(row))
         state = jax.device_get(progress.state)
     return state, algorithm, rows

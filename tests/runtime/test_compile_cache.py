@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longhaul.runtime import cache_dir as caches
-from longhaul.runtime import clock, compile_cache
+from longhaul.runtime import compile_cache
 
 # Trains a small run in a process of its own, where the store may be on.
 TRAIN = """
@@ -178,32 +178,3 @@ def test_the_tests_have_no_store() -> None:
     """What was compiled yesterday proves nothing about the code of today."""
     assert compile_cache.keep(1, on_cpu=True) is None
     assert compile_cache.root() is None
-
-
-def test_a_clock_splits_what_compiling_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 seconds of which the compiler took 3, then 2 without it, are 7 of compiling and 4 of tracing."""
-    now = [100.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(clock, "age", lambda: now[0] - 90.0)
-    ledger = compile_cache.Ledger()
-    try:
-        ours = clock.Clock(ledger)
-        with ours.compiling():
-            now[0] += 5.0
-            ledger.seconds += 3.0
-        with ours.compiling():
-            now[0] += 2.0
-        ours.started()
-        now[0] += 50.0
-        ours.started()
-    finally:
-        ledger.close()
-    assert ours.read() == clock.Seconds(train=0.0, compile=7.0, wall=57.0, trace=4.0, start=17.0)
-
-
-def test_age_counts_from_the_process() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", "import time; time.sleep(0.5); from longhaul.runtime import clock; print(clock.age())"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert float(said.stdout) >= 0.4

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from longhaul.config import resolve as runs
-from longhaul.runtime import compile_cache, devices, named_leaves, process_group
+from longhaul.runtime import compile_cache, devices, process_group, pytree_serialization
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import local
@@ -226,7 +226,7 @@ def progress(mesh: Any, add: int) -> dict[str, Any]:
     """A sharded array, a copied one and a key, global ones."""
     split = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) + add
     tree = {"copy": jnp.full(3, 7 + add), "key": jax.random.key(5 + add), "half": jnp.bfloat16(0.5) + add}
-    return meshes.everywhere(tree, mesh) | {"split": named_leaves.put(np.asarray(split), meshes.sharded(mesh))}
+    return meshes.everywhere(tree, mesh) | {"split": pytree_serialization.put(np.asarray(split), meshes.sharded(mesh))}
 
 
 def speak(folder: Path) -> int:

@@ -228,7 +228,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
             rows = np.full(block, 0.5, np.float32)
             yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows, fused.FINITE: rows > 0}
 
-    monkeypatch.setattr(fused, "compiled", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "compiled", lambda *_, **__: fused.Program(None, None))
     monkeypatch.setattr(loop, "_weigh", lambda *_: None)
     monkeypatch.setattr(fused, "fused", idle)
     begin(run, tmp_path / "run")

@@ -50,17 +50,6 @@ class PinnedCarry(NamedTuple):
     weights: tuple[np.ndarray, ...]  # bytes of the S versions before the newest, oldest first
 
 
-class Program(NamedTuple):
-    """Compiled update of the learner; donates the state.
-
-    `executable`: (state, key, updates, data, scores) -> (state, updates, metrics, weights). Data and scores are flat
-    lists of [N, ...]; weights are bytes.
-    """
-
-    executable: jax.stages.Compiled
-    mesh: Mesh
-
-
 # ------------------------------------------------------------------------------------------------- an actor's side
 
 
@@ -161,8 +150,12 @@ def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
 
 def compiled(
     algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
-) -> Program:
-    """Update of the learner for runs like `progress`, compiled ahead of time."""
+) -> jax.stages.Compiled:
+    """Update of the learner for runs like `progress`, compiled ahead of time; donates the state.
+
+    (state, key, updates, data, scores) -> (state, updates, metrics, weights). Data and scores are flat lists of
+    [N, ...]; weights are bytes.
+    """
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -185,7 +178,7 @@ def compiled(
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]
         for leaves in (acting.shapes.data, acting.shapes.scores)
     ]
-    return Program(program.lower(progress.state, progress.key, progress.updates, *flat).compile(), mesh)
+    return program.lower(progress.state, progress.key, progress.updates, *flat).compile()
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
@@ -213,8 +206,9 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 
 
 def actors(
-    program: Program, pool: ActorPool, progress: Progress, publish: Callable[[PyTree], np.ndarray], *, updates: int
-) -> Iterator[tuple[Progress, int, Metrics]]:
+    update: jax.stages.Compiled, mesh: Mesh, pool: ActorPool, progress: Progress,
+    publish: Callable[[PyTree], np.ndarray], *, updates: int,
+) -> Iterator[tuple[Progress, int, Metrics]]:  # fmt: skip
     """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
     `progress` and its carry are donated when the iterator advances: save them before.
@@ -222,7 +216,7 @@ def actors(
     pinned = pool.rule.pinned
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
     structure = jax.tree.structure(held.carry)
-    layout = meshes.sharded(program.mesh)
+    layout = meshes.sharded(mesh)
     begun = [np.asarray(x) for x in _raw(held.carry)]
     done = int(progress.updates)
     weights = [*held.weights, publish(progress.state)]
@@ -232,7 +226,7 @@ def actors(
     while done < updates:
         batch = pool.take()
         data, scores = jax.device_put((batch.data, batch.scores), layout)
-        state, count, rows, made = program.executable(state, key, count, data, scores)
+        state, count, rows, made = update(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
         pool.learnt(_on_host(made))  # waits until the update has finished
         told = meter.read(done, versions)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,6 @@ ACTING = 2**32 - 2
 
 AROUND = 0.005
 """Seconds the server may wait for actors before it checks whether the learner is done."""
-
-
-class Program(NamedTuple):
-    """Compiled update of the learner; donates the state. `executable`: (state, key, updates, data) -> (state, updates,
-    metrics, policy)."""
-
-    executable: jax.stages.Compiled
-    mesh: Mesh
 
 
 def acting_key(progress: Progress) -> Key:
@@ -87,8 +79,9 @@ def state_size(name: str, environment: Environment, worlds: int) -> int:
     return size
 
 
-def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> Program:
-    """Update of the learner for runs like `progress` and rollouts like `data`, compiled ahead of time."""
+def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> jax.stages.Compiled:
+    """Update of the learner for runs like `progress` and rollouts like `data`, compiled ahead of time; donates the
+    state: (state, key, updates, data) -> (state, updates, metrics, policy)."""
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Rollout) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -107,11 +100,11 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
     specs = laid, everywhere, everywhere, cut
     results = laid, everywhere, everywhere, everywhere
     program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
-    return Program(program.lower(progress.state, progress.key, progress.updates, data).compile(), mesh)
+    return program.lower(progress.state, progress.key, progress.updates, data).compile()
 
 
 def central(
-    program: Program, server: Server, progress: Progress, policy: Params, *, updates: int
+    update: jax.stages.Compiled, server: Server, progress: Progress, policy: Params, *, updates: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
     """Iterator over updates from `progress`, with its policy `policy`, to `updates` finished ones: (progress, 1,
     metrics), as `fused.fused`.
@@ -127,7 +120,7 @@ def central(
     meter = _Telling(server)
 
     def learn(*given: Any) -> Any:
-        return jax.block_until_ready(program.executable(*given))
+        return jax.block_until_ready(update(*given))
 
     with ThreadPoolExecutor(1, "learner") as beside:
         while done < updates:

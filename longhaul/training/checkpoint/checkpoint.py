@@ -9,9 +9,9 @@ A checkpoint is written as `20.partial` and renamed only after its files and the
 whose name is a number was complete once, and a killed process leaves the checkpoints before it. A step saved again
 becomes `20.1`, `20.2`, ...; the older ones of that step are removed after that.
 
-`runtime.named_leaves` handles keys, Python numbers and empty arrays, which Orbax refuses. One run writes a folder. Each
-of its processes writes and reads the data on its devices, and all call `save`, `latest` and `wait` alike. The first
-process makes folders, checks integrity, and writes the manifest when all have written their parts.
+`runtime.pytree_serialization` handles keys, Python numbers and empty arrays, which Orbax refuses. One run writes a
+folder. Each of its processes writes and reads the data on its devices, and all call `save`, `latest` and `wait` alike.
+The first process makes folders, checks integrity, and writes the manifest when all have written their parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.runtime import named_leaves, process_group
+from longhaul.runtime import process_group, pytree_serialization
 from longhaul.types import PyTree
 
 FORMAT = 1
@@ -119,7 +119,7 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"step is {step}, and steps of checkpoints are >= 0")
-        arrays, table = named_leaves.split(progress)
+        arrays, table = pytree_serialization.split(progress)
         size = sum(array.nbytes for array in arrays.values())
         try:
             plain = json.loads(json.dumps(metadata or {}))  # as it is restored
@@ -282,20 +282,20 @@ class Checkpoints:
 
 def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> PyTree:
     """Pytree of a verified checkpoint, placed as `like`."""
-    table, named = manifest["leaves"], named_leaves.name(like)
+    table, named = manifest["leaves"], pytree_serialization.name(like)
     where = f"checkpoint {path.name} in {path.parent}"
-    named_leaves.fit(table, named, where, part=part)
+    pytree_serialization.fit(table, named, where, part=part)
     targets = {
-        name: named_leaves.target(leaf, table[name])
+        name: pytree_serialization.target(leaf, table[name])
         for name, leaf in named.items()
-        if named_leaves.is_stored(table[name])
+        if pytree_serialization.is_stored(table[name])
     }
     try:
         values = _read(path / ARRAYS, targets) if targets else {}
     except Exception as error:
         remedy = "use the package versions in the run's run.json"
         raise CheckpointError(f"{where} is intact, but Orbax cannot read it: {_reason(error)}; {remedy}") from error
-    placed = [named_leaves.place(values.get(name), leaf, table[name]) for name, leaf in named.items()]
+    placed = [pytree_serialization.place(values.get(name), leaf, table[name]) for name, leaf in named.items()]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), placed)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from longhaul import rollout
 from longhaul.algorithms import registry
@@ -64,7 +65,7 @@ def by_fused(devices: int) -> tuple[list[np.ndarray], list[np.ndarray], dict[str
     return plain(progress.state), plain(progress.carry), jax.device_get(rows)
 
 
-Made = tuple[learner.Program, learner.CompiledActor, Algorithm, Callable[[], Progress]]
+Made = tuple[jax.stages.Compiled, Mesh, learner.CompiledActor, Algorithm, Callable[[], Progress]]
 
 
 @functools.cache
@@ -78,17 +79,17 @@ def parts(devices: int, count: int) -> Made:
 
     begun = start()
     does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
-    return learner.compiled(algorithm, does, join, begun, mesh, actors=count), does, algorithm, start
+    return learner.compiled(algorithm, does, join, begun, mesh, actors=count), mesh, does, algorithm, start
 
 
 def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarray]]:
-    program, does, algorithm, start = made
+    update, mesh, does, algorithm, start = made
     rows, begun = [], start()
     if rule.pinned:
         past = tuple(np.zeros(does.shapes.weight_bytes, np.uint8) for _ in range(rule.pinned))
         begun = begun._replace(carry=learner.PinnedCarry(begun.carry, past))
     with closing(ActorPool(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
-        calls = learner.actors(program, crew, begun, learner.weights_of(algorithm), updates=UPDATES)
+        calls = learner.actors(update, mesh, crew, begun, learner.weights_of(algorithm), updates=UPDATES)
         for progress, n, row in calls:
             assert n == 1
             rows.append(jax.device_get(row))
@@ -111,7 +112,7 @@ def test_without_staleness_it_is_fused_bit_for_bit(slow: bool) -> None:
         def collect(weights: Any, state: Any, key: Any, ticket: Ticket, version: int) -> Any:
             if slow and actor == 0:
                 time.sleep(0.01)
-            return made[1].collect(weights, state, key, ticket, version)
+            return made[2].collect(weights, state, key, ticket, version)
 
         return collect
 

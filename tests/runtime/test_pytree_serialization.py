@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 
 TREE = {
     "layers": [jnp.array([[1.0, -0.0]]), {"b/c": np.arange(3, dtype=np.uint8)}],
@@ -25,19 +25,19 @@ TREE = {
 
 def there_and_back(tree: Any, like: Any) -> Any:
     """The tree through NumPy arrays and JSON."""
-    arrays, table = named_leaves.split(tree)
+    arrays, table = pytree_serialization.split(tree)
     held = {name: np.array(array) for name, array in arrays.items()}
     read = json.loads(json.dumps(table))
-    named = named_leaves.name(like)
-    named_leaves.fit(read, named, "a file")
-    placed = [named_leaves.place(held.get(name), leaf, read[name]) for name, leaf in named.items()]
+    named = pytree_serialization.name(like)
+    pytree_serialization.fit(read, named, "a file")
+    placed = [pytree_serialization.place(held.get(name), leaf, read[name]) for name, leaf in named.items()]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
 def test_names_are_paths() -> None:
-    names = list(named_leaves.name({"a": [0, {"b/c": 1}], "n": None}))
+    names = list(pytree_serialization.name({"a": [0, {"b/c": 1}], "n": None}))
     assert names == ["['a'][0]", "['a'][1]['b/c']"]
-    assert list(named_leaves.name(3)) == ["(the whole)"]
+    assert list(pytree_serialization.name(3)) == ["(the whole)"]
 
 
 def test_apart_and_together_is_the_identity() -> None:
@@ -46,19 +46,19 @@ def test_apart_and_together_is_the_identity() -> None:
     for found, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(TREE), strict=True):
         assert type(found) is type(wanted)
         assert repr(found) == repr(wanted)  # tells dtype, weak type, sign of zero and a key's data
-    assert named_leaves.split(back)[1] == named_leaves.split(TREE)[1]
+    assert pytree_serialization.split(back)[1] == pytree_serialization.split(TREE)[1]
 
 
 def test_what_is_stored_has_elements_and_is_no_number() -> None:
-    arrays, table = named_leaves.split(TREE)
+    arrays, table = pytree_serialization.split(TREE)
     assert sorted(arrays) == ["['keys']", "['layers'][0]", "['layers'][1]['b/c']", "['scalar']", "['weak']"]
-    assert sorted(arrays) == sorted(name for name, entry in table.items() if named_leaves.is_stored(entry))
-    assert named_leaves.target(TREE["keys"], table["['keys']"]).shape == (2, 2)
+    assert sorted(arrays) == sorted(name for name, entry in table.items() if pytree_serialization.is_stored(entry))
+    assert pytree_serialization.target(TREE["keys"], table["['keys']"]).shape == (2, 2)
 
 
 def test_numpy_arrays_are_copied() -> None:
     values = np.zeros(3)
-    arrays, _ = named_leaves.split([values])
+    arrays, _ = pytree_serialization.split([values])
     values[:] = 1.0
     assert not arrays["[0]"].any()
 
@@ -75,4 +75,4 @@ def test_numpy_arrays_are_copied() -> None:
 )
 def test_what_is_no_number_is_refused(leaf: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        named_leaves.split([{"x": leaf}])
+        pytree_serialization.split([{"x": leaf}])
