@@ -165,11 +165,6 @@ def lose(book: Book, actor: int) -> tuple[Book, bool]:
     return book, True
 
 
-def queue(book: Book) -> int:
-    """Finished rollouts that wait for the learner."""
-    return sum(book.done)
-
-
 def learnt(book: Book) -> Book:
     """Mark the next update as finished. ValueError if its batch was incomplete."""
     if not book.whole:

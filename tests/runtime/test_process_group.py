@@ -151,39 +151,30 @@ def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatc
         devices.prepare_devices(3)
 
 
-def test_a_process_ends_with_its_launcher() -> None:
-    """Also one that waits for something else: the other end of the pipe is closed when its holder is killed."""
-    reader, writer = os.pipe()
-    program = (
-        "import time; from longhaul.runtime import process_group as hosts\n"
-        "hosts.start(hosts.ALONE); print('up', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {LIFELINE: str(reader)},
-        pass_fds=[reader], stdout=subprocess.PIPE,
-    )  # fmt: skip
-    os.close(reader)
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"
-        assert child.poll() is None
-        os.close(writer)
-        assert child.wait(timeout=20) == 1
+WAITS = (
+    "import time; from longhaul.runtime import process_group\n"
+    "process_group.start(process_group.ALONE); print('up', flush=True); time.sleep(60)"
+)
 
 
-def test_a_process_ends_with_its_launcher_while_it_imports(tmp_path: Path) -> None:
-    """A launcher that is killed at once, say: on a busy machine JAX takes many seconds to come."""
-    (tmp_path / "jax.py").write_text("import os, time; os.write(1, b'imports\\n'); time.sleep(60)")
+@pytest.mark.parametrize("command", [["-c", WAITS], ["-m", "longhaul", "train", "cartpole"]], ids=["waits", "imports"])
+def test_a_process_ends_with_its_launcher(command: list[str], tmp_path: Path) -> None:
+    """Also one that waits for something else: the other end of the pipe is closed when its holder is killed. And one
+    whose launcher is killed at once: on a busy machine JAX takes many seconds to come."""
+    variables = {}
+    if command[0] == "-m":
+        (tmp_path / "jax.py").write_text("import os, time; os.write(1, b'up\\n'); time.sleep(60)")
+        variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     reader, writer = os.pipe()
-    variables = os.environ | {LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     child = subprocess.Popen(
-        [sys.executable, "-m", "longhaul", "train", "cartpole"], cwd=tmp_path, env=variables,
-        pass_fds=[reader], stdout=subprocess.PIPE,
+        [sys.executable, *command], cwd=tmp_path if variables else ROOT,
+        env=os.environ | variables | {LIFELINE: str(reader)}, pass_fds=[reader], stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(reader)
     try:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"imports\n"
+        assert child.stdout.readline() == b"up\n"
+        assert child.poll() is None
         os.close(writer)
         assert child.wait(timeout=20) == 1
     finally:

@@ -175,7 +175,10 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
                     devices = each
                     if found.number < wanted.number:
                         say(f"goes on with {found.number} of {wanted.number} processes: there are no nodes for more")
-                    return _begin(placed, found, words, printed)
+                    each_variables = variables(found.number, found.devices, placed.address, os.environ)
+                    for actor, its in zip(placed.actors, each_variables, strict=True):
+                        actor.begin.remote([*local.PROGRAM[1:], *words], its, os.getcwd())  # `look` reports a failure
+                    return OnRay(placed, printed)
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
             if not waits:
@@ -238,16 +241,6 @@ def _place(found: Layout) -> Placed | None:
     order = sorted(range(found.number), key=lambda i: (where[i][0], i))
     _, host, port = where[order[0]]
     return Placed([actors[i] for i in order], [where[i][1] for i in order], f"{host}:{port}", group)
-
-
-def _begin(placed: Placed, found: Layout, words: Sequence[str], printed: Printed) -> Gang:
-    """Start the processes of the actors."""
-    all_variables = variables(found.number, found.devices, placed.address, os.environ)
-    program = [*local.PROGRAM[1:], *words]
-    started = OnRay(placed, printed)
-    for actor, each in zip(placed.actors, all_variables, strict=True):
-        actor.begin.remote(program, each, os.getcwd())  # a failure shows in the next look
-    return started
 
 
 class OnRay:

@@ -286,7 +286,7 @@ class ActorPool:
     @property
     def queue(self) -> int:
         """Finished rollouts that wait for the learner."""
-        return staleness.queue(self.book)
+        return sum(self.book.done)
 
     @property
     def restarts(self) -> int:

@@ -161,26 +161,21 @@ def _checksum(weights: np.ndarray) -> int:
 
 def planned(shapes: Shapes, size: Size) -> Plan:
     """Positions of all buffers in their memory."""
-    return shared_memory.plan(_regions(shapes, size))
-
-
-def _regions(shapes: Shapes, size: Size) -> Iterator[tuple[str, Leaf]]:
     n, depth = size
-    yield "closed", Leaf((8,), "int64")
-    yield "key", Leaf((8,), "uint32")
-    yield "ordered", Leaf((n, 8), "int64")
-    yield "finished", Leaf((n, 8), "int64")
-    yield "orders", Leaf((n, depth, 8), "int64")
-    yield "vitals", Leaf((n, 16), "int64")
-    yield "words", Leaf((n, 512), "uint8")
-    yield "heads", Leaf((depth, n, 8), "int64")
-    for i, leaf in enumerate(shapes.data):
-        yield f"data/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
-    for i, leaf in enumerate(shapes.scores):
-        yield f"scores/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
-    for i, leaf in enumerate(shapes.carry):
-        yield f"carry/{i}", Leaf((depth, n, *leaf.shape), leaf.dtype)
-    yield from weight_regions(shapes.weight_bytes, depth)
+    named = {
+        "closed": Leaf((8,), "int64"),
+        "key": Leaf((8,), "uint32"),
+        "ordered": Leaf((n, 8), "int64"),
+        "finished": Leaf((n, 8), "int64"),
+        "orders": Leaf((n, depth, 8), "int64"),
+        "vitals": Leaf((n, 16), "int64"),
+        "words": Leaf((n, 512), "uint8"),
+        "heads": Leaf((depth, n, 8), "int64"),
+    }
+    for name in ("data", "scores", "carry"):
+        for i, leaf in enumerate(getattr(shapes, name)):
+            named[f"{name}/{i}"] = Leaf((depth, n, *leaf.shape), leaf.dtype)
+    return shared_memory.plan([*named.items(), *weight_regions(shapes.weight_bytes, depth)])
 
 
 class SharedBuffers:

@@ -63,14 +63,8 @@ def learnt(
 
     with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
         actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
-
-        def revive() -> None:
-            if not actors[1].is_alive():
-                here.lane.cut(1, "it died")
-                actors[1] = here.begin(1)
-
         for update in range(updates):
-            serve(here, revive)
+            serve(here, actors)
             data, _, versions = here.server.gather()
             assert (versions == update).all()
             actions += list(np.array(data.action))
@@ -144,12 +138,15 @@ class Frail:
         return self._inner.step(action, out)
 
 
-def serve(here: Site, then: Callable[[], None] = lambda: None) -> None:
-    """Until the learner's batch is whole; fails where that takes a minute. `then` is called after each round."""
+def serve(here: Site, actors: dict[int, threading.Thread] | None = None) -> None:
+    """Until the learner's batch is whole; fails where that takes a minute. Those of `actors` that died begin again."""
     deadline = time.monotonic() + 60.0
     while not here.server.book.whole:
         here.server.serve(0.05)
-        then()
+        for actor, thread in (actors or {}).items():
+            if not thread.is_alive():
+                here.lane.cut(actor, "it died")
+                actors[actor] = here.begin(actor)
         assert time.monotonic() < deadline, "it stands still"
 
 
@@ -235,14 +232,8 @@ def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, st
     with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
         actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
         policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
-
-        def revive() -> None:
-            if not actors[1].is_alive():
-                here.lane.cut(1, "it died")
-                actors[1] = here.begin(1)
-
         for _ in range(6):
-            serve(here, revive)
+            serve(here, actors)
             data, sums, _ = here.server.gather()
             ended += check_chaos(data)[1]
             told += sums.get("episodes", 0)
