@@ -222,8 +222,9 @@ def supervise(command: Sequence[str], start: Start, restarts: int, deadline: flo
             history = history.failed(progress=newest > before)
             before = newest
             say(report(ended))
-            if not history.exhausted:
-                _rest(history.pause, asked)
+            end = time.monotonic() + (0.0 if history.exhausted else history.pause)
+            while not asked and time.monotonic() < end:  # a signal ends the pause
+                time.sleep(LOOK)
             if asked or history.exhausted:
                 return code
             words = again(command, folder) if folder is not None and there else list(command)
@@ -283,13 +284,6 @@ def _listening(asked: list[int]) -> Any:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _rest(seconds: float, asked: list[int]) -> None:
-    """Pause that a signal ends."""
-    end = time.monotonic() + seconds
-    while not asked and time.monotonic() < end:
-        time.sleep(LOOK)
 
 
 def say(line: str) -> None:
