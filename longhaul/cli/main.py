@@ -163,18 +163,18 @@ def show_recipes(words: Sequence[str]) -> int:
 
 def show_envs(words: Sequence[str]) -> int:
     """`longhaul envs [SUITE]`."""
-    from longhaul.envs import registry, suites
+    from longhaul.envs import registry, suite_adapters
     from longhaul.envs.host import registry as host_registry
 
     suite = flags.Flag("SUITE", flags.TEXT, None, "list all environments of this suite")
     about = "The environments of longhaul train ppo --env NAME."
     name = flags.parse("envs", about, {"": [suite, flags.DEBUG]}, words).values["SUITE"]
     if name is not None:
-        print(*suites.names(name), sep="\n")
+        print(*suite_adapters.names(name), sep="\n")
         return 0
     tables.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
     print("\nOf other libraries, on the device:")
-    tables.listing(suites.rows())
+    tables.listing(suite_adapters.rows())
     print("\nOn the host, for actors:")
     tables.listing(host_registry.names())
     return 0

@@ -16,7 +16,7 @@ from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRP
 from longhaul.config.population import Member, check
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
 from longhaul.driving.sim import config as sim
-from longhaul.envs import external, suites
+from longhaul.envs import external, suite_adapters
 from longhaul.envs import registry as environments
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
@@ -378,7 +378,7 @@ def agents(run: Run) -> int:
     if isinstance(run.environment, Reasoning):
         assert isinstance(run.algorithm, Reasoner)
         return run.algorithm.group
-    if suites.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
+    if suite_adapters.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
         return 1
     return named(run.environment).spec.agents or 1
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs import callback, suites
+from longhaul.envs import callback, suite_adapters
 from longhaul.envs.host import registry as host
 from longhaul.envs.host.vector import load
 from longhaul.spaces import Action, Discrete, Measure, MultiDiscrete, action_shape
@@ -74,11 +74,13 @@ def make(name: str, **given: Any) -> Environment:
         check(name, built)  # as it is written
         environment: Environment = _Completed(built)
     elif kind == "gymnax":
-        environment = suites.adapted(suites.gymnax_world(built, built.default_params))
+        environment = suite_adapters.adapted(suite_adapters.gymnax_world(built, built.default_params))
     elif kind == "jaxmarl":
         environment = multi_agent(built)
     else:
-        environment = suites.adapted(suites.physics_world(built, lambda seen: seen, suites.LIMIT))
+        environment = suite_adapters.adapted(
+            suite_adapters.physics_world(built, lambda seen: seen, suite_adapters.LIMIT)
+        )
     check(name, environment)
     return environment
 
@@ -190,12 +192,12 @@ class _Completed:
 
     def reset(self, key: Key) -> tuple[_Own, PyTree]:
         inner, observation = self.environment.reset(key)
-        return _Own(suites.formed(inner, self.form), jnp.zeros(self._agents, bool)), observation
+        return _Own(suite_adapters.formed(inner, self.form), jnp.zeros(self._agents, bool)), observation
 
     def step(self, key: Key, state: _Own, action: jax.Array) -> tuple[_Own, TimeStep]:
         inner, led_to = self.environment.step(key, state.inner, action)
         reward = jnp.asarray(led_to.reward, jnp.float32)
-        after = _Own(suites.formed(inner, self.form), state.over | led_to.terminated | led_to.truncated)
+        after = _Own(suite_adapters.formed(inner, self.form), state.over | led_to.terminated | led_to.truncated)
         return after, transition(led_to.observation, reward, led_to.terminated, led_to.truncated)
 
     def active(self, state: _Own) -> jax.Array:
@@ -268,7 +270,7 @@ def multi_agent(environment: Any) -> Environment:
                 f"agent {name} sees {shapes[i]} and does {spaces[i]}, and {names[0]} sees {shapes[0]} and does "
                 f"{spaces[0]}; agents must be alike: pad them (JaxMARL's CTRolloutManager does)"
             )
-    limit = int(getattr(environment, "max_steps", suites.LIMIT))
+    limit = int(getattr(environment, "max_steps", suite_adapters.LIMIT))
     observation = jax.ShapeDtypeStruct(*shapes[0])
     spec = Spec(observation, spaces[0], agents=len(names), truncation_interval=limit, max_steps=limit)
     return _MultiAgent(spec, environment)
@@ -279,7 +281,7 @@ def _action(space: Any) -> Action:
         return Discrete(int(space.n))
     if hasattr(space, "num_categories"):
         return MultiDiscrete(tuple(int(n) for n in np.ravel(space.num_categories)))
-    return suites.box(space.low, space.high, tuple(space.shape))
+    return suite_adapters.box(space.low, space.high, tuple(space.shape))
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

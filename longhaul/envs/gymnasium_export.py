@@ -7,9 +7,8 @@ vectors are of another kind. `register` makes the names known to `gymnasium.make
 
 Observations are what our networks take, named tuples as Dict spaces; legal actions are "action_mask" beside
 "observation", and in `infos`. Agents that wait for the end of their world are columns, too: `infos["valid"]` is False
-there, their reward is 0, and their actions are ignored; who can't leave them out should drive one agent a world.
-
-Classes stand inside functions here, for they must inherit from Gymnasium's, which may not be installed.
+there, their reward is 0, and their actions are ignored. Classes stand inside functions, since Gymnasium, from which
+they must inherit, may not be installed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.envs import callback, classic_control, external, hackmatrix, probes, suites
+from longhaul.envs import callback, classic_control, external, hackmatrix, probes, suite_adapters
 from longhaul.envs.hackmatrix.swift_rules.environment import canonical
 from longhaul.envs.host import registry as host
 from longhaul.spaces import Measure
@@ -56,8 +56,8 @@ def make(name: str, **options: Any) -> Environment:
 
     Raises ValueError for an unknown name or option, with the nearest ones, and where the function finds a bad value.
     """
-    if suites.is_suite(name):
-        return suites.make(name, **options)
+    if suite_adapters.is_suite(name):
+        return suite_adapters.make(name, **options)
     if callback.is_called(name):
         return callback.make(name, **options)
     if external.is_external(name):

@@ -25,7 +25,7 @@ from longhaul.config import recipes
 from longhaul.config.resolve import changed, named, resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.envs import registry as environments
-from longhaul.envs import suites
+from longhaul.envs import suite_adapters
 from longhaul.envs.host import registry as host
 from longhaul.envs.host.vector import HostVector
 from longhaul.reasoning.config import Reasoning
@@ -65,7 +65,7 @@ def begin(
     """
     task = run.environment
     if isinstance(task, Named):
-        if suites.is_suite(task.env):  # importing a suite may start JAX, as Brax does
+        if suite_adapters.is_suite(task.env):  # importing a suite may start JAX, as Brax does
             loop.prepare_devices(run.all_devices, run.threads)
         named(task)  # what is unknown or missing is said before anything is made
     loop.prepare_devices(run.all_devices, run.threads)

@@ -1,16 +1,14 @@
-"""Boards drawn in advance, by the rules of either game: what a stage begins with.
+"""Boards drawn in advance, by the rules of either game, with which stages begin.
 
 A stage's content depends on nothing but chance, so a bank of boards is drawn once, on the host; the compiled game only
 picks one. By the trainer's rules [J] it comes with the way to each corner: no search is left in a step.
 
-By the canonical rules [S] it is in order of exit and number of blocks. The Swift game draws the number, 5 to 11, and
-then redraws the places of blocks, not on enemies or transmissions, until the board is sound (`sound`). Enemies stay
-when a stage ends, so that a bank can't know which cells are taken. The game therefore looks at the SHELF boards of a
-random shelf of its exit and number, and takes a random one whose blocks touch nobody: the distribution of the rules, as
-far as a shelf has such a board. Where none has, it takes one with the fewest blocks under somebody, and those blocks
-fall away. That was so in none of 532 stages with 5 random cells taken, in a tenth of them with 8 and in a quarter with
-10; such boards have a block or two fewer than the number drawn. One difference more: where the exit is the corner (0,
-0), the Swift game's own test passes it, since it begins there; ours passes no exit.
+By the canonical rules [S] it is in order of exit and number of blocks. The Swift game draws the number and then redraws
+the places of blocks, not on enemies or transmissions, until the board is sound (`sound`). Enemies stay when a stage
+ends, and the bank doesn't know their cells. The game therefore takes a random one of the SHELF boards of a random shelf
+whose blocks touch nobody. Where a shelf has none, it takes one with the fewest blocks under somebody, and those blocks
+fall away: in none of 532 stages with 5 random cells taken, a tenth of them with 8, a quarter with 10. Where the exit is
+the corner (0, 0), the Swift game's own test passes it, since it begins there; ours passes no exit.
 """
 
 from __future__ import annotations

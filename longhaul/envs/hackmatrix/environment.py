@@ -17,7 +17,7 @@ from longhaul import prng
 from longhaul.envs.hackmatrix import board_generation as drawn
 from longhaul.envs.hackmatrix import observation, reward
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix.actions import INTERVAL, Cells, act, ends_turn, legal, respond, unpack
+from longhaul.envs.hackmatrix.rules import INTERVAL, Cells, act, ends_turn, legal, respond, unpack
 from longhaul.envs.hackmatrix.state import SIDE, SLOTS, Enemies, Pending, State, Tally
 from longhaul.spaces import Masked, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
@@ -38,7 +38,7 @@ FIXES = {
 """Defects of the trainer's rules that can be put right, one by one; none is by default.
 
 Left as they are: enemies' greedy walk (D3) and what programs do (D9), which are other rules rather than defects. The
-all-false mask (D10) is always repaired, see `actions.legal`; siphoning blocks of no value (D12) cannot happen, since
+all-false mask (D10) is always repaired, see `rules.legal`; siphoning blocks of no value (D12) cannot happen, since
 no board has any.
 """
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix.actions import Cells
+from longhaul.envs.hackmatrix.rules import Cells
 from longhaul.envs.hackmatrix.state import CELLS, SIDE, SLOTS, State
 from longhaul.spaces import Discrete, Masked
 from longhaul.types import Compact, Spec

@@ -1,12 +1,9 @@
-"""The screen of HackMatrix: one game as a player sees it (`View`), the keys and reasons that a player is told (hints),
-and styled lines, 80 columns by 24 rows. Pure; nothing is printed here.
+"""Screen of HackMatrix: one game as a player sees it (`View`), hints, and styled lines, 80 columns by 24 rows.
 
 A view's cells come from the 1,545 numbers that a network sees, which are the same for both rule sets; enemies and
-transmissions from their slots, since several may share a cell. The mask of legal actions decides what is legal; hints
-only explain it.
+transmissions from their slots, since several may share a cell. The mask decides what is legal; hints only explain it.
 
-A cell of the screen shows who is in it above and what is in it below. V2 is a virus with 2 health, D, G and C the other
-kinds, "~" behind one is stunned; t1 a transmission that comes in one turn; x5 what siphoning the block sends.
+A cell of the screen shows who is in it above and what is in it below; `pages` explains the signs.
 """
 
 from __future__ import annotations

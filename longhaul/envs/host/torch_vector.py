@@ -5,8 +5,7 @@ whose "policy" is what the policy sees; an episode that ends is reset in the sam
 such a step led to: then `HostSpec.true_successors` is False, and `finals` has the observation that the step started
 from. Whose extras have "final_obs" (or "final_observation"), all environments' in one tensor, is believed.
 
-Tensors on the host are seen as NumPy arrays by DLPack, and actions as tensors. Those on an accelerator are copied, once
-each way; `on_device` is the way without any, for a policy of JAX on the same device.
+Tensors on the host are shared by DLPack; those on an accelerator are copied, once each way, but by `on_device`.
 """
 
 from __future__ import annotations

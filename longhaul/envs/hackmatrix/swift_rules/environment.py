@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import prng
-from longhaul.envs.hackmatrix import actions, observation, reward
 from longhaul.envs.hackmatrix import board_generation as drawn
+from longhaul.envs.hackmatrix import observation, reward
 from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.rules import ends_turn
 from longhaul.envs.hackmatrix.state import CORNERS, SIDE, SLOTS, Tally
-from longhaul.envs.hackmatrix.swift_rules import actions as player
-from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
+from longhaul.envs.hackmatrix.swift_rules import rules
 from longhaul.envs.hackmatrix.swift_rules import state as c
 from longhaul.envs.hackmatrix.swift_rules.state import Cells, Ground, State
 from longhaul.spaces import Masked, Measure
@@ -75,20 +75,20 @@ class Canonical:
             tally=Tally(jnp.zeros(len(reward.PARTS), jnp.float32), zero, zero, zero, zero + 1),
         )  # fmt: skip
         state = self._enter(state, words[2:5])
-        state = turn.send(state, self._ground(state).blocks, zero + 1, nobody, words[5:])
+        state = rules.send(state, self._ground(state).blocks, zero + 1, nobody, words[5:])
         return state, self._see(state)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
         """Action: int32, 0 .. 27. One that is not legal does nothing, gains nothing and ends the game."""
         words = c.once(prng.bits(key, (WORDS,)))
         ground, before = self._ground(state), state
-        valid = jnp.any(player.legal(state, ground) & (np.arange(w.ACTIONS) == action))
+        valid = jnp.any(rules.legal(state, ground) & (np.arange(w.ACTIONS) == action))
         way = self._way(state, ground)
-        acted, outcome = player.act(state, ground, action, words[:3])
+        acted, outcome = rules.act(state, ground, action, words[:3])
         acted = c.restore(acted, action == w.UNDO)
         ended = outcome.reached
-        turned, due = turn.respond(acted, ground.blocks, words[3:43], "steps" in self.fixes)
-        responds = valid & actions.ends_turn(action) & ~ended
+        turned, due = rules.respond(acted, ground.blocks, words[3:43], "steps" in self.fixes)
+        responds = valid & ends_turn(action) & ~ended
         plays = responds & ~acted.step
         won = valid & ended & (state.stage == w.STAGES)
         enters = valid & ended & ~won
@@ -100,7 +100,7 @@ class Canonical:
         first = due & plays & (np.arange(SLOTS) == 0)
         origin = jnp.where(enters, 0, jnp.where(first, 1 << 9, 1 << 8))
         after_ground = self._ground(state)
-        state = turn.send(state._replace(pool=state.pool - pool), after_ground.blocks, number, origin, words[43:63])
+        state = rules.send(state._replace(pool=state.pool - pool), after_ground.blocks, number, origin, words[43:63])
         state = state._replace(history=c.remember(state, plays))
         if "undo" in self.fixes:
             forgotten = state.history._replace(depth=jnp.where(enters, 0, state.history.depth))
@@ -174,11 +174,11 @@ class Canonical:
 
     def _way(self, state: State, ground: Ground) -> jax.Array:
         corner = c.cells(jnp.asarray(w.CORNER_BITS)[state.exit])
-        return turn.way(ground.blocks, c.cell_at(state.row, state.col), corner)
+        return rules.way(ground.blocks, c.cell_at(state.row, state.col), corner)
 
     def _see(self, state: State) -> Masked:
         ground = self._ground(state)
-        return Masked(observe(state, ground), player.legal(state, ground))
+        return Masked(observe(state, ground), rules.legal(state, ground))
 
 
 def _choose(cases: list[tuple[jax.Array, State]], otherwise: State) -> State:

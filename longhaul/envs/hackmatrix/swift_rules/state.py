@@ -175,21 +175,16 @@ def pending(sent: Any) -> Pending:
 
 def places(codes: jax.Array) -> Cells:
     """The cells in which enemies or transmissions are, by their codes [SLOTS]."""
-    row, col = (codes >> 2) & 7, (codes >> 5) & 7
-    upper = row >= 3
-    bit = jnp.uint32(1) << (SIDE * (row - jnp.where(upper, 3, 0)) + col).astype(jnp.uint32)
-    bit = jnp.where(codes > 0, bit, np.uint32(0))
-    halves = (jnp.where(upper, np.uint32(0), bit), jnp.where(upper, bit, np.uint32(0)))
-    return Cells(*(jnp.bitwise_or.reduce(half) for half in halves))
+    each = cell_at(codes >> 2 & 7, codes >> 5 & 7).only(codes > 0)
+    return Cells(*(jnp.bitwise_or.reduce(half) for half in each))
 
 
 class History(NamedTuple):
     """The last DEPTH ends of an enemies' turn, as a ring, to which UNDO goes back.
 
-    An UNDO right after such an end gives back only its own cost, the next one goes back a turn, and so on. It restores
-    the player, enemies, transmissions and the board, also that of an earlier stage with its exit; not the number of the
-    stage, when the next scheduled transmission is due, nor where enemies came from: they count as neither scheduled nor
-    of a siphon, as in the Swift game. That game remembers every turn; ours the last DEPTH, across stages too.
+    An UNDO right after such an end gives back only its own cost, the next one goes back a turn. It restores the player,
+    enemies, transmissions and the board, also that of an earlier stage with its exit; not the number of the stage, the
+    time of the next scheduled transmission, nor where enemies came from, as in the Swift game.
     """
 
     depth: jax.Array  # int32: how many are remembered

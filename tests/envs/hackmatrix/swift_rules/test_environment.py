@@ -16,7 +16,7 @@ from longhaul.envs.hackmatrix import board_generation as drawn
 from longhaul.envs.hackmatrix import observation
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.state import CORNERS
-from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
+from longhaul.envs.hackmatrix.swift_rules import rules
 from longhaul.envs.hackmatrix.swift_rules import state as c
 from longhaul.envs.hackmatrix.swift_rules.environment import FIXES, SHORT, Canonical, canonical
 from tests.helpers.hackmatrix_games import about
@@ -818,7 +818,7 @@ def test_ways_are_those_of_a_plain_search() -> None:
     start, goal = rng.integers(0, 36, (2, 200))
 
     def run(words: Any, start: Any, goal: Any) -> Any:
-        return turn.way(c.cells(words), c.cell_at(start // 6, start % 6), c.cell_at(goal // 6, goal % 6))
+        return rules.way(c.cells(words), c.cell_at(start // 6, start % 6), c.cell_at(goal // 6, goal % 6))
 
     found = np.asarray(jax.jit(jax.vmap(run))(drawn.words(blocks), start, goal))
     for i in range(200):

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main
-from longhaul.envs import registry, suites
-from longhaul.envs.suites import Step, World
+from longhaul.envs import registry, suite_adapters
+from longhaul.envs.suite_adapters import Step, World
 from longhaul.spaces import Discrete, Masked
 from tests.helpers.environment_contract import check_environment, sample_action
 
@@ -42,7 +42,7 @@ def as_their_code_is(request: pytest.FixtureRequest) -> Any:
 
 
 def made(kind: str, most: int | None = None) -> Any:
-    if importlib.util.find_spec(suites.SUITES[kind].module) is None:
+    if importlib.util.find_spec(suite_adapters.SUITES[kind].module) is None:
         pytest.skip(f"{kind} is not installed")
     name = SHORT[kind]
     limit = "" if most is None else f"{'&' if '?' in name else '?'}max_steps={most}"
@@ -62,7 +62,7 @@ def counter(ends: int = 99, cuts: int = 99, limit: int | None = None) -> World:
 
 
 def test_the_adapter_keeps_the_contract() -> None:
-    check_environment(suites.adapted(counter(ends=7, limit=5)), steps=16)
+    check_environment(suite_adapters.adapted(counter(ends=7, limit=5)), steps=16)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_adapter_keeps_the_contract() -> None:
     ],
 )
 def test_ends_are_told_from_truncations(world: World, most: int | None, last: int, terminated: bool) -> None:
-    environment = suites.adapted(world, most)
+    environment = suite_adapters.adapted(world, most)
     state, _ = environment.reset(jax.random.key(0))
     for t in range(1, last + 1):
         assert environment.active(state)
@@ -92,17 +92,17 @@ def test_what_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install playground"):
         registry.make("playground/CartpoleBalance")
-    assert all("pip install" in line for _, line in suites.rows())
+    assert all("pip install" in line for _, line in suite_adapters.rows())
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", suites.SUITES)
+@pytest.mark.parametrize("kind", suite_adapters.SUITES)
 def test_each_suite_keeps_the_contract(kind: str) -> None:
     check_environment(made(kind, 12), steps=32)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", suites.SUITES)
+@pytest.mark.parametrize("kind", suite_adapters.SUITES)
 def test_a_time_limit_truncates_and_its_successor_is_the_state_it_led_to(kind: str) -> None:
     """With a limit of n the first n steps are those without it: the same observations, to the last."""
     short, long = made(kind, 3), made(kind)
@@ -135,7 +135,7 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_its_own_time_limit_is_a_truncation(name: str) -> None:
     """Jumanji calls it an end, and tells it from one in no other way than by when it comes."""
-    if importlib.util.find_spec(suites.SUITES[name.partition("/")[0]].module) is None:
+    if importlib.util.find_spec(suite_adapters.SUITES[name.partition("/")[0]].module) is None:
         pytest.skip(f"{name} is not installed")
     environment = registry.make(name)
     limit = environment.spec.max_steps
@@ -204,8 +204,8 @@ EAGER = """
 import jax
 from pathlib import Path
 from longhaul.config import resolve as runs
-from longhaul.envs import suites
-from longhaul.envs.suites import Step, World
+from longhaul.envs import suite_adapters
+from longhaul.envs.suite_adapters import Step, World
 from longhaul.training import api, loop
 from longhaul.types import Discrete
 
@@ -215,7 +215,7 @@ def make(name):
     return World(Discrete(2), lambda key: (jnp.int32(0), jnp.zeros(1)),
                  lambda key, state, action: Step(state, jnp.zeros(1), jnp.float32(0), jnp.bool_(False)))
 
-suites.SUITES["eager"] = suites.Suite("json", "eager", make, ("one",), "eager/one", "")
+suite_adapters.SUITES["eager"] = suite_adapters.Suite("json", "eager", make, ("one",), "eager/one", "")
 run = runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2)
 loop.train = lambda *_, **__: None
 api.begin(runs.resolve(run), Path("r"), asked={})
@@ -234,7 +234,7 @@ def test_a_recipe_of_a_suite_that_is_not_installed_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    suites.make.cache_clear()  # where it is installed, a test before this one may have made it
+    suite_adapters.make.cache_clear()  # where it is installed, a test before this one may have made it
     for words, package in (("brax-ant", "brax"), ("minatar-dqn", "gymnax"), ("cartpole --env pgx/x", "pgx")):
         assert main.main(["train", *words.split(), "--runs-dir", str(tmp_path / "runs")]) == 2
         assert f"pip install {package}" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""Turn of a game ([J]): the player's moves, the siphon, and 23 programs; then that of the enemies, who arrive, move and
-attack, after which a scheduled transmission may be sent."""
+"""Rules of one turn ([J]): the player's moves, siphon and 23 programs; the enemies' arrivals, moves and attacks."""
 
 from __future__ import annotations
 
@@ -312,7 +311,7 @@ def bought(state: Any, action: jax.Array) -> dict[str, Any]:
     }
 
 
-def warp_to(state: State, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+def warp_to(state: Any, words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """bool [SLOTS] each: one of all enemies and transmissions, with equal chances."""
     alive, sent = state.enemies.alive, state.pending.turns > 0
     many = jnp.sum(alive)

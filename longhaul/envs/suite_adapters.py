@@ -3,10 +3,9 @@ Craftax, XLand-MiniGrid, Pgx.
 
     make("brax/ant"), make("brax/ant?backend=spring&max_steps=500")
 
-Each suite is one function from a name to a `World`, which never resets; what a suite does at an episode's end is said
-there, where it differs from what its name suggests. What is the same for all is done once, in `Adapted`: the clock, the
-time limit, who is still playing. So an episode's last observation is never lost (a suite's own automatic reset is left
-aside), and a time limit is a truncation wherever the suite lets us tell it from an end.
+Each suite is one function from a name to a `World`, which never resets. What is the same for all is done once, in
+`Adapted`: the clock, the time limit, who is still playing. So an episode's last observation is never lost (a suite's
+own automatic reset is left aside), and a time limit is a truncation wherever the suite lets us tell it from an end.
 
 Nothing of a suite is imported before an environment of it is made.
 """
@@ -134,11 +133,7 @@ def make(name: str, **given: Any) -> Environment:
     """
     whole, _, query = name.partition("?")
     kind, _, inner = whole.partition("/")
-    if kind not in SUITES:
-        raise ValueError(f"no suite is named {kind!r}; there are {', '.join(SUITES)}")
-    suite = SUITES[kind]
-    if not suite.installed():
-        raise ValueError(f"{name} needs {suite.package}: pip install {suite.package}")
+    suite = _installed(kind, name)
     options: dict[str, Any] = dict(part.partition("=")[::2] for part in query.split("&")) if query else {}
     options |= given
     most = options.pop("max_steps", None)
@@ -187,12 +182,17 @@ def rows() -> list[tuple[str, str]]:
 
 def names(kind: str) -> list[str]:
     """Every environment of a suite. Raises ValueError where there is no such suite, or it is not installed."""
+    return [f"{kind}/{name}" for name in _installed(kind, kind).names()]
+
+
+def _installed(kind: str, wanted: str) -> Suite:
+    """Suite of this kind; ValueError, one line, where there is none, or where it is not installed."""
     if kind not in SUITES:
         raise ValueError(f"no suite is named {kind!r}; there are {', '.join(SUITES)}")
     suite = SUITES[kind]
     if not suite.installed():
-        raise ValueError(f"{kind} is not installed: pip install {suite.package}")
-    return [f"{kind}/{name}" for name in suite.names()]
+        raise ValueError(f"{wanted} needs {suite.package}: pip install {suite.package}")
+    return suite
 
 
 def _import(module: str) -> Any:
@@ -270,16 +270,12 @@ def physics_world(env: Any, see: Callable[[Any], Any], limit: int, repeat: int =
         for _ in range(repeat):
             after = env.step(state, jnp.clip(action, -1.0, 1.0))
             total = total + jnp.where(over, 0.0, after.reward)
-            state = after if repeat == 1 else _unless(over, after, state)
+            state = after if repeat == 1 else jax.tree.map(functools.partial(jnp.where, over), state, after)
             over = over | (state.done > 0)
         return Step(state, see(state.obs), total, over)
 
     size = int(env.action_size)
     return World(Box((-1.0,) * size, (1.0,) * size), begin, step, max(1, int(limit) // repeat))
-
-
-def _unless(over: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: jnp.where(over, y, x), new, old)
 
 
 def jumanji(name: str) -> World:
