@@ -110,6 +110,16 @@ def longhaul(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
     return run
 
 
+@pytest.fixture(scope="module")
+def quick_runs() -> Iterator[pytest.MonkeyPatch]:
+    """Runs of a module's tests share what is compiled, by `make_quick`."""
+    from tests.helpers.small_runs import make_quick
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        yield patch
+
+
 @pytest.fixture
 def optimised() -> Iterator[None]:
     """Programs of the test are optimised as users' are: two programs of the same sums then agree to the last bit."""

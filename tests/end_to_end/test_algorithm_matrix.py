@@ -105,25 +105,19 @@ meets what follows a truncation with the memory of what went before: most probes
 ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents",), "pqn-gru": ()}
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
-DAILY: dict[str, tuple[str, ...]] = {
+DAILY = {
     "ppo": ("successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
     "ppo-gru": ("memory",),
-    "ppo-bf16": (),
-    "ppo-normalised": (),
     "impala": ("successor",),
-    "impala-gru": (),
-    "appo": (),
-    "pqn": (),
-    "pqn-gru": (),
 }
-"""What of a variant is not slow: on one device, these probes."""
+"""Probes of a variant that are not slow on one device."""
 
 MANY = ("successor",)
 """The same of PPO on four devices."""
 
 
 def cell(name: str, topology: str, probe: str) -> Any:
-    daily = probe in DAILY.get(name, PROBES) if topology == "fused" else name == "ppo" and probe in MANY
+    daily = probe in DAILY.get(name, ()) if topology == "fused" else name == "ppo" and probe in MANY
     return pytest.param(name, topology, probe, marks=() if daily else pytest.mark.slow)
 
 
@@ -202,13 +196,9 @@ def run_old(probe: Probe, config: Config, age: int) -> tuple[Any, Algorithm, dic
     return policy, algorithm, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "probe", "age"),
-    [
-        pytest.param("impala", "action", 2, marks=pytest.mark.slow),
-        pytest.param("impala", "action", FROZEN, marks=pytest.mark.slow),
-        pytest.param("appo", "masked", FROZEN, marks=pytest.mark.slow),
-    ],
+    ("name", "probe", "age"), [("impala", "action", 2), ("impala", "action", FROZEN), ("appo", "masked", FROZEN)]
 )
 def test_values_are_known_from_what_older_policies_did(name: str, probe: str, age: int) -> None:
     made, config = PROBES[probe](), LEARNERS[name]

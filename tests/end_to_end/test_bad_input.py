@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,22 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what bad input may name: an empty folder, a file, runs that are damaged, of another format, new."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file.txt").write_text("not a log\n")
-    for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}')):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "run.json").write_text(text)
-    (tmp_path / "runs" / "cartpole").mkdir()
-    save_run(tmp_path / "runs" / "cartpole", resolve(recipes.recipe("cartpole")), {})
-    return tmp_path
+    folder = tmp_path_factory.mktemp("template")
+    (folder / "empty").mkdir()
+    (folder / "file.txt").write_text("not a log\n")
+    for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}'), ("cartpole", "")):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "run.json").write_text(text)
+    save_run(folder / "runs" / "cartpole", resolve(recipes.recipe("cartpole")), {})
+    return folder
+
+
+@pytest.fixture
+def workplace(template: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(template, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(("words", "phrases"), BAD, ids=[words or "nothing" for words, _ in BAD])
@@ -120,13 +126,20 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert tree(workplace) == before
 
 
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A log that can be read."""
+    return log_files.write_all(log_files.make_log(), tmp_path_factory.mktemp("logs"))["womd-example"].read_bytes()
+
+
 @pytest.mark.parametrize("words", ["train driving --data {}", "render --policy log --out x.gif --data {}"])
 @pytest.mark.parametrize("damage", ["foreign", "truncated", "flipped"])
-def test_a_log_that_cannot_be_read_leaves_no_run(longhaul: Any, tmp_path: Path, words: str, damage: str) -> None:
-    file = log_files.write_all(log_files.make_log(), tmp_path)["womd-example"]
-    data = file.read_bytes()
-    flipped = data[:999] + bytes([data[999] ^ 4]) + data[1000:]
-    file.write_bytes({"foreign": b"GIF89a" + data, "truncated": data[:-9], "flipped": flipped}[damage])
+def test_a_log_that_cannot_be_read_leaves_no_run(
+    longhaul: Any, example: bytes, tmp_path: Path, words: str, damage: str
+) -> None:
+    flipped = example[:999] + bytes([example[999] ^ 4]) + example[1000:]
+    file = tmp_path / "example.tfrecord"
+    file.write_bytes({"foreign": b"GIF89a" + example, "truncated": example[:-9], "flipped": flipped}[damage])
     result = longhaul(*words.format(file.name).split())
     assert_refused(result, file.name)
     assert result[1] == "", "no run's name was printed"

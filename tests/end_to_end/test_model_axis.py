@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from longhaul.training import data as feeds
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.types import Progress
-from tests.helpers.small_runs import after, begin, make_quick, resume, small
+from tests.helpers.small_runs import make_quick, resume, small, stop
 
 UPDATES = 3
 
@@ -238,9 +237,7 @@ def test_a_run_is_gone_on_with_whole(
     make_quick(monkeypatch)
     monkeypatch.setattr(loop, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
     monkeypatch.setattr(loop, "_compiled", compiled_before)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
-        assert begin(run, folder).code == loop.STOPPED
+    stop(run, folder)
     assert "parameters and optimiser are split over 2 devices" in capfd.readouterr().err
     about = (folder / "run.json").read_text()
     assert json.loads(about)["run"]["model"] == 2

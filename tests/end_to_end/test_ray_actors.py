@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.process_group import HostsError
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server.config import ServerConfig
+from tests.helpers import launch_faults
 from tests.helpers.small_runs import records, result, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,36 +126,22 @@ def _marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def marked(tmp_path: Path) -> list[str]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={tmp_path}".encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
-                found.append(f"{place.name}: {(place / 'cmdline').read_bytes()!r}")
-        except OSError:
-            pass
-    return found
+    return [
+        f"{process}: {words}" for process, words, variables in launch_faults.processes()
+        if variables.get(MARK) == str(tmp_path) and process != os.getpid()
+    ]  # fmt: skip
 
 
-@contextmanager
-def training(folder: Path, updates: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`longhaul train` to a run folder; what it says is in FOLDER.log."""
+def trained(folder: Path, updates: int, *words: str, disturb: Callable[[], None] | None = None) -> str:
+    """`longhaul train` to the end, disturbed once a record is there -> what was said."""
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     command = [sys.executable, "-m", "longhaul", "train", "cartpole", *WORDS.split()]
     command += ["--total-steps", str(updates * STEPS), *words]
     command += ["--runs-dir", str(folder.parent), "--run-name", folder.name]
-    with open(folder.with_suffix(".log"), "wb") as file:
+    said, metrics = folder.with_suffix(".log"), folder / "metrics.jsonl"
+    with open(said, "wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
     try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def trained(folder: Path, updates: int, *words: str, disturb: Callable[[], None] | None = None) -> str:
-    """Trains to the end, disturbed once a record is there -> what was said."""
-    said, metrics = folder.with_suffix(".log"), folder / "metrics.jsonl"
-    with training(folder, updates, *words) as process:
         if disturb is not None:
             deadline = time.monotonic() + 600.0
             while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
@@ -163,6 +149,9 @@ def trained(folder: Path, updates: int, *words: str, disturb: Callable[[], None]
                 time.sleep(0.05)
             disturb()
         assert process.wait(900) == 0, said.read_text()
+    finally:
+        process.kill()
+        process.wait()
     return said.read_text()
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,15 @@ from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import evaluate, loop, reasoning_setup
-from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training import evaluate, reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
-from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume
+from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, stop
 
 TASK = Reasoning(problems=64, most=3)
 MODEL = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 LENGTH = 21
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 def small(**changes: Any) -> Run:
@@ -65,18 +57,14 @@ def small(**changes: Any) -> Run:
     return runs.resolve(Run("small-reasoning", **(settings | changes)))
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "stopped"
     assert begin(small(), whole).code == 0
     found = records(whole)
     assert [record["grpo/taught"] for record in found] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert all(record["grpo/mismatch"] < 1e-5 for record in found)
-    for save in (1, 1):  # in the warm start, and behind it
-        with monkeypatch.context() as patch:
-            stop = after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save)
-            patch.setattr(Checkpoints, "save", stop)
-            outcome = resume(folder) if folder.exists() else begin(small(), folder)
-        assert outcome == (loop.STOPPED, None)
+    stop(small(), folder)  # in the warm start
+    stop(small(), folder)  # behind it
     assert resume(folder).code == 0
     assert records(folder) == found
     assert result(folder) == result(whole)
@@ -334,7 +322,6 @@ def test_a_run_on_questions_is_evaluated_and_asked(
 
 
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
-CHARACTERS = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 
 
 def test_the_host_marks_completions_as_the_device_does() -> None:
@@ -343,14 +330,14 @@ def test_the_host_marks_completions_as_the_device_does() -> None:
     asked = tasks.problems(ARITHMETIC, rng, 12)
     bank = sampler.bank(ARITHMETIC, asked, rng, 21)
     how = sampler.Sampling(21, group=4, temperature=0.5, wave=32)
-    params = transformer.init(jax.random.key(0), CHARACTERS)
+    params = transformer.init(jax.random.key(0), MODEL)
     mark = sampler.marking(ARITHMETIC, asked, tokenizer.TOKENISER, how.group)
 
     @jax.jit
     def both(lesson: jax.Array) -> Any:
         speaker = sampler.Speaker(params, lesson, jnp.float32(1.0))
         return [
-            sampler.collector(CHARACTERS, bank, how, prompts=8, exact=exact).collect(
+            sampler.collector(MODEL, bank, how, prompts=8, exact=exact).collect(
                 speaker, (), jax.random.key(1), jnp.int32(3)
             )[1:]
             for exact in (True, False)
@@ -369,9 +356,6 @@ def test_a_reward_that_is_no_number_is_named() -> None:
     odd = ARITHMETIC._replace(reward=lambda problem, completion: float("nan"))
     with pytest.raises(ValueError, match=r"the checker of arithmetic gives nan for '>1\$'; a reward must be finite"):
         verifier.marks(odd, [tasks.Problem("1+1=", "2")], [">1$"])
-
-
-# ----------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_bytes_are_the_words_of_a_model_without_files(files: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from longhaul.topologies import fused
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training.checkpoint import checkpoint
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
-from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
+from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, small, stop
 
 TRAIN = """
 import json, sys
@@ -47,15 +47,11 @@ sys.exit(training.train(run, folder, resumed=resumed).code)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(quick_runs: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the small run, never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert begin(small(), folder).code == 0
@@ -68,14 +64,6 @@ def assert_same(folder: Path, whole: Path) -> None:
     assert len(result(folder)["params_sha256"]) == 64
     assert records(folder) == records(whole)
     assert [r["update"] for r in records(folder)] == list(range(4, 61, 4))
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, save: int, folder: Path) -> None:
-    """Trains in `folder` until a signal after checkpoint number `save`; checks the outcome."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
-        outcome = resume(folder) if folder.exists() else begin(small(), folder)
-    assert outcome == (loop.STOPPED, None)
 
 
 # ------------------------------------------------------------------------------------------------------------- kill
@@ -233,11 +221,11 @@ def test_a_signal_before_a_run_is_one_leaves_nothing_to_resume(tmp_path: Path, m
     assert list(folder.iterdir()) == []
 
 
-def test_stopped_at_each_save_it_ends_the_same(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_at_each_save_it_ends_the_same(whole: Path, tmp_path: Path) -> None:
     """Ten resumes, each one save further; also where the last update is made when the signal comes."""
     folder = tmp_path / "run"
     for save in range(10):
-        stop_at(monkeypatch, 1, folder)
+        stop(small(), folder)
         assert checkpoints(folder)[-1] == min(6 * save + 8, 60), "the signal is heard one call after the save"
     assert resume(folder).code == 0
     assert_same(folder, whole)
@@ -246,63 +234,48 @@ def test_stopped_at_each_save_it_ends_the_same(whole: Path, tmp_path: Path, monk
 # ----------------------------------------------------------------------------------------------------------- damage
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-def _largest(step: Path) -> Path:
+def _flip(step: Path) -> None:
+    """A bit of the checkpoint's largest file."""
     files = (path for path in step.rglob("*") if path.is_file() and path.name != "manifest.json")
-    return max(files, key=lambda path: path.stat().st_size)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": lambda step: _flip(_largest(step)),
-    "truncated": lambda step: os.truncate(_largest(step), 10),
-    "incomplete": lambda step: _largest(step).unlink(),
-    "no manifest": lambda step: (step / "manifest.json").unlink(),
-    "empty": lambda step: [shutil.rmtree(step), step.mkdir()],
-}
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 4
+    largest.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     """The folder of the small run, stopped after update 20."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 3, folder)
+    stop(small(), folder, save=3)
     assert checkpoints(folder) == [12, 18, 20]
     return folder
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["flipped", "partial"])  # each damage of each file: checkpoint/test_checkpoint.py
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     stopped: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
     folder = shutil.copytree(stopped, tmp_path / "run")
-    DAMAGES[damage](folder / "checkpoints" / "20")
+    newest = folder / "checkpoints" / "20"
+    if damage == "flipped":
+        _flip(newest)
+    else:  # what a kill leaves of a save
+        newest.rename(newest.with_suffix(".partial"))
     assert resume(folder).code == 0
     assert_same(folder, whole)
-    assert "checkpoint 20 in " in capfd.readouterr().err
+    assert checkpoints(folder) == [48, 54, 60]
+    assert ("checkpoint 20 in " in capfd.readouterr().err) == (damage != "partial")
     seconds = [r["wall_seconds"] for r in sinks.read(folder / "metrics.jsonl")]
     kept = [r["wall_seconds"] for r in sinks.read(stopped / "metrics.jsonl")]
     assert seconds[:4] == kept[:4], "the records up to update 16 are those of the first process: it went on from 18"
     assert seconds[4] != kept[4]
 
 
-def test_a_save_that_a_kill_interrupted_is_passed_over(stopped: Path, whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(stopped, tmp_path / "run")
-    shutil.move(folder / "checkpoints" / "20", folder / "checkpoints" / "20.partial")
-    assert resume(folder).code == 0
-    assert_same(folder, whole)
-    assert checkpoints(folder) == [48, 54, 60]
-
-
 def test_where_all_checkpoints_are_damaged_nothing_begins_anew(stopped: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(stopped, tmp_path / "run")
     for step in (folder / "checkpoints").iterdir():
-        _flip(_largest(step))
+        _flip(step)
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=r"all 3 checkpoints in .* are damaged"):
         resume(folder)

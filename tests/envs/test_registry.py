@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import pytest
 
 from longhaul.envs import classic_control, registry
 from longhaul.envs.probes import PROBES
-from longhaul.spaces import Discrete, Measure
-from longhaul.types import Environment, Key, Spec, TimeStep, transition
+from longhaul.spaces import Discrete
+from longhaul.types import Environment, Key, TimeStep, transition
 from tests.helpers.environment_contract import check_environment
 
 NAMES = [name for name, _ in registry.names()]
@@ -73,24 +74,15 @@ class Spoiled:
     spoil: Callable[[TimeStep], TimeStep]
     awake: bool = False  # active for ever
 
-    @property
-    def spec(self) -> Spec:
-        return self.inner.spec
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-    def reset(self, key: Key) -> tuple[classic_control.ClassicState, jax.Array]:
-        return self.inner.reset(key)
-
-    def step(
-        self, key: Key, state: classic_control.ClassicState, action: jax.Array
-    ) -> tuple[classic_control.ClassicState, TimeStep]:
+    def step(self, key: Key, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
         after, result = self.inner.step(key, state, action)
         return after, self.spoil(result)
 
-    def active(self, state: classic_control.ClassicState) -> jax.Array:
+    def active(self, state: Any) -> jax.Array:
         return jnp.ones((), bool) if self.awake else self.inner.active(state)
-
-    def metrics(self, state: classic_control.ClassicState) -> dict[str, Measure]:
-        return {}
 
 
 SHORT = classic_control.cartpole(3)

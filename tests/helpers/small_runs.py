@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from longhaul.topologies import fused
 from longhaul.training import assemble as training_assemble
 from longhaul.training import loop, run_dir
 from longhaul.training.assemble import Assembly
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 
 TIMES = ("wall_seconds", "sps")
 """What may differ between records of two runs that are the same."""
@@ -52,6 +54,13 @@ def begin(run: Run, folder: Path) -> loop.Outcome:
 
 def resume(folder: Path) -> loop.Outcome:
     return loop.train(run_dir.load_run(folder), folder, resumed=True)
+
+
+def stop(run: Run, folder: Path, save: int = 1) -> None:
+    """Trains in `folder`, or goes on there, until SIGTERM after checkpoint number `save`; checks the outcome."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
+        assert (resume(folder) if folder.exists() else begin(run, folder)) == (loop.STOPPED, None)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

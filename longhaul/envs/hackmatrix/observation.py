@@ -98,31 +98,28 @@ class Feature(NamedTuple):
 
     word: int
     shift: int
-    mask: int
-    equals: int  # -1: the bits themselves
-    scale: float
+    mask: int = 1
+    scale: float = 1.0
+    equals: int = -1  # the bits themselves
 
 
 BOARD, LIFE = 0, 1
 """The two words of a cell. In its board's word, bits 23-27 are the program + 1 here, 0 for none."""
 
 
-def _bits(word: int, shift: int, mask: int = 1, scale: float = 1.0, equals: int = -1) -> Feature:
-    return Feature(word, shift, mask, equals, scale)
-
-
 CELL = (
-    *(_bits(LIFE, kind) for kind in range(4)), _bits(LIFE, 4, 3, 1 / 3), _bits(LIFE, 6), _bits(LIFE, 7),
-    *(_bits(BOARD, 0, 3, equals=kind) for kind in (w.DATA, w.PROGRAM, w.QUESTION)),
-    _bits(BOARD, 2, 15, 1 / 9), _bits(BOARD, 19), *(_bits(BOARD, 23, 31, equals=i + 1) for i in range(w.PROGRAMS)),
-    _bits(BOARD, 11, 15, 1 / 9), _bits(LIFE, 8, 7, 1 / 4), _bits(BOARD, 15, 3, 1 / 3), _bits(BOARD, 17, 3, 1 / 3),
-    _bits(BOARD, 21), _bits(BOARD, 22), _bits(BOARD, 20),
+    *(Feature(LIFE, kind) for kind in range(4)), Feature(LIFE, 4, 3, 1 / 3), Feature(LIFE, 6), Feature(LIFE, 7),
+    *(Feature(BOARD, 0, 3, equals=kind) for kind in (w.DATA, w.PROGRAM, w.QUESTION)),
+    Feature(BOARD, 2, 15, 1 / 9), Feature(BOARD, 19),
+    *(Feature(BOARD, 23, 31, equals=i + 1) for i in range(w.PROGRAMS)), Feature(BOARD, 11, 15, 1 / 9),
+    Feature(LIFE, 8, 7, 1 / 4), Feature(BOARD, 15, 3, 1 / 3), Feature(BOARD, 17, 3, 1 / 3), Feature(BOARD, 21),
+    Feature(BOARD, 22), Feature(BOARD, 20),
 )  # fmt: skip
 """The channels of a cell."""
 
 HEAD = (
-    *(_bits(i, 0, -1, 1 / most) for i, most in enumerate((5, 5, 3, 50, 50, 7, 10, 2))), _bits(8, 0), _bits(8, 1),
-    *(_bits(9, i) for i in range(w.PROGRAMS)),
+    *(Feature(i, 0, -1, 1 / most) for i, most in enumerate((5, 5, 3, 50, 50, 7, 10, 2))), Feature(8, 0), Feature(8, 1),
+    *(Feature(9, i) for i in range(w.PROGRAMS)),
 )  # fmt: skip
 """About the player: words 0 to 8 are `Packed.player` (stage and attack less 1), word 9 the programs."""
 
@@ -172,7 +169,7 @@ def _words(packed: Packed) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]
 def _read(words: jax.Array, features: Sequence[Feature]) -> jax.Array:
     """float32 [..., len(features), rows], of words [..., len(features) or 1, rows]."""
     shape = (1,) * (words.ndim - 2) + (-1, 1)
-    shift, mask, equals = (np.array([f[i] for f in features], np.int32).reshape(shape) for i in (1, 2, 3))
+    shift, mask, equals = (np.array([f[i] for f in features], np.int32).reshape(shape) for i in (1, 2, 4))
     scale = np.array([f.scale for f in features], np.float32).reshape(shape)
     value = words >> shift & mask
     return jnp.where(equals < 0, value, (value == equals).astype(jnp.int32)).astype(jnp.float32) * scale

@@ -234,13 +234,12 @@ class Loop:
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
         self._alone = isinstance(self.spec.observation, Leaf)
 
-    def _put(self, out: Slot, world: int, observation: Any, infos: dict[str, Any]) -> Tree:
+    def _put(self, out: Slot, world: int, observation: Any, infos: dict[str, Any]) -> None:
         value = self._form.read(observation, infos)
         if self._alone:
             out.observation[world] = value
         else:
             mapped(lambda to, part: to.__setitem__(world, part), out.observation, value)
-        return value
 
     def reset(self, seed: int, out: Slot | None = None) -> Tree:
         out = slot(self.spec, self.columns) if out is None else out

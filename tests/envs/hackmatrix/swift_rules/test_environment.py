@@ -24,7 +24,7 @@ from tests.helpers.hackmatrix_swift_games import LANES, World, bank, cells, game
 
 BLOCK = (w.DATA, 1)
 ALL = tuple(FIXES)
-"""One more program to compile, and not one for each fix."""
+"""One more program to compile, and not one for each fix; slow."""
 
 
 # ------------------------------------------------------------------------------------------------- moves and attacks
@@ -324,7 +324,7 @@ def test_warp_to_the_exit() -> None:
     assert g.value("turn") == 0
 
 
-@pytest.mark.parametrize(("fixes", "stage"), [((), 64), (ALL, 100)])
+@pytest.mark.parametrize(("fixes", "stage"), [((), 64), pytest.param(ALL, 100, marks=pytest.mark.slow)])
 def test_victory(fixes: tuple[str, ...], stage: int) -> None:
     """Case 15 [S]: the number of the stage stays, and the seventh stage's reward is paid for the eighth."""
     g = World((5, 4), stage=8, score=10, fixes=fixes).enemy(w.VIRUS, 0, 0)
@@ -374,17 +374,17 @@ def test_what_is_not_legal_ends_the_game(action: int, own: tuple[int, ...]) -> N
     assert not g.state.tally.parts.any()
 
 
-def test_an_undo_over_a_stage_brings_its_exit_back() -> None:
+@pytest.mark.parametrize("fixes", [(), pytest.param(ALL, marks=pytest.mark.slow)])
+def test_an_undo_over_a_stage_brings_its_exit_back(fixes: tuple[str, ...]) -> None:
     """As in the Swift game: the old board, whose exit counts once more; the fix forgets what was before."""
-    for fixes in ((), ALL):
-        g = World((5, 3), credits=1, fixes=fixes).own(w.UNDO)
-        g.do(w.RIGHT)
-        assert (g.at, g.value("stage")) == ((5, 4), 1)
-        g.do(w.RIGHT)
-        assert (g.at, g.value("stage")) == ((5, 5), 2)
-        if fixes:
-            assert same(g.state.history.depth) == 0
-            continue
+    g = World((5, 3), credits=1, fixes=fixes).own(w.UNDO)
+    g.do(w.RIGHT)
+    assert (g.at, g.value("stage")) == ((5, 4), 1)
+    g.do(w.RIGHT)
+    assert (g.at, g.value("stage")) == ((5, 5), 2)
+    if fixes:
+        assert same(g.state.history.depth) == 0
+    else:
         g.do(w.UNDO)
         assert (g.at, g.value("stage"), g.value("door")) == ((5, 4), 2, 3)
         g.do(w.RIGHT)
