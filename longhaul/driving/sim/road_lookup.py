@@ -19,7 +19,6 @@ from longhaul.driving.scenario.lane_graph import (
     BLOCK,
     FINE,
     HALF_UNIT,
-    JUNCTION,
     LIMIT_INFERRED,
     LIMIT_UNIT,
     NEAREST,
@@ -65,9 +64,7 @@ class LanesHere(NamedTuple):
     lane: jax.Array  # int32 [K], number of the lane within the scenario: equal for segments of one lane; -1 none
     limit: jax.Array  # float32 [K], speed limit, m/s; 0 unknown
     inferred: jax.Array  # bool [K]: the limit is not the source's, but that of the lane's kind
-    inside: jax.Array  # bool [K]: within HALF_WIDTH of the segment
     bike: jax.Array  # bool [K]: for bicycles
-    junction: jax.Array  # bool [K]: within an intersection; only sources that mark such lanes have any
 
 
 def place(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> Place:
@@ -113,9 +110,7 @@ def lanes_at(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) 
         lane=jnp.where(known, lane, -1),
         limit=jnp.where(known, ((about >> 15) & 0xFFF).astype(jnp.float32) * np.float32(LIMIT_UNIT), 0.0),
         inferred=known & ((about >> 27) & LIMIT_INFERRED > 0),
-        inside=known & (distance <= HALF_WIDTH),
         bike=known & (kind & 3 == BIKE),
-        junction=known & ((about >> 27) & JUNCTION > 0),
     )
 
 
@@ -159,13 +154,6 @@ def describe(pieces: Pieces) -> jax.Array:
         there,
     ]
     return jnp.stack(values).T  # stacked along the minor axis it is several times as slow on a CPU
-
-
-def road_points(
-    roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array, count: int
-) -> jax.Array:
-    """Float32 [count, ROAD]: pieces of road around a pose, in its frame; see `pieces` and `describe`."""
-    return describe(pieces(roadmap, scenario, x, y, cos, sin, count))
 
 
 def _middle(word: jax.Array) -> tuple[jax.Array, jax.Array]:

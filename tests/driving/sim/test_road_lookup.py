@@ -82,7 +82,7 @@ def test_lanes_that_overlap_are_all_found(name: str) -> None:
     missed = total = 0
     for i in range(len(points)):
         inside = set(number[gaps[i] < road_lookup.HALF_WIDTH - 0.01].tolist())
-        given = found.lane[i][found.inside[i]].tolist()
+        given = found.lane[i][found.distance[i] <= road_lookup.HALF_WIDTH].tolist()
         assert len(given) == len(set(given))
         assert set(given) <= set(number[gaps[i] < road_lookup.HALF_WIDTH + 0.01].tolist())
         known = found.lane[i] >= 0
@@ -119,13 +119,10 @@ def test_what_a_lane_tells() -> None:
         distance[1], [5.0, np.hypot(3.0, 0.5), np.hypot(3.0, 7.0)], atol=0.03
     )  # beyond their ends
     np.testing.assert_allclose(lateral[1, 1], -0.5, atol=0.02)
-    limit, inside, bike, junction, inferred = (
-        np.take_along_axis(getattr(found, n), order, 1) for n in ("limit", "inside", "bike", "junction", "inferred")
-    )
+    limit, bike, inferred = (np.take_along_axis(getattr(found, n), order, 1) for n in ("limit", "bike", "inferred"))
     np.testing.assert_allclose(limit[0], [11.18, 20.12, 0.0], atol=0.011)
-    assert inside.tolist() == [[True, False, False], [False, False, False], [False, True, False]]
     assert bike[0].tolist() == [False, False, True]
-    assert junction[0].tolist() == [True, False, False]
+    assert (road.lane_flags & lane_graph.JUNCTION > 0).tolist() == [True, False, False]
     assert inferred[0].tolist() == [False, True, False]
 
 
@@ -135,7 +132,7 @@ def test_far_away_and_without_a_road() -> None:
     nothing = query(both, np.array([[0.0, 0.0], [1e5, -1e5]]), 0)
     assert (nothing.distance == FREE).all()
     assert (nothing.lane == -1).all()
-    assert not (nothing.inside | nothing.bike | nothing.junction | nothing.inferred | (nothing.limit > 0)).any()
+    assert not (nothing.bike | nothing.inferred | (nothing.limit > 0)).any()
     far = query(both, np.array([[3.0, 300.0], [3.0, 0.7]]), 1)
     assert far.distance[0].min() == pytest.approx(296.5, abs=0.1)  # true, though of the nearest cell's lanes
     assert far.distance[1].min() == pytest.approx(0.7, abs=0.02)
@@ -160,7 +157,8 @@ def test_pieces_of_road_are_those_around_in_the_agents_frame(name: str) -> None:
     @jax.jit
     @jax.vmap
     def see(x: Any, y: Any, angle: Any) -> Any:
-        return road_lookup.road_points(packed, jnp.int32(0), x, y, jnp.cos(angle), jnp.sin(angle), count)
+        seen = road_lookup.pieces(packed, jnp.int32(0), x, y, jnp.cos(angle), jnp.sin(angle), count)
+        return road_lookup.describe(seen)
 
     found = np.asarray(see(*(jnp.asarray(v, jnp.float32) for v in (*points.T, heading)))).astype(float)
     assert found.shape == (len(points), count, road_lookup.ROAD)
