@@ -67,7 +67,7 @@ NO_JAX = (
 
 CORE = {
     *("jax", "optax", "orbax", "numpy", "rich", "google_crc32c", "tensorboardX", "PIL"),
-    *("ml_dtypes", "psutil", "scipy"),
+    *("ml_dtypes", "psutil", "scipy", "yaml"),
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),

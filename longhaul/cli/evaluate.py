@@ -32,6 +32,7 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import load_run
 
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
+STEP = Flag("step", INT, None, "updates after which the checkpoint was saved", shown="the newest", least=1)
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True)
 JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
 TRAFFIC = Flag(
@@ -44,6 +45,7 @@ WORST = ("html", "gif")
 FLAGS = (
     RUN,
     MEMBER,
+    STEP,
     Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
     DATA,
     TRAFFIC,
@@ -84,7 +86,7 @@ def evaluate(words: Sequence[str]) -> int:
         raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
-    run, acting = policy_of(folder, parsed["policy"], parsed["member"])
+    run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
     if isinstance(run.environment, Driving):
         who = driver_of(parsed["policy"])
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
@@ -113,10 +115,10 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
+def policy_of(folder: Path, who: str, member: int | None = None, step: int | None = None) -> tuple[Run, Any]:
     """(the run, the policy that acts in it): None for a driver that no learning made."""
     if who in ("run", "untrained"):
-        run, trained, untrained = restore_policy(folder, member)
+        run, trained, untrained = restore_policy(folder, member, step)
         return run, trained if who == "run" else untrained
     run = load_run(folder)
     if not isinstance(run.environment, Driving):
@@ -284,7 +286,7 @@ def render(words: Sequence[str]) -> int:
     policy = Flag("policy", choice(evaluation.POLICIES), "run", "driver; without RUN: idm, log or constant")
     id_flag = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, policy, DATA, id_flag, TRAFFIC, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, TRAFFIC, out, RUNS_DIR, DEBUG]}
     parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
     who = parsed["policy"]
     if parsed["out"] is None:
@@ -297,7 +299,7 @@ def render(words: Sequence[str]) -> int:
         if not isinstance(stored.environment, Driving):
             what = named_task(stored)
             raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
-        run, acting = policy_of(folder, who, parsed["member"])
+        run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
     elif who in ("run", "untrained"):
         raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
     else:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longhaul.runtime.settings import plain
+
 
 class FlagError(ValueError):
     """Words of a command line that mean nothing; the message is one line."""
@@ -247,13 +249,6 @@ def _dashed(word: str) -> str:
     """ "--num_envs=a_b" -> "--num-envs=a_b"."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def plain(value: Any) -> str:
-    """A value as one would type it: 1000000, 0.00025, none, a b."""
-    if type(value) is tuple:
-        return " ".join(map(plain, value)) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read(flag: Flag, word: str) -> Any:

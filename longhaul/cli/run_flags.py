@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,15 @@ from typing import Any
 
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
-from longhaul.config import recipes
+from longhaul.config import files, recipes
 from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
 from longhaul.runtime import settings
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import CHANGEABLE, FIXED, Leaf, Setting
+from longhaul.runtime.settings import Leaf, Setting
 from longhaul.telemetry import wandb
-from longhaul.training.run_dir import called, find_folder, load_asked, load_run
+from longhaul.training.run_dir import called, find_folder, load_run
 
 GROUPS = {
     "run": "The run.",
@@ -159,22 +158,26 @@ def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     """The recipe's Run as the flags change it. Raises RunError where a flag would change nothing."""
     from longhaul.config.resolve import changed
 
-    given = sorted({flag.name for flag in run_flags(recipe)} & parsed.given)
-    return changed(recipe, fields({name: parsed.values[name] for name in given}))
+    return changed(recipe, given(recipe, parsed))
+
+
+def given(recipe: Run, parsed: flags.Parsed) -> dict[str, Any]:
+    """Settings that the words gave, and the file of --config before them, by the names of fields."""
+    named = sorted({flag.name for flag in run_flags(recipe)} & parsed.given)
+    path = parsed.values.get("config")
+    stored = {} if path is None else files.read(files.load(Path(path)), recipe, Path(path))
+    return stored | fields({name: parsed.values[name] for name in named})
 
 
 def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
     """Settings of `run` that the words gave, by field, as JSON holds them."""
-    given = {leaf.name: parsed.values[name_of(leaf)] for leaf in settings.walk(run) if name_of(leaf) in parsed.given}
-    return {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
+    return {
+        name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given(run, parsed).items()
+    }
 
 
 def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
-    """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise.
-
-    What `FREE` and `CHANGEABLE` name is taken from the flags; what was not chosen then follows from it again.
-    """
-    from longhaul.config.resolve import check_topology, replaced
+    """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise."""
     from longhaul.training.checkpoint import resume
 
     stored = load_run(folder)
@@ -185,25 +188,5 @@ def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
         )
     if "run-name" in parsed.given:
         raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")
-    known = {name_of(leaf): leaf for leaf in settings.walk(stored)}
-    before = {flag.name: flag.default for flag in run_flags(stored)}
-    absent = parsed.given & {flag.name for flag in run_flags(recipe)} - before.keys()
-    if absent:
-        raise FlagError(f"run {folder.name} has no --{min(absent)}; leave it out")
-    free: dict[str, Any] = {}
-    for name in sorted(parsed.given & before.keys()):
-        value = parsed.values[name]
-        if isinstance(value, tuple) and known[name].setting.path:  # as `resolve` keeps them
-            value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
-        if known[name].setting.resume != FIXED:
-            free[name] = value
-        elif value != before[name]:
-            raise RunError(
-                f"--{name} is {flags.plain(value)}, and run {folder.name} has {flags.plain(before[name])}; "
-                f"leave --{name} out, or start a new run without --resume"
-            )
-    if any(value != before[name] for name, value in free.items() if known[name].setting.resume == CHANGEABLE):
-        stored = resume.reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
-    run = replaced(stored, fields(free))
-    check_topology(run, fields({name: value for name, value in free.items() if value != before[name]}))
-    return run
+    own = parsed.given & {flag.name for flag in (*run_flags(recipe), *run_flags(stored))}
+    return resume.continued(folder, stored, fields({name: parsed.values[name] for name in sorted(own)}))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import ALONE, Flag, FlagError
+from longhaul.cli.flags import ALONE, PATH, Flag, FlagError, optional
 from longhaul.cli.status import show_result
-from longhaul.config import recipes
+from longhaul.config import files, recipes
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, announce, on_cpu, prepare_announced
@@ -19,6 +19,9 @@ from longhaul.telemetry import wandb
 from longhaul.training.run_dir import find_folder, load_run
 
 DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop")
+
+CONFIG = Flag("config", optional(PATH), None, "settings by name: .yaml, .toml, .json or a run.json; flags go before it")
+PRINT = Flag("print-config", ALONE, False, "print every setting as YAML, as --config takes it, and stop")
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
@@ -52,6 +55,8 @@ def _follow() -> None:
 
 
 def _train(words: Sequence[str]) -> int:
+    if len(words) > 1 and words[0] == "--config" and (name := files.load(Path(words[1])).get("recipe")):
+        words = [str(name), *words]
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
             print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
@@ -73,8 +78,13 @@ def _train(words: Sequence[str]) -> int:
     recipe = recipes.recipe(words[0])
     about = recipes.about(recipe.recipe)
     table = run_flags.table(recipe)
-    table[""] = [DRY_RUN, *table[""]]
+    table[""] = [CONFIG, PRINT, DRY_RUN, *table[""]]
     parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
+    if parsed.values["config"] is not None and parsed.values["resume"] is not None:
+        raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")
+    if parsed.values["print-config"]:
+        print(files.render(_asked(recipe, parsed)[0]), end="")
+        return 0
     if parsed.values["dry-run"]:
         return _dry(recipe, parsed)
 
@@ -113,9 +123,14 @@ def _train(words: Sequence[str]) -> int:
 def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
     """(the resolved Run that is asked for, its folder where one is gone on with)."""
     from longhaul.config.resolve import resolve
+    from longhaul.training import init_from
 
     if parsed.values["resume"] is None:
-        return resolve(run_flags.chosen(recipe, parsed)), None
+        run = run_flags.chosen(recipe, parsed)
+        if run.init_from is not None:
+            source = init_from.located(run.init_from, Path(parsed.values["runs-dir"]))
+            run = dataclasses.replace(run, init_from=source)
+        return resolve(run), None
     folder = find_folder(Path(parsed.values["runs-dir"]), parsed.values["resume"])
     return resolve(run_flags.resumed(folder, recipe, _fitting(parsed, folder))), folder
 

@@ -69,7 +69,9 @@ class Run:
     acting: ActorConfig = nested(ActorConfig())
     central: ServerConfig = nested(ServerConfig())
     population: Population = nested(Population())  # sizes and steps are of each member
-    total_steps: int = setting(1_000_000, "agent steps to train for", least=1, aliases=("total-timesteps",))
+    total_steps: int = setting(
+        1_000_000, "agent steps to train for", least=1, aliases=("total-timesteps",), resume=CHANGEABLE
+    )
     num_envs: int = setting(64, "worlds that are stepped at once", least=1, resume=CHANGEABLE)
     num_steps: int = setting(128, "steps of each world between two updates", least=1, resume=CHANGEABLE)
     scaling: str = setting(
@@ -86,6 +88,12 @@ class Run:
     )
     base_batch: int | None = setting(
         None, "agent steps of the update that lr is meant for", least=1, auto=True, resume=CHANGEABLE
+    )
+    init_from: str | None = setting(
+        None, "parameters to begin from: RUN, RUN@STEP (a checkpoint), a file .npz or .safetensors"
+    )
+    init_parts: tuple[str, ...] = setting(
+        ("parameters", "normaliser"), "what is taken from there", choices=("parameters", "normaliser", "optimiser")
     )
     seed: int = setting(0, "source of all random numbers", least=0, most=MOST)
     devices: int | None = setting(

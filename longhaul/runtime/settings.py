@@ -16,7 +16,7 @@ from longhaul.runtime.errors import FieldError
 
 FIXED, FREE, CHANGEABLE = "fixed", "free", "changeable"
 """Rules of a resume: the value stays; it may differ, since no number depends on it; it may differ and changes numbers,
-since it says how much is done at once or how it is learnt, not what."""
+since it says how much is done, how much at once, or how it is learnt, not what."""
 
 Config = TypeVar("Config")
 
@@ -128,3 +128,10 @@ def check(config: Any) -> None:
             value, default = (getattr(inner, name) for inner in (getattr(config, field.name), field.default))
             if value != default:
                 raise FieldError(name, repr(value), f"{type(config).__name__} takes {default!r} alone")
+
+
+def plain(value: Any) -> str:
+    """A value as one would type it: 1000000, 0.00025, none, a b."""
+    if type(value) is tuple:
+        return " ".join(map(plain, value)) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

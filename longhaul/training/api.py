@@ -21,7 +21,7 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.context import Context
-from longhaul.config import recipes
+from longhaul.config import files, recipes
 from longhaul.config.resolve import changed, named, resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.envs import registry as environments
@@ -36,8 +36,8 @@ from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, loop
-from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training import evaluate_driving, init_from, loop
+from longhaul.training.checkpoint.resume import continued, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.loop import Callback, Outcome
@@ -158,42 +158,56 @@ def read_metrics(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def train(
-    recipe: str | Run = "ppo",
+    recipe: str | Run | None = None,
     *,
     env: str | Callable[..., Any] | None = None,
     seed: int = 0,
+    config: str | Path | None = None,
     runs_dir: str | Path = RUNS,
     run_name: str | None = None,
     callback: Callback | None = None,
     **settings: Any,
 ) -> Result:
-    """Result of a new training run: of a recipe's name (`longhaul recipes` lists them), or of a Run.
+    """Result of a new training run: of a recipe's name (`longhaul recipes` lists them; "ppo" if none is given), or of a
+    Run.
 
     `env` is an environment's name, or the class or function that makes the user's own. `settings` are the flags of
-    `longhaul train RECIPE` with underscores: `num_envs=64, lr=3e-4`. `callback(metrics)` is called with each record
+    `longhaul train RECIPE` with underscores: `num_envs=64, lr=3e-4`; they go before those of the file `config` (YAML,
+    TOML, JSON or a run.json). `callback(metrics)` is called with each record
     between compiled calls, and changes no number; where it returns true, the run saves and stops, as it does on Ctrl-C.
 
     Raises RunError, one line with value, bound and remedy, before anything is compiled.
     """
-    chosen = recipes.recipe(recipe) if isinstance(recipe, str) else recipe
-    given = dict(settings) | ({"seed": seed} if seed or isinstance(recipe, str) else {})
+    stored = {} if config is None else files.load(Path(config))
+    name = recipe or stored.get("recipe") or "ppo"
+    chosen = name if isinstance(name, Run) else recipes.recipe(name)
+    given = {} if config is None else files.read(stored, chosen, Path(config))
+    given |= settings | ({"seed": seed} if seed else {})
     if env is not None:
         if not isinstance(chosen.environment, Named):
             raise RunError(f"env is {env!r}, and recipe {chosen.recipe} has none to choose; take the recipe ppo, say")
         given["env"] = env if isinstance(env, str) else _importable(env)
     if isinstance(given.get("mesh"), int):
         given["mesh"] = MeshShape(given["mesh"])
+    if isinstance(given.get("init_from"), str | Path):
+        given["init_from"] = init_from.located(str(given["init_from"]), Path(runs_dir))
     run = resolve(changed(chosen, given))
     asked = {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
     folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, callback=callback)
     return _result(folder, run, outcome)
 
 
-def resume(run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None) -> Result:
-    """Result of a run that goes on from its newest intact checkpoint, bit by bit as if it had never stopped."""
+def resume(
+    run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None, **settings: Any
+) -> Result:
+    """Result of a run that goes on from its newest intact checkpoint, bit by bit as if it had never stopped.
+
+    `settings` are those that `longhaul train RECIPE --resume RUN` takes; with a larger `total_steps` a run that is
+    finished trains on, and its annealed schedules go on to the new end.
+    """
     folder = _folder(run, runs_dir)
-    stored = load_run(folder)
-    outcome = loop.train(stored, folder, resumed=True, callback=callback)
+    stored = resolve(continued(folder, load_run(folder), settings))
+    outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback)
     return _result(folder, stored, outcome)
 
 
@@ -279,13 +293,16 @@ class Policy:
         raise ValueError(f"the observation is {list(one)}; the policy takes {list(shape)}, or a batch of such")
 
 
-def load(run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None) -> Policy:
-    """Policy of a run's newest intact checkpoint; `member` chooses one of a run with several seeds.
+def load(
+    run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None, step: int | None = None
+) -> Policy:
+    """Policy of a run's newest intact checkpoint, or that after `step` updates.
 
+    `member` chooses one of a run with several seeds.
     Raises RunError where there is no such run, or no checkpoint.
     """
     folder = _folder(run, runs_dir)
-    stored, params, _ = restore_policy(folder, member)
+    stored, params, _ = restore_policy(folder, member, step)
     if isinstance(stored.environment, Reasoning):
         raise RunError(f"run {folder.name} is a language model's; longhaul reason {folder.name} asks it")
     return Policy(stored, params)

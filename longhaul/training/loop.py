@@ -47,6 +47,7 @@ from longhaul.training import (
     evaluate,
     evaluate_driving,
     inference_server,
+    init_from,
     nan_rollback,
     reasoning_setup,
     report,
@@ -61,7 +62,7 @@ from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
-from longhaul.training.run_dir import alone, called, save_run, write_json
+from longhaul.training.run_dir import alone, called, load_run, save_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 STOPPED = 75
@@ -136,10 +137,18 @@ def _train(
     detours: int,
 ) -> dict[str, Any]:
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
-    if resumed and (folder / "result.json").exists():
-        _say(f"run {folder.name} is done already")
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result
+    done = folder / "result.json"
+    if resumed and done.exists():
+        result: dict[str, Any] = json.loads(done.read_text())
+        if run.total_steps < result["agent_steps"]:
+            raise RunError(
+                f"--total-steps is {run.total_steps}, and {result['agent_steps']} are done; give more, or leave it out"
+            )
+        if run.total_steps <= load_run(folder).total_steps:
+            _say(f"run {folder.name} is done already")
+            return result
+        if process_group.index() == 0:  # it goes on to a later end
+            done.replace(folder / f"result-{result['agent_steps']}.json")
     # Other topologies wait for each program at once, or in a thread of their own.
     prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
@@ -171,6 +180,10 @@ def _train(
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
         progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+        if found is None and run.init_from is not None:
+            state, line = init_from.applied(run, assembly.spec, progress.state)
+            progress = progress._replace(state=state)
+            _say(line)
         untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
         _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
         sums = Sums(len(assembly.members))

@@ -143,7 +143,8 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         network = to_dict(ALGORITHMS[algorithm.get("kind", "ppo")].network)
         network |= {name: value for name, value in algorithm.items() if name in network}
         algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
-    return {"population": to_dict(Population())} | run | {"algorithm": algorithm}
+    begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
+    return begun | run | {"algorithm": algorithm}
 
 
 def load_run(folder: Path) -> Run:

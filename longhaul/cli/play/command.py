@@ -14,7 +14,7 @@ import numpy as np
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
-from longhaul.cli.play import console, games, legacy_params, terminal
+from longhaul.cli.play import console, games, terminal
 from longhaul.cli.play.console import Look
 from longhaul.cli.play.games import Agent, Record
 from longhaul.cli.run_flags import RUNS_DIR
@@ -25,7 +25,7 @@ from longhaul.envs.hackmatrix import reward, screen
 from longhaul.envs.hackmatrix import state as w
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
-from longhaul.training import run_dir
+from longhaul.training import legacy_params, run_dir
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Environment
 

@@ -172,6 +172,30 @@ class Checkpoints:
         newest = process_group.share(f"newest checkpoint {self._turn}/{self._asked}", self._newest)
         return None if newest is None else Found(*newest)
 
+    def steps(self) -> list[int]:
+        """Updates after which a checkpoint was saved that is still there, ascending."""
+        return sorted({step for step, _ in _steps(self._folder)})
+
+    def at(self, step: int) -> Found | None:
+        """Checkpoint after `step` updates; None if there is none. Raises CheckpointError if it is damaged."""
+        for number, path in _steps(self._folder):
+            if number == step:
+                try:
+                    return Found(path.name, _verify(path, step))
+                except Damaged as damage:
+                    raise CheckpointError(f"checkpoint {path.name} in {self._folder} is damaged: {damage}") from damage
+        return None
+
+    def arrays(self, found: Found, prefix: str) -> dict[str, np.ndarray]:
+        """Arrays of a checkpoint whose names begin with `prefix`, by name, on the host."""
+        targets = {
+            name: np.broadcast_to(np.zeros((), entry["dtype"]), entry["shape"])
+            for name, entry in found.manifest["leaves"].items()
+            if name.startswith(prefix) and named_leaves.is_stored(entry) and "key" not in entry
+        }
+        values = _read(self._folder / found.name / ARRAYS, targets) if targets else {}
+        return {name: np.asarray(value) for name, value in values.items()}
+
     def restore(self, found: Found, like: PyTree, *, part: bool = False) -> Restored:
         """Restored progress of a checkpoint from `newest`."""
         progress = _restore(self._folder / found.name, found.manifest, like, part)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,18 +28,20 @@ import numpy as np
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.context import Context
-from longhaul.config.resolve import agents, resolve
+from longhaul.config.resolve import agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, Origin, Run, to_dict
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.devices import prepare_devices
+from longhaul.runtime import settings
+from longhaul.runtime.devices import prepare_devices, started
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.settings import CHANGEABLE, FIXED
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
 from longhaul.training import population, reasoning_setup
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Feed
-from longhaul.training.run_dir import called, load_run, write_json
+from longhaul.training.run_dir import called, load_asked, load_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 SIZES = ("num_envs", "num_steps", "devices", "model")
@@ -81,6 +84,10 @@ def standing(run: Run, found: Found | None) -> Standing:
         raise RunError(
             f"--num-envs is {run.num_envs}, and the runs that go on side by side have {sizes['num_envs']} each; "
             "leave it out"
+        )
+    if steps["agent_steps"] > run.total_steps:
+        raise RunError(
+            f"--total-steps is {run.total_steps}, and {steps['agent_steps']} are done; give more, or leave it out"
         )
     if resized.keys().isdisjoint(("num_envs", "num_steps")):
         return Standing(Origin(**found.metadata["origin"]), resized, found.step, steps["agent_steps"])
@@ -177,6 +184,35 @@ def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[s
     write_json(path, {**before, **about, "run": to_dict(run), "history": [*before.get("history", ()), entry]})
 
 
+def continued(folder: Path, stored: Run, given: Mapping[str, Any]) -> Run:
+    """The Run of a folder that goes on with the given settings, by the names of their flags with underscores.
+
+    What was not chosen at the run's start follows from them again. Raises RunError where a setting is fixed and says
+    otherwise, and where the steps are fewer than those that are done.
+    """
+    known, before = {leaf.name: leaf for leaf in settings.walk(stored)}, settings.values(stored) | {"mesh": stored.mesh}
+    free: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if name not in known:
+            raise RunError(f"run {folder.name} has no --{flag}; leave it out")
+        if isinstance(value, tuple) and known[name].setting.path:  # as `resolve` keeps them
+            value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
+        if known[name].setting.resume != FIXED:
+            free[name] = value
+        elif value != before[name]:
+            raise RunError(
+                f"--{flag} is {settings.plain(value)}, and run {folder.name} has {settings.plain(before[name])}; "
+                f"leave --{flag} out, or start a new run without --resume"
+            )
+    changed = {name: value for name, value in free.items() if value != before[name]}
+    if any(known[name].setting.resume == CHANGEABLE for name in changed):
+        stored = reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
+    run = replaced(stored, free)
+    check_topology(run, changed)
+    return run
+
+
 OPEN = (("log_interval", "block"), ("threads",), ("num_minibatches", "update_epochs"), ("bank_updates",))
 """Fields of a Run that `resolve` decides, grouped as they are decided."""
 
@@ -207,15 +243,17 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
     return dataclasses.replace(value, **new)
 
 
-def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params, Params]:
-    """(run, its policy from the newest intact checkpoint, the untrained policy), on the host, for evaluation.
+def restore_policy(folder: Path, member: int | None = None, step: int | None = None) -> tuple[Run, Params, Params]:
+    """(run, its policy from a checkpoint, the untrained policy), on the host, for evaluation.
 
+    The checkpoint is the newest intact one, or that after `step` updates.
     Only the policy is restored, without training data. In a folder of many runs it is that of `member`, and the
     returned run has its seed. Raises RunError if there is none.
     """
     run = load_run(folder)
     which = population.chosen(run, member, folder.name) if run.many or member is not None else None
-    prepare_devices(run.all_devices, run.threads)
+    if started() is None:  # else it acts on what is there
+        prepare_devices(run.all_devices, run.threads)
     if run.many:
         algorithm, begun = population.begun(run, feeds.spec(run))
     else:
@@ -224,7 +262,11 @@ def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params
         begun = reasoning_setup.loaded(run, begun)
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        restored = checkpoints.latest(progress, part=True)
+        if step is not None and (found := checkpoints.at(step)) is None:
+            raise RunError(f"run {folder.name} keeps no checkpoint {step}; it has {checkpoints.steps()}")
+        restored = (
+            checkpoints.latest(progress, part=True) if step is None else checkpoints.restore(found, progress, part=True)
+        )
     if restored is None:
         raise RunError(
             f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"

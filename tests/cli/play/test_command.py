@@ -36,7 +36,7 @@ from longhaul.runtime.settings import replaced
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
-from tests.cli.play.test_legacy_params import arrays
+from tests.training.test_legacy_params import arrays
 
 COMPILE = games.game
 

@@ -16,10 +16,10 @@ import pytest
 
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.cli import main
-from longhaul.cli.play import legacy_params
-from longhaul.cli.play.legacy_params import LegacyError
 from longhaul.envs.hackmatrix.environment import Game, hackmatrix
 from longhaul.networks import actor_critic
+from longhaul.training import legacy_params
+from longhaul.training.legacy_params import LegacyError
 
 INPUTS, ACTIONS = 1545, 28
 

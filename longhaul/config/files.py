@@ -1,0 +1,138 @@
+"""Settings of a run in a file: YAML, TOML or JSON, or another run's run.json.
+
+    recipe: ppo
+    env: cartpole
+    num_envs: 64
+    algorithm:
+      lr: 0.0003
+      network: {hidden_dim: 128}
+
+A setting stands under the name of its flag with underscores, alone or inside the config that it belongs to. `render`
+writes every setting of a Run so that `read` gives the same Run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from longhaul.config.run import Run
+from longhaul.runtime import settings
+from longhaul.runtime.devices import MeshShape
+from longhaul.runtime.errors import RunError
+
+FORMATS = (".yaml", ".yml", ".toml", ".json")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Content of a file, without what run.json has beside the Run. Raises RunError where it can't be read."""
+    if path.suffix not in FORMATS:
+        raise RunError(f"--config is {path}; its suffix must be one of {', '.join(FORMATS)}")
+    try:
+        text = path.read_text("utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+    except (OSError, ValueError) as error:
+        raise RunError(f"--config {path} can't be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"--config {path} holds a {type(content).__name__}; it must be settings by name")
+    if "format" in content and isinstance(content.get("run"), dict):  # run.json
+        return dict(content["run"])
+    return content
+
+
+def _yaml(text: str) -> Any:
+    """Content of YAML, and so of JSON; 1e-3 is a number, which YAML 1.1 takes for a text."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return _numbers(content)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
+    """Settings of a file's content by the names of their flags with underscores, for a recipe.
+
+    Raises RunError, with the nearest names, where a key is no setting.
+    """
+    known = {leaf.name: leaf for leaf in settings.walk(recipe)}
+    by_path = {leaf.path: leaf.name for leaf in known.values()}
+    inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
+    found: dict[str, Any] = {}
+
+    def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            place = (*where, key)
+            if isinstance(value, dict) and (place in inside or key not in known):
+                if place not in inside:
+                    raise RunError(f"--config {path}: {'.'.join(place)} is no part of recipe {recipe.recipe}")
+                yield from visit(value, place)
+            elif place in by_path:
+                yield by_path[place], value
+            elif key in known:
+                yield key, value
+            elif key in ("kind", "recipe") or _field(recipe, place):
+                continue  # of run.json: what is no setting is decided again
+            else:
+                near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"longhaul train {recipe.recipe} --help"
+                raise RunError(f"--config {path}: {'.'.join(place)} is no setting of recipe {recipe.recipe}; {hint}")
+
+    for name, value in visit(content, ()):
+        found[name] = tuple(value) if isinstance(value, list) else value
+    if "mesh" in found:
+        found["mesh"] = _mesh(found["mesh"], content.get("model", 1), path)
+    return found
+
+
+def _field(config: Any, place: tuple[str, ...]) -> bool:
+    """True where a config, or one in it, has a field at this place."""
+    for name in place[:-1]:
+        config = getattr(config, name, None)
+    return dataclasses.is_dataclass(config) and place[-1] in {field.name for field in dataclasses.fields(config)}
+
+
+def _mesh(value: Any, model: Any, path: Path) -> MeshShape | None:
+    """ "data=2,model=1", {"data": 2}, 2 or None as a shape."""
+    try:
+        if isinstance(value, str):
+            value = dict(part.split("=") for part in value.split(","))
+        if isinstance(value, dict):
+            return MeshShape(int(value["data"]), int(value.get("model", 1)))
+        return MeshShape(None if value is None else int(value), int(model))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"--config {path}: mesh is {value!r}; write data=2 or data=2,model=2") from error
+
+
+def render(run: Run) -> str:
+    """Every setting of a Run as YAML, as `load` reads it."""
+    import yaml
+
+    tree: dict[str, Any] = {"recipe": run.recipe}
+    for leaf in settings.walk(run):
+        *parents, last = leaf.path
+        inner = tree
+        for name in parents:
+            inner = inner.setdefault(name, {})
+        value = str(run.mesh) if leaf.name == "mesh" and run.devices else leaf.value
+        inner["mesh" if leaf.name == "mesh" else last] = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
+    return text

@@ -1,0 +1,153 @@
+"""Start of a run from parameters that are there: another run's checkpoint, or a file of arrays.
+
+    --init-from RUN, RUN@STEP, params.npz, params.safetensors
+
+Leaves are matched by their path in the algorithm's state, written with dots: "params.policy.kernel". What the source
+has not begins as it would without; a shape that does not fit is an error. `params_STEP.npz` of the trainer that
+HackMatrix came with is read, too (`legacy_params.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from longhaul.config.run import Run
+from longhaul.runtime import named_leaves
+from longhaul.runtime.errors import RunError
+from longhaul.training import legacy_params
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.run_dir import find_folder
+from longhaul.types import PyTree, Spec
+
+PARTS = {"parameters": ("params", "target", "reference"), "normaliser": ("moments",), "optimiser": ("opt_state",)}
+"""Part of an algorithm's state -> its fields."""
+
+MOST_BYTES = 1 << 36
+"""Most bytes of a file's arrays."""
+
+
+def located(source: str, runs_dir: Path) -> str:
+    """`source` as an absolute path, with its step where it is a run's: the same from every folder.
+
+    Raises RunError where there is neither such a file nor such a run.
+    """
+    if Path(source).suffix in (".npz", ".safetensors", ".pkl"):
+        if not Path(source).expanduser().is_file():
+            raise RunError(f"--init-from is {source}, and there is no such file")
+        return os.path.abspath(os.path.expanduser(source))
+    name, _, step = source.partition("@")
+    if step and not step.isdecimal():
+        raise RunError(f"--init-from is {source}; behind the @ stands the number of a checkpoint, RUN@120")
+    folder = os.path.abspath(find_folder(runs_dir, name))
+    return f"{folder}@{step}" if step else folder
+
+
+def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
+    """(the algorithm's state with what the run's source has, a line on what matched).
+
+    In a population every member begins from the same. Raises RunError where nothing matches, or a shape does not fit.
+    """
+    assert run.init_from is not None
+    found = arrays(run.init_from, spec)
+    wanted = {name for part in run.init_parts for name in PARTS[part]}
+    named = {dotted(name): leaf for name, leaf in named_leaves.name(state).items()}
+    values, matched = dict(named), {part: [0, 0] for part in run.init_parts}
+    for name, leaf in named.items():
+        field = name.partition(".")[0]
+        if field not in wanted:
+            continue
+        count = matched[next(part for part in run.init_parts if field in PARTS[part])]
+        count[1] += 1
+        if name in found:
+            values[name] = _like(name, found[name], leaf, run)
+            count[0] += 1
+    if not any(count for count, _ in matched.values()):
+        raise RunError(
+            f"--init-from {run.init_from} has none of this run's leaves; it has "
+            f"{', '.join(sorted(found)[:4])}, and the "
+            f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in wanted)[:4])}"
+        )
+    shares = ", ".join(f"{count} of {of} of the {part}" for part, (count, of) in matched.items() if of)
+    tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), [values[name] for name in named])
+    return tree, f"begins from {run.init_from}: {shares}"
+
+
+def _like(name: str, value: np.ndarray, leaf: Any, run: Run) -> Any:
+    """`value` in the place and type of a leaf."""
+    shape = leaf.shape[1:] if run.many else leaf.shape
+    if value.shape != shape:
+        raise RunError(
+            f"--init-from {run.init_from}: {name} is {list(value.shape)} there and {list(shape)} here; give the sizes "
+            "of its network, or another source"
+        )
+    whole = np.broadcast_to(value, leaf.shape).astype(leaf.dtype)
+    return named_leaves.put(whole, leaf.sharding)
+
+
+def dotted(name: str) -> str:
+    """ ".params['policy']['kernel']" -> "params.policy.kernel"."""
+    return ".".join(part for part in re.split(r"[\[\]'.]+", name) if part)
+
+
+def arrays(source: str, spec: Spec) -> dict[str, np.ndarray]:
+    """Arrays of a source by dotted name. Raises RunError, one line, where it can't be read."""
+    path = Path(source)
+    try:
+        if path.suffix == ".npz":
+            return _of_npz(path, spec)
+        if path.suffix == ".safetensors":
+            return _of_safetensors(path)
+        if path.suffix == ".pkl":
+            legacy_params.read(path, 1, 1)  # which says why not, and what to give instead
+        return _of_run(source)
+    except (legacy_params.LegacyError, CheckpointError, OSError) as error:
+        raise RunError(f"--init-from: {error}") from error
+
+
+def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > MOST_BYTES:
+            raise RunError(f"--init-from {path} holds more than {MOST_BYTES:,} bytes")
+        if entries and all(legacy_params.NAME.fullmatch(entry.filename) for entry in entries):
+            _, policy = legacy_params.load(path, spec)
+            return {dotted(name): np.asarray(leaf) for name, leaf in named_leaves.name(policy).items()}
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (RunError, legacy_params.LegacyError):
+        raise
+    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise RunError(f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]})") from error
+
+
+def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        from safetensors.numpy import load_file
+    except ImportError as error:
+        raise RunError(f"--init-from {path} needs safetensors; pip install 'longhaul-rl[llm]'") from error
+    try:
+        found: dict[str, np.ndarray] = load_file(path)
+    except Exception as error:  # its own kinds, which say what is wrong with the file
+        raise RunError(f"--init-from {path}: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _of_run(source: str) -> dict[str, np.ndarray]:
+    """Arrays of the state in a run's checkpoint, the newest intact one where no step is named."""
+    folder, _, step = source.partition("@")
+    with closing(Checkpoints(Path(folder) / "checkpoints")) as checkpoints:
+        found = checkpoints.at(int(step)) if step else checkpoints.newest()
+        if found is None:
+            raise RunError(f"--init-from {source}: no such checkpoint; it has {checkpoints.steps() or 'none'}")
+        return {
+            dotted(name).removeprefix("state."): value for name, value in checkpoints.arrays(found, ".state.").items()
+        }

@@ -1,0 +1,98 @@
+"""Settings in files: what one run prints, or its run.json, makes the same Run; unknown keys are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longhaul.cli.main import main
+from longhaul.config import files, recipes
+from longhaul.config.resolve import changed, resolve
+from longhaul.config.run import Run, to_dict
+from longhaul.runtime.errors import RunError
+
+
+def read(path: Path, recipe: str) -> Run:
+    known = recipes.recipe(recipe)
+    return resolve(changed(known, files.read(files.load(path), known, path)))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["cartpole", "ppo", "pendulum-sac", "driving", "reasoning-arithmetic", "impala-cartpole"]
+)
+def test_what_is_printed_makes_the_same_run(recipe: str, tmp_path: Path) -> None:
+    run = resolve(recipes.recipe(recipe))
+    path = tmp_path / "run.yaml"
+    path.write_text(files.render(run))
+    assert read(path, recipe) == run
+    stored = tmp_path / "run.json"
+    stored.write_text(json.dumps({"format": 1, "id": "x", "recipe": recipe, "run": to_dict(run), "python": "3.11"}))
+    assert read(stored, recipe) == run
+
+
+YAML = """
+recipe: ppo
+lr: 1e-3
+algorithm: {network: {hidden_dim: 32}, gamma: 0.9}
+mesh: data=1
+env: pendulum
+"""
+TOML = """
+recipe = "ppo"
+env = "pendulum"
+mesh = 1
+[algorithm]
+lr = 0.001
+gamma = 0.9
+network.hidden_dim = 32
+"""
+JSON = """
+{"lr": 0.001, "gamma": 0.9, "hidden_dim": 32, "mesh": {"data": 1}, "environment": {"env": "pendulum"}}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", YAML), ("a.toml", TOML), ("a.json", JSON)])
+def test_settings_stand_alone_or_inside_their_config(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    run = read(path, "ppo")
+    assert (run.algorithm.lr, run.devices, to_dict(run.environment)["env"]) == (0.001, 1, "pendulum")
+    assert to_dict(run.algorithm)["network"]["hidden_dim"] == 32 and to_dict(run.algorithm)["gamma"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.ini", "", "its suffix must be one of .yaml, .yml, .toml, .json"),
+        ("b.yaml", None, "b.yaml can't be read: .*No such file"),
+        ("c.yaml", "lr: [", "c.yaml can't be read: while parsing"),
+        ("d.toml", "lr = ", "d.toml can't be read"),
+        ("e.yaml", "3", "holds a int; it must be settings by name"),
+        ("f.yaml", "num_env: 3", "num_env is no setting of recipe ppo; did you mean num_envs"),
+        ("g.yaml", "algorithm: {lrr: 3}", "algorithm.lrr is no setting of recipe ppo; did you mean lr"),
+        ("h.yaml", "optimizer: {lr: 3}", "optimizer is no part of recipe ppo"),
+        ("i.yaml", "num_envs: many", "--num-envs is 'many', and must be of type"),
+        ("j.yaml", "mesh: all of them", "mesh is .*; write data=2 or data=2,model=2"),
+    ],
+)
+def test_bad_files_are_answered_in_a_line(name: str, text: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RunError, match=says) as caught:
+        read(path, "ppo")
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_go_before_the_file_which_may_name_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: pendulum\nlr: 0.5\nseed: 7\n")
+    assert main(["train", "--config", str(path), "--seed", "9", "--print-config"]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    run = read(printed, "pendulum")
+    assert (run.recipe, run.seed, run.algorithm.lr) == ("pendulum", 9, 0.5)
+    assert main(["train", "pendulum", "--config", str(path), "--resume", "x"]) == 2
+    assert "--config and --resume are both given" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""--init-from: a run begins with what another run or a file has; what does not fit is named with both shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import longhaul
+from longhaul.runtime import named_leaves
+from longhaul.training import init_from
+
+SMALL: dict[str, Any] = {
+    "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 2, "block": 1, "log_interval": 1,
+    "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("init")
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> longhaul.Result:
+    return longhaul.train("cartpole", runs_dir=folder, run_name="source", **SMALL)
+
+
+def policy_arrays(result: longhaul.Result, step: int | None = None) -> dict[str, np.ndarray]:
+    params = longhaul.load(result, step=step).params
+    return {init_from.dotted(name): np.asarray(leaf) for name, leaf in named_leaves.name(params).items()}
+
+
+def frozen(folder: Path, name: str, **changes: Any) -> longhaul.Result:
+    """A run of learning rate 0, whose parameters stay as they began."""
+    return longhaul.train("cartpole", runs_dir=folder, run_name=name, **(SMALL | {"lr": 0.0, "seed": 5} | changes))
+
+
+def test_a_run_begins_with_the_parameters_of_another(
+    source: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = frozen(folder, "begun", init_from="source@2")
+    assert begun.run.init_from == f"{folder / 'source'}@2"
+    assert "12 of 12 of the parameters, 3 of 3 of the normaliser" in capsys.readouterr().err
+    there, here = policy_arrays(source, 2), policy_arrays(begun)
+    for name in there:
+        if name.startswith("params"):
+            np.testing.assert_array_equal(here[name], there[name])
+    assert any((policy_arrays(source)[name] != there[name]).any() for name in there)
+
+
+def test_a_file_of_arrays_is_matched_by_its_names(source: longhaul.Result, folder: Path) -> None:
+    whole = policy_arrays(source)
+    arrays = {name: value for name, value in whole.items() if "critic" not in name}
+    path = folder / "policy.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    here = policy_arrays(frozen(folder, "file", init_from=path, init_parts=("parameters",)))
+    for name, value in here.items():
+        if name.startswith("params"):  # what the file has not begins as it would without
+            assert np.array_equal(value, whole[name]) == (name in arrays), name
+
+
+def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(source: longhaul.Result, folder: Path) -> None:
+    of_run, policy = init_from.arrays(str(source.folder), source.policy.spec), policy_arrays(source)
+    files = pytest.importorskip("safetensors.numpy")
+    files.save_file(policy, folder / "policy.safetensors")
+    of_file = init_from.arrays(str(folder / "policy.safetensors"), source.policy.spec)
+    for name, value in policy.items():
+        np.testing.assert_array_equal(of_run[name], value)
+        np.testing.assert_array_equal(of_file[name], value)
+    assert {name.partition(".")[0] for name in of_run} >= {"params", "moments", "opt_state"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"init_from": "nowhere"}, "no run 'nowhere' in"),
+        ({"init_from": "nowhere.npz"}, "--init-from is nowhere.npz, and there is no such file"),
+        ({"init_from": "source@last"}, "behind the @ stands the number of a checkpoint, RUN@120"),
+        ({"init_from": "source@3"}, r"no such checkpoint; it has \[2, 4\]"),
+        ({"init_from": "source", "hidden_dim": 16}, r"params\..* is \[.*\] there and \[.*\] here; give the sizes"),
+        ({"init_from": "source", "init_parts": ("weights",)}, "--init-parts is 'weights'"),
+        ({"init_from": "other.npz"}, "has none of this run's leaves; it has sun, and the run moments.mean"),
+        ({"init_from": "bad.npz"}, "bad.npz is no whole .npz file"),
+        ({"init_from": "bad.safetensors"}, "bad.safetensors"),
+        ({"init_from": "old.pkl"}, "is pickled, and could run anything; give the params_STEP.npz beside it"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
+    settings: dict[str, Any], says: str, source: longhaul.Result, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    np.savez("other.npz", sun=np.zeros(3))
+    for name in ("bad.npz", "bad.safetensors", "old.pkl"):
+        Path(name).write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(ValueError, match=says) as caught:
+        longhaul.train("cartpole", runs_dir=folder, run_name="refused", **(SMALL | settings))
+    assert "\n" not in str(caught.value) and not (folder / "refused").exists()
+
+
+def test_a_finished_run_trains_on_to_a_later_end(source: longhaul.Result, folder: Path) -> None:
+    before = source.summary["params_sha256"]
+    longer = longhaul.resume(source, total_steps=8 * 32)
+    assert longer.summary["agent_steps"] == 256 and longer.summary["params_sha256"] != before
+    assert longer.metrics["update"].tolist() == list(range(1, 9))
+    assert (folder / "source" / "result-128.json").exists() and longhaul.load(source).run.total_steps == 256
+    with pytest.raises(ValueError, match="--total-steps is 64, and 256 are done; give more, or leave it out"):
+        longhaul.resume(source, total_steps=64)
+    with pytest.raises(ValueError, match="--seed is 9, and run source has 0"):
+        longhaul.resume(source, seed=9)
+    assert longhaul.resume(source).summary == longer.summary  # done again
+
+
+def test_an_extended_run_is_the_same_whenever_it_was_stopped(folder: Path) -> None:
+    """Stopped at half, or at its first end: the schedule goes on to the new end from there."""
+    short = longhaul.train("cartpole", runs_dir=folder, run_name="short", anneal=False, **SMALL)
+    long = longhaul.train(
+        "cartpole", runs_dir=folder, run_name="long", anneal=False, **(SMALL | {"total_steps": 8 * 32})
+    )
+    again = longhaul.resume(short, total_steps=8 * 32)
+    assert again.summary["params_sha256"] == long.summary["params_sha256"]
+
+
+def test_a_policy_of_the_old_trainer_is_where_training_begins(folder: Path) -> None:
+    from longhaul.envs import registry
+    from longhaul.training import legacy_params
+    from tests.training.test_legacy_params import arrays, save
+
+    path = save(folder / "params_40.npz", arrays(16, 2))
+    game = registry.make("hackmatrix")
+    config, policy = legacy_params.load(path, game.spec)
+    found = init_from.arrays(str(path), game.spec)
+    named = {init_from.dotted(name): leaf for name, leaf in named_leaves.name(policy).items()}
+    assert found.keys() == named.keys()
+    jax.tree.map(np.testing.assert_array_equal, found, named)
+    assert config.network.hidden_dim == 16
