@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from longhaul.config.run import Run
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.training import legacy_params
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
@@ -58,7 +58,7 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
     assert run.init_from is not None
     found = arrays(run.init_from, spec)
     wanted = {name for part in run.init_parts for name in PARTS[part]}
-    named = {dotted(name): leaf for name, leaf in named_leaves.name(state).items()}
+    named = {dotted(name): leaf for name, leaf in pytree_serialization.name(state).items()}
     values, matched = dict(named), {part: [0, 0] for part in run.init_parts}
     for name, leaf in named.items():
         field = name.partition(".")[0]
@@ -89,7 +89,7 @@ def _like(name: str, value: np.ndarray, leaf: Any, run: Run) -> Any:
             "of its network, or another source"
         )
     whole = np.broadcast_to(value, leaf.shape).astype(leaf.dtype)
-    return named_leaves.put(whole, leaf.sharding)
+    return pytree_serialization.put(whole, leaf.sharding)
 
 
 def dotted(name: str) -> str:
@@ -120,7 +120,7 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
             raise RunError(f"--init-from {path} holds more than {MOST_BYTES:,} bytes")
         if entries and all(legacy_params.NAME.fullmatch(entry.filename) for entry in entries):
             _, policy = legacy_params.load(path, spec)
-            return {dotted(name): np.asarray(leaf) for name, leaf in named_leaves.name(policy).items()}
+            return {dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (RunError, legacy_params.LegacyError):

@@ -140,15 +140,14 @@ def _train(
     done = folder / "result.json"
     if resumed and done.exists():
         result: dict[str, Any] = json.loads(done.read_text())
-        if run.total_steps < result["agent_steps"]:
-            raise RunError(
-                f"--total-steps is {run.total_steps}, and {result['agent_steps']} are done; give more, or leave it out"
-            )
+        steps = result.get("agent_steps", 0)
+        if run.total_steps < steps:
+            raise RunError(f"--total-steps is {run.total_steps}, and {steps} are done; give more, or leave it out")
         if run.total_steps <= load_run(folder).total_steps:
             _say(f"run {folder.name} is done already")
             return result
         if process_group.index() == 0:  # it goes on to a later end
-            done.replace(folder / f"result-{result['agent_steps']}.json")
+            done.replace(folder / f"result-{steps}.json")
     # Other topologies wait for each program at once, or in a thread of their own.
     prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)

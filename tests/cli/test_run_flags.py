@@ -90,9 +90,9 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
 def test_a_field_that_may_change_at_a_resume_says_so() -> None:
     """The rule decides what a resumed run may be asked for; these change numbers, or none, or what the run is."""
     rules = {leaf.name: leaf.setting.resume for leaf in walk(recipes.recipe("driving"))}
-    assert {rules[name] for name in ("num_envs", "mesh", "lr", "precision")} == {CHANGEABLE}
+    assert {rules[name] for name in ("num_envs", "mesh", "lr", "precision", "total_steps")} == {CHANGEABLE}
     assert {rules[name] for name in ("block", "keep", "lane", "bind", "health_kl")} == {FREE}
-    assert {rules[name] for name in ("seed", "topology", "hidden_dim", "total_steps", "staleness")} == {FIXED}
+    assert {rules[name] for name in ("seed", "topology", "hidden_dim", "init_from", "staleness")} == {FIXED}
 
 
 def chosen(recipe: str, *words: str) -> Run:

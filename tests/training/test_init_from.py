@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import longhaul
-from longhaul.runtime import named_leaves
+from longhaul.runtime import pytree_serialization
 from longhaul.training import init_from
 
 SMALL: dict[str, Any] = {
@@ -31,7 +31,7 @@ def source(folder: Path) -> longhaul.Result:
 
 def policy_arrays(result: longhaul.Result, step: int | None = None) -> dict[str, np.ndarray]:
     params = longhaul.load(result, step=step).params
-    return {init_from.dotted(name): np.asarray(leaf) for name, leaf in named_leaves.name(params).items()}
+    return {init_from.dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(params).items()}
 
 
 def frozen(folder: Path, name: str, **changes: Any) -> longhaul.Result:
@@ -133,7 +133,7 @@ def test_a_policy_of_the_old_trainer_is_where_training_begins(folder: Path) -> N
     game = registry.make("hackmatrix")
     config, policy = legacy_params.load(path, game.spec)
     found = init_from.arrays(str(path), game.spec)
-    named = {init_from.dotted(name): leaf for name, leaf in named_leaves.name(policy).items()}
+    named = {init_from.dotted(name): leaf for name, leaf in pytree_serialization.name(policy).items()}
     assert found.keys() == named.keys()
     jax.tree.map(np.testing.assert_array_equal, found, named)
     assert config.network.hidden_dim == 16

@@ -191,7 +191,7 @@ class Checkpoints:
         targets = {
             name: np.broadcast_to(np.zeros((), entry["dtype"]), entry["shape"])
             for name, entry in found.manifest["leaves"].items()
-            if name.startswith(prefix) and named_leaves.is_stored(entry) and "key" not in entry
+            if name.startswith(prefix) and pytree_serialization.is_stored(entry) and "key" not in entry
         }
         values = _read(self._folder / found.name / ARRAYS, targets) if targets else {}
         return {name: np.asarray(value) for name, value in values.items()}

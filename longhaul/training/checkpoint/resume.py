@@ -262,11 +262,12 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
         begun = reasoning_setup.loaded(run, begun)
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        if step is not None and (found := checkpoints.at(step)) is None:
+        if step is None:
+            restored = checkpoints.latest(progress, part=True)
+        elif (found := checkpoints.at(step)) is None:
             raise RunError(f"run {folder.name} keeps no checkpoint {step}; it has {checkpoints.steps()}")
-        restored = (
-            checkpoints.latest(progress, part=True) if step is None else checkpoints.restore(found, progress, part=True)
-        )
+        else:
+            restored = checkpoints.restore(found, progress, part=True)
     if restored is None:
         raise RunError(
             f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"

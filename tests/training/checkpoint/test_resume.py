@@ -274,7 +274,7 @@ def test_what_was_asked_stays_though_it_is_what_would_be_decided(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "words", [("--seed", "4"), ("--hidden-dim", "16"), ("--total-steps", "9999"), ("--env", "pendulum")]
+    "words", [("--seed", "4"), ("--hidden-dim", "16"), ("--init-from", "x"), ("--env", "pendulum")]
 )
 def test_what_the_run_is_cannot_change(stopped: Path, words: tuple[str, str]) -> None:
     with pytest.raises(RunError, match=f"{words[0]} is .*, and run run has .*; leave {words[0]} out"):
