@@ -75,7 +75,7 @@ OPTIONAL = {
     *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("imageio_ffmpeg", "shapely"),
-    *("numba", "llvmlite", "xxhash", "zstandard"),
+    *("numba", "llvmlite", "xxhash", "zstandard", "flatbuffers"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 

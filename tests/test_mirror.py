@@ -22,6 +22,7 @@ ELSEWHERE = {
     "bench/harness.py": "bench/cases/test_training.py",
     "cli/bench_hackmatrix.py": "bench/cases/test_hackmatrix_grid.py",
     "cli/evaluate.py": "training/test_evaluate.py",
+    "cli/export.py": "training/test_export.py",
     "cli/plan.py": "diagnostics/test_compute_plan.py",
     "cli/play/games.py": "cli/play/test_console.py",
     "cli/reason.py": "end_to_end/test_reasoning_runs.py",

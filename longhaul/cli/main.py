@@ -25,6 +25,7 @@ from longhaul.runtime.launch.process import end_with_parent
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
     "evaluate": "scores of a policy, by metric and scenario",
+    "export": "a policy as a program that needs JAX alone, or as a file of arrays",
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "contents of driving logs: counts and ranges",
     "data convert": "driving logs to shards, compact and checked, to train on",

@@ -248,7 +248,8 @@ class Policy:
         algorithm = registry.make(self.spec, run.algorithm, Context(updates=1, mean=identity))
         self._memory = algorithm.memory
         self.recurrent = bool(jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(1))))
-        self._act = jax.jit(lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2])
+        self.act = lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2]
+        self._act = jax.jit(self.act)
 
     def memory(self, batch: int | None = None) -> PyTree:
         """Memory at an episode's start, of one observation (None) or a batch."""
@@ -275,6 +276,15 @@ class Policy:
     def act_numpy(self, observation: PyTree, memory: PyTree | None = None) -> Any:
         """As a call, with NumPy arrays as results: what `env.step` of Gymnasium takes."""
         return jax.tree.map(np.asarray, self(observation, memory=memory))
+
+    def export(self, folder: str | Path, to: str = "jax") -> list[Path]:
+        """Writes the policy to `folder`; -> the files.
+
+        `to` is jax (a program that needs JAX alone, checked in a process of its own), safetensors or npz.
+        """
+        from longhaul.training import export
+
+        return export.save(self, to, Path(folder))
 
     def _is_single(self, observation: PyTree) -> bool:
         """True for one observation, False for a batch."""
