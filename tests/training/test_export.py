@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import longhaul
-from longhaul.cli.main import main
+from longhaul.cli import export as command
 from longhaul.training import export, init_from
 from tests.helpers import own_environments as own
 
@@ -34,7 +34,7 @@ def trained(folder: Path) -> longhaul.Result:
 def test_the_command_writes_a_checked_program_and_what_it_takes(
     trained: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "run", "--runs-dir", str(folder)]) == 0
+    assert command.export(["run", "--runs-dir", str(folder)]) == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert [file.name for file in files] == ["policy.jax", "policy.json"]
     about = json.loads(files[1].read_text())
