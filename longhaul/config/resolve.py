@@ -330,7 +330,7 @@ def _default_devices(run: Run, runs: int) -> int:
     Of a population as many as share its `runs` evenly.
     """
     if run.many:
-        there = (started() or cores()) if on_cpu() else jax.local_device_count()
+        there = min(cores(), started() or cores()) if on_cpu() else jax.local_device_count()
         return max(n for n in range(1, min(there, runs) + 1) if runs % n == 0)
     processes, model = process_group.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores

@@ -196,6 +196,7 @@ def test_devices_that_nobody_chose_can_share_the_shards(monkeypatch: pytest.Monk
     for module in (runs, machine):
         monkeypatch.setattr(module, "cores", lambda: 7)
         monkeypatch.setattr(module, "on_cpu", lambda: True)
+    monkeypatch.setattr(runs, "started", lambda: None)  # as in a process where JAX has not
     sizes: dict[str, Any] = {"devices": None, "num_envs": 56 * 8, "total_steps": 56 * 8 * 16}
     assert small(**sizes).devices == 7
     assert small(deterministic=True, **sizes).devices == 4

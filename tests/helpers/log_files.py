@@ -62,11 +62,15 @@ def single(values: Any) -> np.ndarray:
     return np.asarray(values, np.float32).astype(np.float64)
 
 
-def make_log(steps: int = 91, current: int = 10) -> Log:
-    """Three vehicles, a pedestrian, a cyclist and a cone; the ego is track 2, at 10 m/s; track 0 is hidden a while."""
+def make_log(steps: int = 91, current: int = 10, cyclist: float = -3.5) -> Log:
+    """Three vehicles, a pedestrian, a cyclist and a cone; the ego is track 2, at 10 m/s; track 0 is hidden a while.
+
+    `cyclist` is the lateral place of the cyclist, m; the ego passes it, and hits it from -3 on.
+    """
     times = single(np.arange(steps) * 0.1)
     kind = np.array([VEHICLE, PEDESTRIAN, VEHICLE, VEHICLE, CYCLIST, OTHER], np.int8)
-    start = np.array([[20, EAST, 1], [60, -5, 1], [0, EAST, 1], [200, WEST, 1], [10, -3.5, 1], [150, 3, 1]], np.float64)
+    places = [[20, EAST, 1], [60, -5, 1], [0, EAST, 1], [200, WEST, 1], [10, cyclist, 1], [150, 3, 1]]
+    start = np.array(places, np.float64)
     speed = np.array([[9, 0], [0, 1.5], [10, 0], [-8, 0], [4, 0], [0, 0]], np.float64)
     position = np.repeat(start[:, None], steps, axis=1)
     position[..., :2] += speed[:, None] * times[:, None]

@@ -285,7 +285,7 @@ def test_the_worst_scenario_comes_first() -> None:
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return log_files.write_all(log_files.make_log(steps=41), tmp_path_factory.mktemp("logs"))
+    return log_files.write_all(log_files.make_log(steps=41, cyclist=-2.5), tmp_path_factory.mktemp("logs"))
 
 
 def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> None:
