@@ -28,7 +28,6 @@ ELSEWHERE = {
     "cli/reason.py": "end_to_end/test_reasoning_runs.py",
     "cli/train.py": "cli/test_run_flags.py",
     "config/population.py": "topologies/test_population.py",
-    "config/recipes.py": "cli/test_run_flags.py",
     "diagnostics/chips.py": "diagnostics/test_profile.py",
     "diagnostics/compiled_run.py": "diagnostics/test_checks.py",
     "diagnostics/scaling_grid.py": "diagnostics/test_scaling_law.py",

@@ -67,7 +67,7 @@ def doctor(words: Sequence[str]) -> int:
         return 0
     if not words or words[0].startswith("-"):
         raise FlagError(f"name a run or a recipe first: {USAGE}")
-    return _recipe(words) if words[0] in recipes.RECIPES else _run(words)
+    return _recipe(words) if words[0] in recipes.RECIPES or ":" in words[0] else _run(words)
 
 
 def _show(found: list[Check], about: dict[str, Any], path: str | None) -> int:

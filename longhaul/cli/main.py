@@ -164,7 +164,7 @@ def show_recipes(words: Sequence[str]) -> int:
 
 def show_envs(words: Sequence[str]) -> int:
     """`longhaul envs [SUITE]`."""
-    from longhaul.envs import registry, suite_adapters
+    from longhaul.envs import external, registry, suite_adapters
     from longhaul.envs.host import registry as host_registry
 
     suite = flags.Flag("SUITE", flags.TEXT, None, "list all environments of this suite")
@@ -174,6 +174,10 @@ def show_envs(words: Sequence[str]) -> int:
         print(*suite_adapters.names(name), sep="\n")
         return 0
     tables.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
+    if external.installed():
+        print("\nOf installed packages:")
+        tables.listing(sorted(external.installed().items()))
+    print("\nYour own: --env my_module:MyClass, of JAX, gymnax, Brax, Gymnasium or PettingZoo (docs/python.md)")
     print("\nOf other libraries, on the device:")
     tables.listing(suite_adapters.rows())
     print("\nOn the host, for actors:")

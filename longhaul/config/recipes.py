@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 
 from longhaul.algorithms.config import (
     APGConfig,
@@ -20,9 +21,10 @@ from longhaul.algorithms.config import (
 )
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim.config import Config as SimulatorConfig
+from longhaul.envs.host.vector import load
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import ModelConfig, Reasoning
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import ModuleError, RunError
 from longhaul.runtime.settings import replaced
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
@@ -512,22 +514,49 @@ GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_scaling}
 """Recipes of many runs."""
 
 
+GROUP = "longhaul.recipes"
+"""Entry points of installed packages whose objects are recipes: functions that return a Run."""
+
+
 def recipe(name: str) -> Run:
-    """The Run of that name; RunError with the nearest names where there is none."""
+    """The Run of that name, of an installed package's or of the user's own "package.module:name".
+
+    Raises RunError, with the nearest names, where there is none.
+    """
     if name in GRIDS:
         raise RunError(f"recipe {name} is a grid of many runs, and this is for one: driving, say")
-    if name not in RECIPES:
-        near = difflib.get_close_matches(name, [*RECIPES, *GRIDS], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join([*RECIPES, *GRIDS])}"
+    if name in RECIPES:
+        return RECIPES[name]()
+    installed = {point.name: point.value for point in entry_points(group=GROUP)}
+    if name not in installed and ":" not in name:
+        there = [*RECIPES, *GRIDS, *installed]
+        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
         raise RunError(f"no recipe is named {name!r}; {hint}")
-    return RECIPES[name]()
+    return dataclasses.replace(_own(installed.get(name, name)), recipe=name)
+
+
+def _own(name: str) -> Run:
+    """The Run that the function "module:name" returns."""
+    try:
+        found = load(name)
+    except ValueError as error:
+        raise ModuleError(f"recipe {name}: {error}") from error
+    run = found() if callable(found) else found
+    if not isinstance(run, Run):
+        raise RunError(f"recipe {name} gives a {type(run).__name__}; it must give a longhaul.config.run.Run")
+    return run
 
 
 def about(name: str) -> str:
     """The first line about a recipe, of one run or of many."""
-    return ((RECIPES | GRIDS)[name].__doc__ or "").splitlines()[0]
+    known = RECIPES | GRIDS
+    if name not in known:
+        return f"Recipe {name}, from outside the package."
+    return (known[name].__doc__ or "").splitlines()[0]
 
 
 def described() -> list[tuple[str, str]]:
-    """Every recipe with its first line."""
-    return [(name, about(name)) for name in (*RECIPES, *GRIDS)]
+    """Every recipe with its first line, those of installed packages last."""
+    ours = [(name, about(name)) for name in (*RECIPES, *GRIDS)]
+    return ours + [(point.name, f"of {point.value}") for point in entry_points(group=GROUP)]

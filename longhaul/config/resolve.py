@@ -181,7 +181,7 @@ def _imported(run: Run, devices: int, *, fused: bool) -> Run:
     is no such environment.
     """
     task = run.environment
-    if not isinstance(task, Named) or not external.is_external(task.env):
+    if not isinstance(task, Named) or not (external.is_external(task.env) or task.env in external.installed()):
         return run
     everything, threads = devices * run.model, os.environ.get("NPROC")
     prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)

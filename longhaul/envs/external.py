@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +47,22 @@ def is_external(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in module.split("."))
 
 
+GROUP = "longhaul.environments"
+"""Entry points of installed packages whose objects are environments."""
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """Environments of installed packages by their name: "module:name" each."""
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
 def canonical(name: str, fused: bool = False) -> str:
     """Name by which an environment is made everywhere: that of its kind on the host if it is stepped there.
 
     `fused`: in a compiled program one of Gymnasium's is called back instead.
     """
+    name = installed().get(name, name)
     if not is_external(name):
         return name
     kind = _kind(name, _object(name))
@@ -66,6 +78,7 @@ def make(name: str, **given: Any) -> Environment:
     Raises ValueError, one line, where the module or the name in it is missing, where the object is no environment that
     is stepped on the device, and where its spec does not hold.
     """
+    name = installed().get(name, name)
     built = _object(name, **given)
     kind = _kind(name, built)
     if kind in host.KINDS:

@@ -60,7 +60,7 @@ def make(name: str, **options: Any) -> Environment:
         return suite_adapters.make(name, **options)
     if callback.is_called(name):
         return callback.make(name, **options)
-    if external.is_external(name):
+    if external.is_external(name) or name in external.installed():
         return external.make(name, **options)
     known = [known_name for known_name, _ in names()]
     if name not in known:
