@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul.runtime.settings import plain
+from longhaul.runtime.user_modules import is_named
 
 
 class FlagError(ValueError):
@@ -96,11 +97,11 @@ def _output(word: str) -> str:
 OUTPUT = Kind("PATH", "a file in a folder that exists, or - for stdout", _output)
 
 
-def choice(names: Sequence[str]) -> Kind:
-    """One of `names`."""
+def choice(names: Sequence[str], own: bool = False) -> Kind:
+    """One of `names`; with `own` a "package.module:name", too."""
 
     def read(word: str) -> str:
-        if word not in names:
+        if word not in names and not (own and is_named(word)):
             raise ValueError(word)
         return word
 

@@ -102,7 +102,7 @@ _hints = cache(typing.get_type_hints)
 def _kind(described: Setting, hint: Any) -> Kind:
     """Kind of the values of a field, by its annotation."""
     if described.choices:
-        return choice(described.choices)
+        return choice(described.choices, described.own)
     inner = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     if typing.get_origin(hint) is types.UnionType:
         return optional(_kind(described, inner[0]))

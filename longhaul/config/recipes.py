@@ -21,7 +21,6 @@ from longhaul.algorithms.config import (
 )
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim.config import Config as SimulatorConfig
-from longhaul.envs.host.vector import load
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import ModuleError, RunError
@@ -538,6 +537,8 @@ def recipe(name: str) -> Run:
 
 def _own(name: str) -> Run:
     """The Run that the function "module:name" returns."""
+    from longhaul.runtime.user_modules import load
+
     try:
         found = load(name)
     except ValueError as error:

@@ -28,7 +28,7 @@ import numpy as np
 
 from longhaul.envs import callback, suite_adapters
 from longhaul.envs.host import registry as host
-from longhaul.envs.host.vector import load
+from longhaul.runtime.user_modules import is_named, load
 from longhaul.spaces import Action, Discrete, Measure, MultiDiscrete, action_shape
 from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
 
@@ -43,8 +43,7 @@ PETTINGZOO = ("possible_agents", "observation_space", "action_space", "reset", "
 
 def is_external(name: str) -> bool:
     """True for "package.module:name", with options behind it or not."""
-    module, colon, _ = name.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in module.split("."))
+    return is_named(name)
 
 
 GROUP = "longhaul.environments"

@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.networks import attention, conv, layers
+from longhaul.networks import attention, conv, layers, user_network
 from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, LARGEST, REMATS, SMALLEST, TORSOS
 from longhaul.networks.layers import PRECISIONS, NamedKey, rematerialised
 from longhaul.networks.mlp import perceptron
+from longhaul.runtime.user_modules import is_named
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -106,6 +107,8 @@ def _torso(
         kernels = layers.kernel_init(init, HIDDEN_SCALE)
         image = conv.encoder(observation, kind, kernels, dtype=dtype, remat=remat, norm=norm)
         return _encoding(image, conv.FEATURES[kind])
+    if is_named(kind):
+        return _encoding(user_network.encoder(observation, kind, sizes[0]), sizes[0])
     if kind in ENCODERS:
         return _encoding(attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0])
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(observation)]
@@ -236,7 +239,7 @@ def _check(
         ("init", init, INITS),
     )
     for name, value, allowed in choices:
-        if value not in allowed:
+        if value not in allowed and not (name == "torso" and is_named(value)):
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sizes are {tuple(sizes)}; give at least one, all positive")
@@ -286,7 +289,7 @@ def actor_critic(
         return ActorCritic(mlp.init, plain, lambda _: (), plain, mlp.live)
     assert live is None, "live is given for a network that `takes_live` excludes"
     trunk = _torso(observation, torso, sizes, activation, dtype, remat, init, norm)
-    attends, apart = torso in ENCODERS, not memory and not shared and torso not in ENCODED
+    attends, apart = torso in ENCODERS, not (memory or shared or torso in ENCODED or is_named(torso))
     towers = ("actor", "critic") if apart else ("torso",)
 
     def init_params(key: Key) -> Params:

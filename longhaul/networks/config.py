@@ -35,8 +35,10 @@ class NetworkConfig:
 
     torso: str = setting(
         "mlp",
-        "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention",
+        "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention; "
+        "module:name: your own",
         choices=TORSOS,
+        own=True,
     )
     hidden_dim: int = setting(64, "width of a layer", least=1)
     num_layers: int = setting(2, "layers of the torso, or blocks of an encoder by attention", least=1)

@@ -26,6 +26,7 @@ class Setting(NamedTuple):
 
     help: str
     choices: tuple[str, ...] = ()  # (): any value
+    own: bool = False  # "package.module:name" is taken beside the choices
     least: float | None = None  # smallest value
     above: float | None = None  # the value is larger
     most: float | None = None  # largest value
@@ -51,7 +52,7 @@ class Setting(NamedTuple):
             return
         if value is None:
             return
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.own and ":" in value):
             raise FieldError(name, repr(value), f"it must be one of {', '.join(self.choices)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise FieldError(name, value, "it must be finite")

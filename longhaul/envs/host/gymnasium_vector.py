@@ -28,7 +28,6 @@ from longhaul.envs.host.vector import (
     Interval,
     Slot,
     check_action,
-    load,
     no_finals,
     no_restore,
     no_state,
@@ -38,6 +37,7 @@ from longhaul.envs.host.vector import (
     typed,
     write,
 )
+from longhaul.runtime.user_modules import load
 from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, action_shape, mapped
 
 SAME_STEP, NEXT_STEP, DISABLED = "SameStep", "NextStep", "Disabled"

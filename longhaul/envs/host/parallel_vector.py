@@ -18,7 +18,6 @@ from longhaul.envs.host.vector import (
     Interval,
     Slot,
     check_action,
-    load,
     no_finals,
     no_restore,
     no_state,
@@ -26,6 +25,7 @@ from longhaul.envs.host.vector import (
     slot,
     typed,
 )
+from longhaul.runtime.user_modules import load
 from longhaul.spaces import Tree, mapped
 
 

@@ -22,7 +22,6 @@ from longhaul.envs.host.vector import (
     Interval,
     Slot,
     check_action,
-    load,
     no_finals,
     no_restore,
     no_state,
@@ -31,6 +30,7 @@ from longhaul.envs.host.vector import (
     typed,
     write,
 )
+from longhaul.runtime.user_modules import load
 from longhaul.spaces import Tree, mapped
 
 POLICY = "policy"

@@ -23,15 +23,12 @@ Example, one column that resets in the same step, and one that does it in the ne
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from longhaul.runtime.user_modules import load
 from longhaul.spaces import Action, Leaf, Masked, Measure, Tree, action_shape, leaves, mapped
 
 if TYPE_CHECKING:
@@ -219,35 +216,6 @@ def specification(spec: HostSpec) -> types.Spec:
         max_steps=spec.max_steps,
         expand=expand if any(form.choices is not None for form in forms) else None,
     )
-
-
-def load(name: str) -> Any:
-    """Object that "module:name" names, the working folder's modules among them; ValueError, one line, if there is none.
-
-    "name" may have parts: "my_env:Corridor.small".
-    """
-    module, _, path = name.partition(":")
-    if not module or not path:
-        raise ValueError(f"{name!r} names no function; write module:function")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises as it is imported
-        line = (str(error).strip().splitlines() or [""])[0]
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
-        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
-    there = [each for each in vars(found) if not each.startswith("_")]
-    for part in path.split("."):
-        if part not in dir(found):
-            near = difflib.get_close_matches(path, there, n=3, cutoff=0.5)
-            if module == "__main__":
-                raise ValueError(f"a notebook or a script has defined {path}; go on with longhaul.resume there")
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:8]) or 'nothing'}"
-            raise ValueError(f"{module} has no {path}; {hint}")
-        found = getattr(found, part)
-    return found
 
 
 class Interval:

@@ -1,0 +1,54 @@
+"""Objects by "module:name": found in the working folder too, in parts; what is missing is named with its remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longhaul.runtime import user_modules
+
+
+def test_a_module_of_the_working_folder_is_found_and_names_have_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_this_test.py").write_text(
+        "class Worlds:\n    class Small:\n        size = 3\n\n_hidden = 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
+    assert user_modules.load("module_of_this_test:Worlds.Small").size == 3
+    assert user_modules.load("module_of_this_test:_hidden") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("json", "'json' names no function; write module:function"),
+        ("json:", "'json:' names no function"),
+        ("json:load_s", "json has no load_s; did you mean loads"),
+        ("json:zzz", "json has no zzz; it has"),
+        ("no_such_module:f", "ModuleNotFoundError: .*; run from the folder that has it, install it, or add its folder"),
+        ("__main__:NotThere", "a notebook or a script has defined NotThere; go on with longhaul.resume there"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_remedy(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        user_modules.load(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"), [("1 +", "SyntaxError: invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")]
+)
+def test_a_module_that_fails_says_why(broken: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"failing_module_{len(broken)}"
+    (tmp_path / f"{name}.py").write_text(broken)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=f"{name} can't be imported: {says}"):
+        user_modules.load(f"{name}:f")
+
+
+def test_names_of_this_form_are_told_from_others() -> None:
+    assert user_modules.is_named("a.b:C.d") and user_modules.is_named("my_net:network")
+    assert not any(map(user_modules.is_named, ("mlp", "a:", ":b", "a/b:c", "a b:c", "")))
