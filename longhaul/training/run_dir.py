@@ -41,6 +41,7 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
     for flag, word in (("run-name", name), ("run-suffix", suffix)):
         if word is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", word):
             raise RunError(f"--{flag} is {word!r}; use letters, digits, '.', '_' and '-', at most 100")
+    check_local(runs_dir)
     if name is not None and suffix is not None:
         raise RunError(f"--run-suffix {suffix} and --run-name {name} are both given; leave one out")
     try:
@@ -62,10 +63,18 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
     raise RunError(f"{runs_dir} holds a thousand runs of this second; give a --run-name")
 
 
+def check_local(path: Path) -> None:
+    """Raises RunError for the address of a store (gs://, s3://), which would be taken for a local folder."""
+    if match := re.match(r"([a-z][a-z0-9+.-]*):/", str(path)):
+        raise RunError(f"{path} is an address of {match[1]}, and runs are kept in folders; mount it, or give a folder")
+
+
 def find_folder(runs_dir: Path, run_id: str) -> Path:
     """Folder of a run by its name, path or W&B id; RunError with the nearest names if there is none."""
     import difflib
 
+    check_local(runs_dir)
+    check_local(Path(run_id))
     for folder in (runs_dir / run_id, Path(run_id)):
         if (folder / "run.json").is_file():
             return folder

@@ -155,6 +155,14 @@ def test_bad_input_is_one_line_and_leaves_no_folder(
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/runs", "gs://bucket/runs", Path("memory://runs")])
+def test_an_address_of_a_store_is_refused_before_training(address: str | Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is an address of .*, and runs are kept in folders"):
+        longhaul.train("ppo", runs_dir=address, **SMALL)
+    with pytest.raises(ValueError, match="is an address of"):
+        longhaul.load("s3://bucket/runs/first", runs_dir=tmp_path)
+
+
 def test_a_run_whose_module_is_gone_says_so(trained: longhaul.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(own, "Corridor")
     with pytest.raises(ValueError, match=r"run whole: --env .*:Corridor: .* has no Corridor; did you mean"):
