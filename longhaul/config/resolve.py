@@ -27,6 +27,7 @@ from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
 from longhaul.runtime.devices import MeshShape, announce, cores, default_threads, on_cpu, prepare_devices, started
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
+from longhaul.runtime.user_modules import load
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import config as lanes
@@ -175,21 +176,29 @@ def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
 
 
 def _imported(run: Run, devices: int, *, fused: bool) -> Run:
-    """`run` with the name by which an environment of the user's own is made; its module is imported for that.
+    """`run` with the name by which an environment of the user's own is made; its module is imported for that, and that
+    of a reward of the user's own.
 
     JAX is told of its devices before: what a module computes on loading may start it. RunError, one line, where there
     is no such environment.
     """
     task = run.environment
-    if not isinstance(task, Named) or not (external.is_external(task.env) or task.env in external.installed()):
+    own_reward = task.simulator.reward if isinstance(task, Driving) else None
+    own_world = isinstance(task, Named) and (external.is_external(task.env) or task.env in external.installed())
+    if own_reward is None and not own_world:
         return run
     everything, threads = devices * run.model, os.environ.get("NPROC")
     prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)
     announce(everything, run.threads)
+    flag = f"--reward {own_reward}"
     try:
+        if not isinstance(task, Named):
+            load(str(own_reward))
+            return run
+        flag = f"--env {task.env}"
         return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))
     except ValueError as error:
-        raise ModuleError(f"--env {task.env}: {error}") from error
+        raise ModuleError(f"{flag}: {error}") from error
     finally:
         if started() is None:  # nothing is decided yet
             os.environ.pop("NPROC", None)
@@ -203,6 +212,8 @@ def _check_driving(task: Driving) -> None:
         raise FieldError("bank", f"{task.bank}, and there is no --data", "of generated scenarios, --scenarios are held")
     if task.bank_updates is not None and task.bank is None:
         raise FieldError("bank_updates", task.bank_updates, "it needs --bank")
+    if task.simulator.reward is not None and task.simulator.conditioning:
+        raise FieldError("reward", task.simulator.reward, "--conditioning draws weights of terms, and it has none")
     if task.least > task.simulator.agents:
         raise FieldError("least", task.least, f"it must lie in 1 to --agents, {task.simulator.agents}")
     if task.objects < task.simulator.agents:

@@ -152,6 +152,9 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         network = to_dict(ALGORITHMS[algorithm.get("kind", "ppo")].network)
         network |= {name: value for name, value in algorithm.items() if name in network}
         algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
+    task = run.get("environment")
+    if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
+        run = run | {"environment": task | {"simulator": {"reward": None} | task["simulator"]}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     return begun | run | {"algorithm": algorithm}
 

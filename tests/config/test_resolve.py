@@ -67,6 +67,14 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"environment": Driving(simulator=simulator.Config(neighbours=0))}, "--neighbours is 0; it must be at least"),
         ({"environment": Driving(simulator=simulator.Config(waypoints=0))}, "--waypoints is 0; it must lie in 1 to 20"),
         ({"environment": Driving(simulator=simulator.Config(waypoints=21))}, "--waypoints is 21; it must lie in"),
+        (
+            {"environment": Driving(simulator=simulator.Config(reward="nowhere:pay"))},
+            "--reward nowhere:pay: nowhere can't be imported: ModuleNotFoundError",
+        ),
+        (
+            {"environment": Driving(simulator=simulator.Config(reward="json:loads", conditioning=True))},
+            "--reward is json:loads; --conditioning draws weights of terms",
+        ),
     ],
 )  # fmt: skip
 def test_what_can_not_work_is_one_line_with_value_bound_and_remedy(change: dict[str, Any], message: str) -> None:

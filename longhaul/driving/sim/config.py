@@ -69,6 +69,7 @@ class Config:
     goal: str = setting("remove", "fate of an agent at its goal: removed, stopped, or given a new one", choices=GOALS)
     crash: str = setting("remove", "fate of an agent that ends by another event: removed, or stopped", choices=CRASHES)
     conditioning: bool = setting(False, "reward weights drawn per driver, and observed by it")
+    reward: str | None = setting(None, "your own reward in place of the weighted terms, module:name")
     weights: Weights = nested(Weights(), "reward_")
     neighbours: int = setting(8, "nearest others that an agent sees", least=1)
     waypoints: int = setting(10, "points of the route ahead that it sees", least=1, most=MAX_WAYPOINTS)

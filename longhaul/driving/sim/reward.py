@@ -28,6 +28,7 @@ from longhaul.driving.sim.config import EVENTS, Weights
 from longhaul.driving.sim.dynamics import Drive
 from longhaul.driving.sim.features import Features
 from longhaul.driving.sim.geometry import wrap
+from longhaul.runtime.user_modules import load
 
 MAX_COMFORT_LATERAL, MAX_COMFORT_JERK, MAX_COMFORT_YAW = 2.0, 8.3, 0.95  # m/s^2, m/s^3, rad/s
 MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
@@ -94,6 +95,11 @@ def excess(ride: Ride) -> jax.Array:
     return sum((jnp.clip(part - 1.0, 0.0, 2.0) for part in parts), start=jnp.zeros_like(ride.jerk))
 
 
+def covered(furthest: jax.Array, features: Features, route_length: jax.Array) -> jax.Array:
+    """Metres [A] of the route beyond the `furthest` place before this step, not beyond its end."""
+    return jnp.minimum(jnp.maximum(features.s, furthest), jnp.maximum(route_length, furthest)) - furthest
+
+
 def reward(
     weights: Weights,
     events: Events,
@@ -104,8 +110,7 @@ def reward(
     route_length: jax.Array,
 ) -> jax.Array:
     """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it."""
-    metres = jnp.minimum(jnp.maximum(features.s, furthest), jnp.maximum(route_length, furthest))
-    total = weights.progress * (metres - furthest)
+    total = weights.progress * covered(furthest, features, route_length)
     total = total + weights.discomfort * excess(ride)
     total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
     total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)
@@ -114,6 +119,26 @@ def reward(
         first = getattr(events, name) & ~getattr(happened, name)
         total = total + getattr(weights, name) * first.astype(jnp.float32)
     return total
+
+
+class Step(NamedTuple):
+    """Step of the agents as a reward of the user's own sees it; every leaf begins with [A]."""
+
+    events: Events  # of this step
+    happened: Events  # before it
+    metres: jax.Array  # m of the route that nobody had covered before
+    features: Features
+    ride: Ride
+    route_length: jax.Array  # m
+
+
+def own(name: str, step: Step) -> jax.Array:
+    """The reward [A] by the function "module:name" of a `Step`. ValueError where it returns something else."""
+    value = load(name)(step)
+    if not isinstance(value, jax.Array) or value.shape != step.metres.shape:
+        shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else type(value).__name__
+        raise ValueError(f"--reward {name} returns {shown}; it must be float32{list(step.metres.shape)}, an agent each")
+    return value.astype(jnp.float32)
 
 
 RANGES: dict[str, float] = {

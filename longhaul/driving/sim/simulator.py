@@ -185,7 +185,11 @@ class Simulator:
         happened, furthest = state.tally.happened, state.tally.furthest
         if state.goals is not None:  # who begins anew is paid for each goal
             happened = happened._replace(goal=jnp.zeros_like(happened.goal))
-        pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length)
+        if config.reward is None:
+            pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length)
+        else:
+            metres = reward.covered(furthest, features, length)
+            pay = reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
         failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
         for name in config.terminations:
             failed = failed | getattr(events, name) if name != "goal" else failed

@@ -57,6 +57,26 @@ def test_the_return_is_made_of_the_terms() -> None:
     assert not driven.steps.terminated.any()
 
 
+def own_terms(step: reward.Step) -> jax.Array:
+    """The terms of `TERMS` by the user's own function."""
+    return 0.5 * step.metres + 3.0 * (step.events.goal & ~step.happened.goal)
+
+
+def one_number(step: reward.Step) -> jax.Array:
+    return jnp.sum(step.metres)
+
+
+def test_a_reward_of_the_users_own_takes_the_place_of_the_terms() -> None:
+    still = replace(TERMS, collision=0.0, offroad=0.0, red_light=0.0, haste=0.0)
+    terms, own = (trip(scenario([EGO]), terminations=(), **how) for how in (
+        {"weights": still}, {"reward": f"{__name__}:own_terms"},
+    ))  # fmt: skip
+    np.testing.assert_allclose(own.steps.reward, terms.steps.reward, rtol=1e-6)
+    assert own.steps.reward.max() > 3.0 and own.metrics == terms.metrics
+    with pytest.raises(ValueError, match=r"one_number returns float32\[\]; it must be float32\[1\], an agent each"):
+        trip(scenario([EGO]), reward=f"{__name__}:one_number")
+
+
 def test_progress_beyond_the_goal_is_worth_nothing() -> None:
     slow = line((0, 0), (2, 0), T)  # 10 metres; the policy keeps 6 m/s
     made = scenario([slow])._replace(velocity=np.gradient(EGO[:, None, :2], DT, axis=0).astype(np.float32))
