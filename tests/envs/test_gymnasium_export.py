@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,12 +22,8 @@ DRIVING = {"scenarios": 2, "horizon": 12}
 PAIRS = {**DRIVING, "agents": 2, "least": 2, "goal": "stop", "actions": "continuous"}
 
 
-@pytest.fixture(autouse=True)
-def spaces_without_bounds() -> Iterator[None]:
-    """Gymnasium warns of Box spaces without bounds; observations have none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(infinity|infinite|Box observation space).*")
-        yield
+# Gymnasium warns of Box spaces without bounds; observations have none.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(infinity|infinite|Box observation space).*")
 
 
 @pytest.mark.parametrize(
