@@ -46,6 +46,7 @@ COMMANDS = {
     "sync status": "versions of a server of parameters, and its receivers",
     "sync bench": "time of a version from one process to others, by stages, beside the machine's limits",
     "bench": "a benchmark by its name, one JSON object per figure",
+    "completion": "a script that completes commands, recipes, flags and runs in bash, zsh or fish",
 }
 
 ENTRIES = {

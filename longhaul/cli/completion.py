@@ -1,0 +1,91 @@
+"""The command `completion`: scripts for bash, zsh and fish that complete commands, recipes, flags and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from longhaul.cli import flags, run_flags
+from longhaul.cli.flags import DEBUG, TEXT, Flag, FlagError
+from longhaul.config import recipes
+from longhaul.training.run_dir import RUNS
+
+SCRIPTS = {
+    "bash": """\
+_longhaul() {
+  local IFS=$'\\n'
+  COMPREPLY=($(longhaul completion --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _longhaul longhaul""",
+    "zsh": """\
+#compdef longhaul
+_longhaul() {
+  local -a found
+  found=("${(@f)$(longhaul completion --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+  compadd -a found
+}
+compdef _longhaul longhaul""",
+    "fish": """\
+complete -c longhaul -f -a '(longhaul completion --words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'""",
+}
+"""Shell -> script. The last word is the one that is being written."""
+
+OF_RUNS = ("evaluate", "render", "export", "status", "doctor", "reason", "actor")
+"""Commands whose first word is a run."""
+
+OF_RECIPES = ("train", "doctor", "plan", "profile")
+"""Commands whose first word is a recipe."""
+
+
+def completion(words: Sequence[str]) -> int:
+    """`longhaul completion bash|zsh|fish`: prints the script. `--words WORD...`: prints what completes the last one."""
+    if words and words[0] == "--words":
+        print(*candidates(list(words[1:])), sep="\n")
+        return 0
+    shell = Flag("SHELL", TEXT, None, "bash, zsh or fish")
+    about = 'Completion of commands, recipes, flags and runs: eval "$(longhaul completion bash)" in ~/.bashrc.'
+    name = flags.parse("completion", about, {"": [shell, DEBUG]}, words).values["SHELL"]
+    if name not in SCRIPTS:
+        raise FlagError(f"SHELL is {name or 'not given'}; choose one of {', '.join(SCRIPTS)}")
+    print(SCRIPTS[name])
+    return 0
+
+
+def candidates(words: list[str]) -> list[str]:
+    """What the last word of a command line behind `longhaul` may become."""
+    from longhaul.cli.main import COMMANDS
+
+    *before, last = words or [""]
+    if before and before[-1] in ("--resume", "--init-from"):
+        found = runs()
+    elif last.startswith("-"):
+        found = flags_of(before)
+    elif not before:
+        found = list(dict.fromkeys(command.split()[0] for command in COMMANDS))
+    elif len(before) == 1:
+        found = [command.split()[1] for command in COMMANDS if command.startswith(f"{before[0]} ")]
+        found += runs() if before[0] in OF_RUNS else []
+        found += [name for name, _ in recipes.described()] if before[0] in OF_RECIPES else []
+    else:
+        found = []
+    return [word for word in found if word.startswith(last)]
+
+
+def flags_of(before: Sequence[str]) -> list[str]:
+    """Flags of `longhaul train RECIPE`; of other commands the one that every command has."""
+    if len(before) >= 2 and before[0] == "train":
+        try:
+            recipe = recipes.recipe(before[1])
+        except ValueError:
+            return ["--help"]
+        table = run_flags.table(recipe)
+        return ["--help", "--dry-run", "--config", "--print-config", *(
+            f"--{flag.name}" for group in table.values() for flag in group
+        )]  # fmt: skip
+    return ["--help"]
+
+
+def runs() -> list[str]:
+    """Names of the runs in the folder `runs`, newest first."""
+    there = [path.parent for path in Path(RUNS).glob("*/run.json")]
+    return [folder.name for folder in sorted(there, key=lambda folder: folder.stat().st_mtime, reverse=True)]
