@@ -10,12 +10,13 @@ TESTS := .venv/.installed-tests
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench lint clean
+.PHONY: help train test test-all bench docs lint clean
 
 help:
 	@echo "make train     train the driving policy (ARGS='--total-steps 100000' and the like are passed on)"
 	@echo "make test      lint, then the tests (test-all: the slow ones too)"
 	@echo "make bench     one benchmark, BENCH=$(BENCH)"
+	@echo "make docs      the documentation as a site, in site/"
 	@echo "make lint      ruff and mypy"
 	@echo "make clean     remove .venv and the caches; runs/ stays"
 
@@ -44,10 +45,13 @@ test-all: lint
 bench: $(STAMP)
 	$(BIN)/longhaul bench $(BENCH) $(ARGS)
 
+docs: $(TESTS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -29,12 +29,19 @@ SECONDS = 600.0
 class Case(NamedTuple):
     words: str  # RECIPE FLAGS of `longhaul train`
     resumed: str = ""  # further flags of the case that is stopped and goes on; "": there is none
+    former: str = ""  # flags of this code alone: the old code's defaults where the recipe has others now
 
 
 DRIVING = "--num-envs 16 --num-steps 16 --scenarios 32 --evaluation-episodes 4 --log-interval 1"
+FORMER = (
+    "--no-speed-limit --reward-speeding 0 --reward-unease 0 --reward-near-collision 0 --reward-collision -4 "
+    "--reward-offroad -4 --reward-red-light -4"
+)
+"""Flags that give `driving` its former settings."""
+
 CASES = {
     "cartpole": Case("cartpole --total-steps 30000 --evaluation-episodes 4", "--total-steps 3000000"),
-    "driving": Case(f"driving {DRIVING} --total-steps 5120", "--total-steps 40960 --block 2"),
+    "driving": Case(f"driving {DRIVING} --total-steps 5120", "--total-steps 40960 --block 2", FORMER),
     "driving-selfplay": Case(f"driving-selfplay {DRIVING} --total-steps 20000"),
     "hackmatrix": Case(
         "hackmatrix --num-envs 16 --num-steps 32 --total-steps 5120 --evaluation-episodes 4 --log-interval 1",
@@ -63,7 +70,7 @@ def main() -> int:
             if given.only and name not in given.only:
                 continue
             before = trained(old, Path(home, "old", name), case.words)
-            after = trained(ROOT, Path(home, "new", name), case.words)
+            after = trained(ROOT, Path(home, "new", name), f"{case.words} {case.former}")
             same &= report(name, before, after)
             if case.resumed:
                 words = f"{case.words} {case.resumed}"

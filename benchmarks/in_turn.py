@@ -5,7 +5,7 @@ in the next. A figure's work per CPU-second is compared by its best round, becau
 Compilation is outside the figures.
 
 Prints one JSON line for each figure: `ratio` is the new code's work per CPU-second over the old code's. The exit code
-is 1 if a ratio is below 0.95.
+is 1 if a ratio is below 0.95. A figure that the new code no longer has is printed with null for `new` and `ratio`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = {
     "sync": "sync --lane shm tcp",
     "reasoning": "reasoning",
 }
-SELECTING = ("num_envs", "lane", "env", "what", "receivers")
+SELECTING = ("num_envs", "lane", "env", "what", "receivers", "verify")
 """Keys of a figure and of its configuration that tell the figures of one case apart."""
 
 RENAMED = {"longhaul.envs.host.numpy_cartpole:cartpole": "longhaul.envs.batched:cartpole"}
@@ -45,19 +45,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES), help="these cases alone")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each code (default: 2)")
     given = parser.parse_args()
-    roots, lost = {"old": given.old.resolve(), "new": ROOT}, False
+    roots, lost, origin = {"old": given.old.resolve(), "new": ROOT}, False, {}
     for case in given.only:
         best: dict[str, dict[str, float]] = {"old": {}, "new": {}}
         for turn in range(given.rounds):
             for code in ("old", "new") if turn % 2 == 0 else ("new", "old"):
                 for figure in measured(roots[code], CASES[case]):
                     name, work = described(figure), figure["per_cpu_second"]
+                    origin |= {code: figure["commit"], "versions": figure["versions"], "device": figure["device"]}
                     best[code][name] = max(work, best[code].get(name, 0.0))
         for name, old in best["old"].items():
-            ratio = best["new"][name] / old
-            lost |= ratio < LEAST
-            line = {"case": case, "figure": name, "old": old, "new": best["new"][name], "ratio": round(ratio, 3)}
-            print(json.dumps(line | {"rounds": given.rounds}), flush=True)
+            new = best["new"].get(name)
+            ratio = None if new is None else new / old
+            lost |= ratio is not None and ratio < LEAST
+            line = {"case": case, "figure": name, "old": old, "new": new, "ratio": ratio and round(ratio, 3)}
+            line |= {"rounds": given.rounds, "commits": {code: origin.get(code) for code in roots}}
+            print(json.dumps(line | {key: origin[key] for key in ("versions", "device")}), flush=True)
     return int(lost)
 
 

@@ -59,7 +59,7 @@ NO_JAX = (
     ),
     "weight_sync",
     *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),
-    *("config/run", "config/recipes", "config/population", "training/run_dir"),
+    *("config/run", "config/recipes", "config/population", "training/run_dir", "training/hub"),
     *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync"),
     *("cli/run_flags", "cli/train", "cli/status", "cli/data", "cli/bench"),
 )
@@ -74,8 +74,9 @@ OPTIONAL = {
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
-    *("imageio_ffmpeg", "shapely"),
-    *("numba", "llvmlite", "xxhash", "zstandard", "flatbuffers"),
+    *("fsspec", "obstore", "mlflow", "swanlab", "IPython"),
+    *("imageio_ffmpeg", "minari", "shapely"),
+    *("numba", "llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 

@@ -312,7 +312,8 @@ class BCConfig:
     title: ClassVar[str] = "behaviour cloning"
     recorded: tuple[str, ...] = setting(
         (),
-        "recordings to imitate: .npz files of observation and action, or folders of them; none: the expert acts",
+        "recordings to imitate: .npz files of observation and action, folders of them, minari:NAME; none: the expert "
+        "acts",
         path=True,
     )
     expert_share: float = EXPERT_SHARE.field(1.0)
@@ -444,7 +445,8 @@ Reasoner = GRPOConfig
 
 
 AlgorithmConfig = OnActorCritic | OffPolicy | Reasoner
-"""Config of any algorithm. A run.json without the algorithm's name is of the first."""
+"""Config of any algorithm; at run time also one of the user's own (external.py). A run.json without the algorithm's
+name is of the first."""
 
 ALGORITHMS: dict[str, Any] = {config.name: config for config in typing.get_args(AlgorithmConfig)}
 """Config of each algorithm by its name in run.json, which is the prefix of its metrics, too ("ppo/entropy")."""

@@ -1,7 +1,7 @@
 """Registry of the algorithms: from a config to its functions.
 
-A new algorithm is a module in `algorithms/`, a frozen dataclass in `algorithms/config.py` and a row here. The rest of
-the package uses `Learner` alone.
+A new algorithm is a module in `algorithms/`, a frozen dataclass in `algorithms/config.py` and a row here; one of the
+user's own is all of this itself (external.py). The rest of the package uses `Learner` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, off_policy, ppo, pqn, sac, td3
+from longhaul.algorithms import actor_critic, apg, bc, dqn, external, grpo, impala, off_policy, ppo, pqn, sac, td3
 from longhaul.algorithms.config import (
     AlgorithmConfig,
     APGConfig,
@@ -53,8 +53,28 @@ LEARNERS: dict[str, Learner] = {
 }
 
 
+def _own(config: AlgorithmConfig) -> Learner:
+    """Functions of an algorithm of the user's own."""
+
+    def make(spec: Spec, config: Any, context: Context) -> Algorithm:
+        return external.made(config, spec, context)
+
+    def unknown(spec: Spec, config: Any) -> networks.ActorCritic:
+        raise ValueError(f"{external.name_of(config)} is an algorithm of your own, whose network is not known here")
+
+    check = getattr(config, "check", lambda *, columns, steps: None)
+    return Learner(make, lambda config, **sizes: check(**sizes), unknown)
+
+
+def learner(config: AlgorithmConfig) -> Learner:
+    """Functions of a config's algorithm."""
+    return _own(config) if external.is_own(type(config)) else LEARNERS[config.name]
+
+
 def on_policy(config: AlgorithmConfig) -> OnPolicy:
     """Config of an algorithm with a policy and without a replay; ValueError for others."""
+    if external.is_own(type(config)):
+        raise ValueError(f"{external.name_of(config)} is of your own, and this is for PPO, IMPALA")
     if isinstance(config, OffPolicy):
         raise ValueError(f"{config.title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
     if isinstance(config, PQNConfig):
@@ -78,19 +98,19 @@ def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
 
 def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
     """Algorithm of a config for environments of `spec`."""
-    return LEARNERS[config.name].make(spec, config, context)
+    return learner(config).make(spec, config, context)
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:
     """Raises FieldError for impossible settings or sizes."""
     settings.check(config)
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
-    LEARNERS[config.name].check(config, columns=sizes.columns, steps=sizes.steps, **shards)
+    learner(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 
 
 def network(spec: Spec, config: AlgorithmConfig) -> networks.ActorCritic:
     """Network whose `apply` takes a policy for parameters: policy parameters and value."""
-    return LEARNERS[config.name].network(spec, config)
+    return learner(config).network(spec, config)
 
 
 def critic(spec: Spec, config: AlgorithmConfig) -> Callable[[Any, PyTree, PyTree], jax.Array]:

@@ -52,7 +52,7 @@ def completion(words: Sequence[str]) -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What the last word of a command line behind `longhaul` may become."""
+    """Completions of the last word of a command line behind `longhaul`."""
     from longhaul.cli.main import COMMANDS
 
     *before, last = words or [""]

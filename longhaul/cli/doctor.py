@@ -20,6 +20,7 @@ from longhaul.config.run import Run, to_dict
 from longhaul.diagnostics import checks, compiled_run
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.diagnostics.compiled_run import compiled, smaller
+from longhaul.runtime import files
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
@@ -128,8 +129,7 @@ def _files(folder: Path, records: Sequence[health.Record]) -> Iterator[Check]:
     else:
         remedy = f"{len(repeated)} records stand twice: the file was changed from outside"
         yield Check("records", FAIL if repeated else PASS, value, "each update once", remedy if repeated else "")
-    names = [path.name.split(".")[0] for path in (folder / "checkpoints").glob("*")]
-    saved = sorted({int(name) for name in names if name.isdigit()})
+    saved = files.checkpoint_steps(folder)
     done = (folder / "result.json").is_file()
     value = ", ".join(map(str, saved)) or "none"
     if done and (not saved or saved[-1] < last):

@@ -25,7 +25,7 @@ from longhaul.runtime import files
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, loop
+from longhaul.training import evaluate_driving, hub, loop
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
@@ -78,7 +78,7 @@ def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
     parsed = flags.parse("evaluate", about, {"": FLAGS}, words).values
-    folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data")
+    folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data", on_hub=True)
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
@@ -111,7 +111,12 @@ def evaluate(words: Sequence[str]) -> int:
     if parsed["json"] is not None:
         tables.write_json(parsed["json"], _report(folder.name, parsed, result))
     if parsed["worst"]:
-        _draw_worst(result, acting, parsed, Path(parsed["worst-dir"] or folder / "worst"))
+        _draw_worst(
+            result,
+            acting,
+            parsed,
+            Path(parsed["worst-dir"] or ("worst" if hub.is_address(parsed["RUN"]) else folder / "worst")),
+        )
     return 0
 
 

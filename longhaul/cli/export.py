@@ -9,12 +9,12 @@ from longhaul.cli import flags
 from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, PATH, Flag, choice, optional
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
-from longhaul.training import api
+from longhaul.training import api, hub
 from longhaul.training import export as exports
 
 FLAGS = (
     RUN,
-    Flag("to", choice(exports.KINDS), "jax", "a program that needs JAX alone, or arrays by name"),
+    Flag("to", choice(exports.KINDS), "jax", "a program that needs JAX, or an ONNX runtime, alone; or arrays by name"),
     Flag("out", optional(PATH), None, "the folder to write to", shown="export, in the run's folder"),
     STEP,
     MEMBER,
@@ -24,11 +24,13 @@ FLAGS = (
 
 
 def export(words: Sequence[str]) -> int:
-    """`longhaul export RUN [--to jax|safetensors|npz] [--out FOLDER] [--step N]`."""
+    """`longhaul export RUN [--to jax|onnx|safetensors|npz] [--out FOLDER] [--step N]`."""
     about = "A run's policy as files that others use: its mode, checked in a process without Longhaul."
     parsed = flags.parse("export", about, {"": FLAGS}, words).values
-    folder = folder_of(parsed, "longhaul export RUN --to jax")
+    folder = folder_of(parsed, "longhaul export RUN --to jax", on_hub=True)
     policy = api.load(folder, member=parsed["member"], step=parsed["step"])
-    for path in exports.save(policy, parsed["to"], Path(parsed["out"] or folder / "export")):
+    for path in exports.save(
+        policy, parsed["to"], Path(parsed["out"] or ("export" if hub.is_address(parsed["RUN"]) else folder / "export"))
+    ):
         print(path)
     return 0

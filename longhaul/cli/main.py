@@ -21,11 +21,13 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import FlagError
 from longhaul.cli.tables import BAD_INPUT, FAILED, say
 from longhaul.runtime.launch.process import end_with_parent
+from longhaul.runtime.signals import watching
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
     "evaluate": "scores of a policy, by metric and scenario",
-    "export": "a policy as a program that needs JAX alone, or as a file of arrays",
+    "export": "a policy as a program of JAX or ONNX without Longhaul, or as a file of arrays",
+    "push": "a policy with a model card to the hub of Hugging Face",
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "contents of driving logs: counts and ranges",
     "data convert": "driving logs to shards, compact and checked, to train on",
@@ -133,13 +135,22 @@ def _run(words: list[str]) -> int:
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Within it Ctrl-C ends the process where `training` does not listen: JAX swallows some KeyboardInterrupts."""
+    """Context in which Ctrl-C ends the process where `training` does not listen: JAX swallows some KeyboardInterrupts.
+
+    A thread ends it, as the main thread may be in the compiler.
+    """
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(say(INTERRUPTED, FAILED)))
+
+    def hear(number: int) -> None:
+        if number == signal.SIGINT:
+            os._exit(say(INTERRUPTED, FAILED))
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        yield
+        with watching(hear):
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from longhaul.algorithms import external
 from longhaul.cli import flags
-from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
+from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.config import files, recipes
 from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
@@ -18,8 +19,10 @@ from longhaul.runtime import settings
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import Leaf, Setting
-from longhaul.telemetry import wandb
-from longhaul.training.run_dir import called, find_folder, load_run
+from longhaul.telemetry import tracking
+from longhaul.telemetry.trackers import wandb
+from longhaul.training import hub
+from longhaul.training.run_dir import called, find_folder, find_or_fetch, load_run, own_algorithm
 
 GROUPS = {
     "run": "The run.",
@@ -29,10 +32,16 @@ GROUPS = {
     "health": "What a healthy run keeps to, at most or at least.",
 }
 
+ALGORITHM = Flag(
+    "algorithm", TEXT, None, "another algorithm than the recipe's, with flags of its own: by name, or module:name"
+)
+
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
     aliases=("checkpoint-dir",),
 )  # fmt: skip
+
+CONFIG = Flag("config", optional(PATH), None, "settings by name: .yaml, .toml, .json or a run.json; flags go before it")
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder")
 
@@ -44,13 +53,18 @@ FOLDERS = (
 )
 
 TRACKING = (
-    Flag("wandb", SWITCH, False, "send metrics to Weights & Biases, too; a run that goes on keeps to it"),
-    Flag("project", TEXT, None, "of W&B", shown="WANDB_PROJECT, or the recipe"),
-    Flag("entity", TEXT, None, "of W&B: a user or a team", shown="WANDB_ENTITY, or the user's own"),
+    Flag("track", choice((*tracking.KINDS, "none")), (), "trackers that receive the metrics; a run that goes on keeps "
+         "to them; none: stop", True),
+    Flag("wandb", SWITCH, False, "send metrics to Weights & Biases, as --track wandb does"),
+    Flag("project", TEXT, None, "of the trackers", shown="WANDB_PROJECT or the like, or the recipe"),
+    Flag("entity", TEXT, None, "of W&B or SwanLab: a user or a team", shown="WANDB_ENTITY, or the user's own"),
     Flag(
         "wandb-mode", optional(choice(wandb.MODES)), None, "send now, write to a folder, or do nothing",
         shown="WANDB_MODE, or online where there are credentials, else offline",
     ),
+    Flag("artifact", SWITCH, False, "send checkpoints to W&B, from which --resume ID goes on without the folder",
+         shown="online"),
+    Flag("rewind", ALONE, False, "with --resume: W&B drops what it has after the checkpoint"),
 )  # fmt: skip
 """Flags of tracking: not part of a Run, since no number depends on them."""
 
@@ -68,10 +82,12 @@ SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in settings.walk(Popul
 """Flags that make many runs of one."""
 
 
-def folder_of(values: Mapping[str, Any], usage: str) -> Path:
-    """Folder of the run that RUN names."""
+def folder_of(values: Mapping[str, Any], usage: str, on_hub: bool = False) -> Path:
+    """Folder of the run that RUN names; with `on_hub` also of a policy, hf:USER/NAME."""
     if values["RUN"] is None:
         raise FlagError(f"which run? {usage}")
+    if on_hub and hub.is_address(values["RUN"]):
+        return hub.download(hub.parse(values["RUN"]))
     return find_folder(Path(values["runs-dir"]), values["RUN"])
 
 
@@ -125,14 +141,17 @@ MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
-    headings = GROUPS | {"algorithm": f"How it learns: {run.algorithm.title}."}
+    headings = GROUPS | {"algorithm": f"How it learns: {external.title(run.algorithm)}."}
     groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
+    groups[f"algorithm: {headings['algorithm']}"].append(ALGORITHM._replace(default=external.name_of(run.algorithm)))
     for leaf in settings.walk(run):
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
         groups[f"{group}: {headings[group]}"].append(flag_of(leaf, run))
     groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
-    groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
+    groups["tracking: Weights & Biases, MLflow, SwanLab, beside the run's own metrics.jsonl (docs/tracking.md)."] = (
+        list(TRACKING)
+    )
     groups[""] = [DEBUG]
     return groups
 
@@ -143,10 +162,36 @@ def of_recipe(command: str, about: str, own: Sequence[Flag], words: Sequence[str
         if words and words[0] in ("-h", "--help"):
             flags.parse(f"{command} RECIPE", f"{about} All flags of longhaul train count, too.", {"": own}, words)
         raise FlagError(f"name a recipe first: longhaul {command} RECIPE; there are {', '.join(recipes.RECIPES)}")
-    recipe = recipes.recipe(words[0])
+    recipe = learning(recipes.recipe(words[0]), words)
     groups = table(recipe)
     groups[""] = [*own, *groups[""]]
     return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, words[1:])
+
+
+def learning(recipe: Run, words: Sequence[str]) -> Run:
+    """`recipe` with the algorithm that the words name by --algorithm, the file of --config, or the run of --resume.
+
+    The words are not parsed yet, since its fields are flags.
+    """
+    name, path, run_id = (said(words, flag) for flag in ("algorithm", "config", "resume"))
+    if name is None and path is not None:
+        name = files.algorithm(files.load(Path(path)))
+    elif name is None and run_id is not None:
+        where = said(words, "project"), said(words, "entity")
+        runs_dir = Path(said(words, "runs-dir") or RUNS_DIR.default)
+        name = own_algorithm(find_or_fetch(runs_dir, run_id, recipe.recipe, *where))
+    return recipe if name is None else recipes.with_algorithm(recipe, name)
+
+
+def said(words: Sequence[str], name: str) -> str | None:
+    """Value of a flag in words that are not parsed yet; None where it is not given."""
+    aliases = [alias for flag in FOLDERS if flag.name == name for alias in flag.aliases]
+    found = None
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        written, equals, value = word.partition("=")
+        if written.replace("_", "-") in (f"--{name}", *(f"--{alias}" for alias in aliases)):
+            found = value if equals else after
+    return found or None
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +230,11 @@ def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
         raise RunError(
             f"run {folder.name} is of recipe {stored.recipe}, and {recipe.recipe} is asked for; "
             f"longhaul train {stored.recipe} --resume {called(folder)}"
+        )
+    if "algorithm" in parsed.given and type(recipe.algorithm) is not type(stored.algorithm):
+        raise RunError(
+            f"--algorithm is {parsed.values['algorithm']}, and run {folder.name} has "
+            f"{external.name_of(stored.algorithm)}; leave --algorithm out, or start a new run without --resume"
         )
     if "run-name" in parsed.given:
         raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")

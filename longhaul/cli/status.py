@@ -12,7 +12,8 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Driving, Named, Run
-from longhaul.telemetry import forecast, sinks, wandb
+from longhaul.runtime import files
+from longhaul.telemetry import forecast, sinks, tracking
 from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training.run_dir import called, read_run
 
@@ -32,7 +33,7 @@ def status(words: Sequence[str]) -> int:
     found = sinks.read(metrics) if metrics.is_file() else []
     last, lines = (found[-1] if found else {}), len(found)
     result = folder / "result.json"
-    saved = sorted({int(name) for path in folder.glob("checkpoints/*") if (name := path.name.split(".")[0]).isdigit()})
+    saved = files.checkpoint_steps(folder)
     update = run.num_envs * _agents(run, found) * run.num_steps
     done = last.get("agent_steps", 0)
     total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
@@ -47,9 +48,9 @@ def status(words: Sequence[str]) -> int:
         ("updates", f"{last.get('update', 0)}, in {lines} records"),
         ("checkpoints", ", ".join(map(str, saved)) or "none"),
     ]
-    tracked = wandb.load(folder)
-    if tracked is not None:
-        rows.append(("W&B", f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"))
+    for name, tracked in tracking.load_all(folder).items():
+        said = f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"
+        rows.append((tracking.KINDS[name].title, said))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
     rows += forecast.said(found)

@@ -9,19 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import ALONE, PATH, Flag, FlagError, optional
+from longhaul.cli.flags import ALONE, Flag, FlagError
+from longhaul.cli.run_flags import CONFIG
 from longhaul.cli.status import show_result
 from longhaul.config import files, recipes
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
-from longhaul.runtime.devices import MeshShape, announce, on_cpu, prepare_announced
+from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry import wandb
+from longhaul.runtime.user_modules import is_named
+from longhaul.telemetry import tracking
 from longhaul.training.run_dir import find_folder, load_run
 
 DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop")
 
-CONFIG = Flag("config", optional(PATH), None, "settings by name: .yaml, .toml, .json or a run.json; flags go before it")
+EDITS = Flag("take-edits", ALONE, False, "with --resume: take a run.json that was edited since the checkpoint")
+
 PRINT = Flag("print-config", ALONE, False, "print every setting as YAML, as --config takes it, and stop")
 
 SEEN = 30.0
@@ -52,7 +55,7 @@ def _follow() -> None:
         if time.monotonic() > deadline:
             raise RunError(f"{folder} is not seen here; --runs-dir must be a folder that all hosts share")
         time.sleep(0.1)
-    loop.train(run, folder, resumed=told["resumed"])
+    loop.train(run, folder, resumed=told["resumed"], edited=told["edited"])
 
 
 def _train(words: Sequence[str]) -> int:
@@ -76,10 +79,12 @@ def _train(words: Sequence[str]) -> int:
         if process_group.together():
             raise FlagError(f"{words[0]} is a grid of runs, each in one process; leave longhaul launch out")
         return scaling.run(words[0], words[1:], f"train {words[0]}")
-    recipe = recipes.recipe(words[0])
+    if process_group.together() and on_cpu():
+        _start_together(words)
+    recipe = run_flags.learning(recipes.recipe(words[0]), words)
     about = recipes.about(recipe.recipe)
     table = run_flags.table(recipe)
-    table[""] = [CONFIG, PRINT, DRY_RUN, *table[""]]
+    table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
     parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:
         raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")
@@ -89,21 +94,20 @@ def _train(words: Sequence[str]) -> int:
     if parsed.values["dry-run"]:
         return _dry(recipe, parsed)
 
-    from longhaul.training import api, loop, publish
+    from longhaul.training import api, loop, publish, store
 
     run, folder = _asked(recipe, parsed)
-    tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe, wandb.load(folder) if folder else None)
+    before = tracking.load_all(folder) if folder else None
+    tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, before)
     published = publish.chosen(parsed.values, parsed.given, publish.load(folder) if folder else None)
-    if tracked is None or not tracked.on:
-        for name in ("project", "entity", "wandb-mode"):
-            if name in parsed.given:
-                tables.progress(f"--{name} does nothing without --wandb")
+    for line in tracking.idle(parsed.given, tracked):
+        tables.progress(line)
     announce(run.all_devices, run.threads)
     process_group.tell("run", to_dict(run))
     if folder is None:
 
         def prepare(new: Path) -> None:
-            wandb.save(new, tracked)
+            tracking.save(new, tracked)
             publish.save(new, published)
 
         folder, outcome = api.begin(
@@ -111,14 +115,37 @@ def _train(words: Sequence[str]) -> int:
             asked=run_flags.asked(run, parsed), prepare=prepare,
         )  # fmt: skip
     else:
-        wandb.save(folder, tracked)
+        tracking.save(folder, tracked)
         publish.save(folder, published)
-        print(folder, flush=True)
-        outcome = loop.train(run, folder, resumed=True, asked=run_flags.asked(run, parsed))
+        print(store.shown(folder), flush=True)
+        asked, edited = run_flags.asked(run, parsed), parsed.values["take-edits"]
+        outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited)
     if outcome.result is not None:
         show_result(outcome.result)
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _start_together(words: Sequence[str]) -> None:
+    """Starts JAX in all processes where a recipe or an algorithm is the user's own.
+
+    Its module is imported before the flags are read, and what it computes would start JAX in this process alone.
+    """
+    if not any(map(is_named, (words[0], run_flags.said(words, "algorithm") or ""))):
+        return
+    mesh, threads = run_flags.said(words, "mesh"), run_flags.said(words, "threads")
+    try:
+        shape = run_flags.MESH.read(mesh) if mesh else MeshShape(None)
+        own = None if threads is None else int(threads)
+    except ValueError:
+        return  # an error line follows
+    everywhere = process_group.count() * (int(os.environ.get(process_group.DEVICES, 0)) or cores())
+    devices = everywhere if shape.data is None else shape.data * shape.model
+    announce(devices, own)
+    prepare_devices(devices, own)
+    import jax
+
+    jax.devices()
 
 
 def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:

@@ -20,10 +20,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from longhaul.algorithms import external
 from longhaul.config.run import Run
 from longhaul.runtime import settings
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.user_modules import is_named
 
 FORMATS = (".yaml", ".yml", ".toml", ".json")
 
@@ -103,6 +105,13 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     return found
 
 
+def algorithm(content: Mapping[str, Any]) -> str | None:
+    """Name of the algorithm in a file's content, where it is the user's own."""
+    inner = content.get("algorithm")
+    kind = inner.get("kind") if isinstance(inner, dict) else None
+    return str(kind) if kind is not None and is_named(str(kind)) else None
+
+
 def _field(config: Any, place: tuple[str, ...]) -> bool:
     """True where a config, or one in it, has a field at this place."""
     for name in place[:-1]:
@@ -127,6 +136,8 @@ def render(run: Run) -> str:
     import yaml
 
     tree: dict[str, Any] = {"recipe": run.recipe}
+    if external.is_own(type(run.algorithm)):
+        tree["algorithm"] = {"kind": external.name_of(run.algorithm)}
     for leaf in settings.walk(run):
         *parents, last = leaf.path
         inner = tree

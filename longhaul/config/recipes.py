@@ -7,7 +7,9 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
+from longhaul.algorithms import external
 from longhaul.algorithms.config import (
     APGConfig,
     BCConfig,
@@ -21,10 +23,11 @@ from longhaul.algorithms.config import (
 )
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim.config import Config as SimulatorConfig
+from longhaul.driving.sim.config import Weights
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import ModuleError, RunError
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.settings import replaced, walk
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
 
@@ -265,20 +268,29 @@ def cloning() -> Run:
     return Run("bc", Named("cartpole"), BCConfig(), total_steps=500_000, num_envs=16, num_steps=32)
 
 
+CONDUCT = Weights(
+    collision=-6.0, offroad=-6.0, red_light=-6.0, speeding=-0.1, unease=-0.05, near_collision=-0.2
+)  # fmt: skip
+"""Reward with terms for what the benchmarks' scores judge: speed limits, comfort, time to collision."""
+
+
 def driving() -> Run:
     """Driving among logged traffic by PPO, in generated scenarios or, with --data, in real logs.
 
-    Accuracy 0.961 and progress 0.986 on 128 generated scenarios not trained in after 6 M steps (2.5 minutes of two
-    cores); 1.0 and 1.0 on each of three real logs trained in.
+    After 16 M steps (seven minutes of two cores), on 256 generated scenarios not trained in, seed 0: accuracy 0.980,
+    V-Max score 0.944, collisions 0.016, nobody off the road, comfortable 0.88, progress 0.988. Beside it, the
+    Intelligent Driver Model: 0.996 and 0.973. Without what `CONDUCT` pays for and without seeing the speed limit, after
+    6 M steps: 0.961, 0.712 and comfortable 0.11. On seven real logs, unseen: accuracy 0.714, V-Max score 0.706; other
+    seeds and lengths reached 0.714 to 1.0 there.
     """
     return Run(
         "driving",
-        Driving(),
+        Driving(scenarios=4096, simulator=SimulatorConfig(speed_limit=True, weights=CONDUCT)),
         PPOConfig(
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, network=NetworkConfig(torso="deepset", hidden_dim=128),
         ),
-        total_steps=6_000_000,
+        total_steps=16_000_000,
         num_envs=256,
         num_steps=32,
         health=Bounds(solved=6.5),
@@ -296,7 +308,8 @@ def driving_bc() -> Run:
     """
     network = NetworkConfig(torso="deepset", hidden_dim=128)
     return dataclasses.replace(
-        driving(), recipe="driving-bc", algorithm=BCConfig(num_minibatches=8, expert_share=0.5, network=network),
+        driving(), recipe="driving-bc", environment=Driving(),
+        algorithm=BCConfig(num_minibatches=8, expert_share=0.5, network=network),
         total_steps=3_000_000, health=Bounds(),
     )  # fmt: skip
 
@@ -310,7 +323,7 @@ def driving_sac() -> Run:
     `driving` (PPO, 0.961) was measured after. On seven real logs, unseen, seed 0: accuracy 0.571, collisions 0.286.
     """
     return dataclasses.replace(
-        replaced(driving(), actions="continuous"), recipe="driving-sac",
+        driving(), recipe="driving-sac", environment=Driving(simulator=SimulatorConfig(actions="continuous")),
         algorithm=SACConfig(
             lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
             replay_size=400_000, replay_precision="bf16",
@@ -384,7 +397,7 @@ def large() -> Run:
 def driving_scaling() -> Grid:
     """A law: failure of driving over a model's size and the number of scenarios it was trained in."""
     base = replaced(driving(), model_size=0.3, evaluation_episodes=1024)
-    base = dataclasses.replace(base, recipe="driving-scaling")
+    base = dataclasses.replace(base, recipe="driving-scaling", environment=Driving(), total_steps=6_000_000)
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)
 
 
@@ -546,6 +559,29 @@ def _own(name: str) -> Run:
     run = found() if callable(found) else found
     if not isinstance(run, Run):
         raise RunError(f"recipe {name} gives a {type(run).__name__}; it must give a longhaul.config.run.Run")
+    return run
+
+
+def with_algorithm(recipe: Run, algorithm: Any) -> Run:
+    """`recipe` with another algorithm: its name, or the class of the user's own, or one that is made.
+
+    Raises RunError, one line, where there is none, or where a setting of it is one of the run already.
+    """
+    if isinstance(algorithm, str):
+        config = external.load(algorithm)
+    else:
+        try:
+            config = external.of(algorithm)
+        except ValueError as error:
+            raise RunError(f"algorithm {getattr(algorithm, '__qualname__', repr(algorithm))}: {error}") from error
+    if isinstance(algorithm, str | type) and type(config) is type(recipe.algorithm):
+        return recipe  # with its values
+    run = dataclasses.replace(recipe, algorithm=config)
+    seen: set[str] = set()
+    for leaf in walk(run):
+        if leaf.name in seen:
+            raise RunError(f"{external.name_of(config)}: {leaf.name} is a setting of the run already; rename the field")
+        seen.add(leaf.name)
     return run
 
 

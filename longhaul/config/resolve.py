@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
+from longhaul.algorithms import external as external_algorithms
+from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, Reasoner
 from longhaul.config.population import Member, check
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
 from longhaul.driving.sim import config as sim
@@ -91,6 +92,8 @@ def _resolved(run: Run) -> Run:
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
     sizes = Sizes(parts(run, devices), columns, run.num_steps)
+    if run.lr_rule != "none" and "lr" not in settings.values(algorithm):
+        raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
     for values in ({}, *(member.values for member in siblings if run.population.sweep)):
         registry.check(settings.replaced(algorithm, **values), sizes)
     updates = run.total_steps // steps
@@ -105,10 +108,10 @@ def _resolved(run: Run) -> Run:
     task = run.environment
     if files := registry.recorded(algorithm):
         assert isinstance(algorithm, BCConfig)
-        algorithm = dataclasses.replace(algorithm, recorded=_absolute(files))
+        algorithm = dataclasses.replace(algorithm, recorded=absolute(files))
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
         task = dataclasses.replace(
-            task, data=_absolute(task.data), bank_updates=_bank_updates(task, run.num_envs * run.num_steps)
+            task, data=absolute(task.data), bank_updates=_bank_updates(task, run.num_envs * run.num_steps)
         )
     episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
     return dataclasses.replace(
@@ -131,10 +134,17 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
         task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
         if isinstance(task, Named) and is_hosted(task.env):
             run = dataclasses.replace(run, topology="actors")
-            if "actor_kind" not in given and not external.importable(task.env):
-                run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
+    if run.topology == "actors" and "actor_kind" not in given and not _importable(run):
+        run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
     check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
     return run
+
+
+def _importable(run: Run) -> bool:
+    """False where an actor's process would not find the class of the environment or of the algorithm."""
+    task = run.environment
+    names = [external_algorithms.name_of(run.algorithm), *([task.env] if isinstance(task, Named) else [])]
+    return all(map(external.importable, names))
 
 
 def replaced(run: Run, given: Mapping[str, Any]) -> Run:
@@ -251,11 +261,16 @@ def _check_expert(run: Run) -> None:
         raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
 
 
+MINARI = "minari:"
+"""Prefix of a data set of Minari's by its name, where a path may stand."""
+
+
 def _path(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path)) if path else ""
+    return os.path.abspath(os.path.expanduser(path)) if path and not path.startswith(MINARI) else path
 
 
-def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
+def absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    """Paths as a resolved run has them, to be found again from anywhere."""
     return tuple(map(_path, paths))
 
 
@@ -306,9 +321,9 @@ def _served(run: Run, devices: int) -> ActorConfig:
 def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
-    if isinstance(config, OffPolicy | Reasoner | APGConfig):
+    if not external_algorithms.in_minibatches(config):
         return config
-    rows = columns if config.network.memory else columns * run.num_steps
+    rows = columns if external_algorithms.memory(config) else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
     minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *given)
     return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)

@@ -8,13 +8,16 @@ import typing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS, LR_RULES, SCALINGS, AlgorithmConfig, PPOConfig
 from longhaul.config.population import Population
 from longhaul.driving.sim import config as sim
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.devices import MeshShape
+from longhaul.runtime.errors import ModuleError
 from longhaul.runtime.settings import CHANGEABLE, FREE, nested, setting
+from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server.config import ServerConfig
@@ -90,7 +93,7 @@ class Run:
         None, "agent steps of the update that lr is meant for", least=1, auto=True, resume=CHANGEABLE
     )
     init_from: str | None = setting(
-        None, "parameters to begin from: RUN, RUN@STEP (a checkpoint), a file .npz or .safetensors"
+        None, "parameters to begin from: RUN, RUN@STEP (a checkpoint), hf:USER/NAME, a file .npz, .safetensors or .pkl"
     )
     init_parts: tuple[str, ...] = setting(
         ("parameters", "normaliser"), "what is taken from there", choices=("parameters", "normaliser", "optimiser")
@@ -164,7 +167,8 @@ def to_dict(value: Any) -> Any:
     """A dataclass as JSON can hold it; `kind` names the class where a field may have several."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": KINDS[type(value)], **fields} if type(value) in KINDS else fields
+        kind = external.name_of(value) if external.is_own(type(value)) else KINDS.get(type(value))
+        return {"kind": kind, **fields} if kind else fields
     return [to_dict(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -173,6 +177,8 @@ def from_dict(kind: Any, value: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
         if isinstance(value, dict) and "kind" in value:
+            if is_named(value["kind"]):
+                return _own(value)
             named_kind = {KINDS[o]: o for o in options if o in KINDS}.get(value["kind"])
             if named_kind is None:
                 raise TypeError(f"kind {value['kind']!r} is unknown")
@@ -196,3 +202,14 @@ def from_dict(kind: Any, value: Any) -> Any:
     if kind in (int, float, str, bool) and type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+def _own(value: dict[str, Any]) -> AlgorithmConfig:
+    """Config of an algorithm of the user's own; ModuleError where its module is gone, or has other fields now."""
+    name = value["kind"]
+    kind: Any = type(external.load(name))
+    try:
+        config: AlgorithmConfig = from_dict(kind, {k: v for k, v in value.items() if k != "kind"})
+    except TypeError as error:
+        raise ModuleError(f"--algorithm {name}: {error}; its module is not the one that the run began with") from error
+    return config

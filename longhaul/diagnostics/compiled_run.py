@@ -33,7 +33,7 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
-from longhaul.training.assemble import Assembly, assemble
+from longhaul.training.assemble import Assembly, assemble, check_room
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.types import Key, Progress, PyTree
 
@@ -99,6 +99,7 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     with closing(Feeding(source)) as feeding:
         context = feeding.now.context
     assembly = assemble(run, source.within, context)
+    check_room(assembly, context, fused_too=True)
     algorithm, mesh = assembly.algorithm, assembly.mesh
     layout = partition.shardings(jax.eval_shape(algorithm.init, jax.random.key(0)), mesh)
     init = jax.jit(algorithm.init, out_shardings=layout)

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +24,7 @@ import numpy as np
 
 from longhaul.envs import callback, suite_adapters
 from longhaul.envs.host import registry as host
+from longhaul.runtime import user_modules
 from longhaul.runtime.user_modules import is_named, load
 from longhaul.spaces import Action, Discrete, Measure, MultiDiscrete, action_shape
 from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
@@ -109,35 +106,14 @@ def importable(name: str) -> bool:
         return False
 
 
-class Source(NamedTuple):
-    """Module of an environment of the user's, as a run's run.json keeps it."""
-
-    module: str
-    version: str | None  # of the module, where it has one
-    sha256: str | None  # of the module's file
-
-
-def source(name: str) -> Source | None:
+def source(name: str) -> user_modules.Source | None:
     """Origin of an environment of the user's, whose module can be imported; None for any other."""
     name = name.partition("/")[2] if host.is_hosted(name) or callback.is_called(name) else name
-    if not is_external(name):
-        return None
-    module = sys.modules[load(name.partition("?")[0]).__module__]
-    path = getattr(module, "__file__", None)
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
-    return Source(module.__name__, getattr(module, "__version__", None), digest)
-
-
-def change(before: Mapping[str, Any] | None, now: Source | None) -> str | None:
-    """One line where a run's module is not the one that it began with."""
-    if now is None or not before or before["sha256"] in (None, now.sha256):
-        return None
-    versions = f" {before['version']} -> {now.version}" if before["version"] != now.version else ""
-    return f"{now.module}{versions} has changed since this run began; what follows may not repeat it"
+    return user_modules.source(name.partition("?")[0]) if is_external(name) else None
 
 
 def _object(name: str, **given: Any) -> Any:
-    """What "module:name?options" names, made where it is a class or a function."""
+    """Object that "module:name?options" names, made where it is a class or a function."""
     path, options = host.with_options(name)
     found = load(path)
     if not callable(found) or (_has(found, OURS) and not inspect.isclass(found)):

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from longhaul.runtime.devices import machine_memory
+from longhaul.runtime.errors import RunError
 from longhaul.types import Algorithm, Progress, PyTree, is_local
 
 FILE = "memory.json"
@@ -21,7 +22,9 @@ FILE = "memory.json"
 FULL, TIGHT = 1.0, 0.9
 """Shares of a device's memory: above the first a run is refused, above the second it is warned."""
 
-REMEDY = "fewer --num-envs or --num-steps, --accumulate N, --remat full, or more devices by --mesh data=N"
+REMEDY = (
+    "a smaller network, fewer --num-envs or --num-steps, --accumulate N, --remat full, or more devices by --mesh data=N"
+)
 
 
 class Need(NamedTuple):
@@ -74,9 +77,10 @@ class Footprint(NamedTuple):
         """Error line if the program cannot fit."""
         if self.capacity is None or self.share <= FULL:
             return None
+        when = f"{size(self.need.temporaries)} of it while an update computes" if self.need.code else "its state alone"
         return (
             f"the run needs {self.need.total:,} bytes on each of {self.devices} device(s), and one has "
-            f"{self.capacity:,} ({size(self.need.temporaries)} of it while an update computes); give {REMEDY}"
+            f"{self.capacity:,} ({when}); give {REMEDY}"
         )
 
     def plain(self) -> dict[str, Any]:
@@ -92,11 +96,22 @@ def footprint(executable: jax.stages.Compiled, mesh: Mesh, parts: dict[str, int]
     found = need(executable)
     if found is None:
         return None
+    return Footprint(found, parts or {}, capacity(mesh), mesh.size)
+
+
+def check_state(need: int, mesh: Mesh) -> None:
+    """Raises RunError if a state of `need` bytes a device, by its shapes, cannot fit; before any of it is allocated."""
+    if refusal := Footprint(Need(need, 0, 0, 0, 0), {}, capacity(mesh), mesh.size).refusal():
+        raise RunError(refusal)
+
+
+def capacity(mesh: Mesh) -> int | None:
+    """Bytes of a device of `mesh`; None if unknown."""
     device = mesh.local_devices[0]
     total = memory_of(device)
     if total is not None and device.platform == "cpu":  # all CPU devices share this machine
         total //= len(mesh.local_devices)
-    return Footprint(found, parts or {}, total, mesh.size)
+    return total
 
 
 def need(executable: jax.stages.Compiled) -> Need | None:

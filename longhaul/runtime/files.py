@@ -1,13 +1,21 @@
-"""Atomic writing of files, and values as JSON can hold them."""
+"""Atomic writing of files, removal of any entry, names of checkpoints, and values as JSON can hold them."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last."""
+
+CHECKPOINT = re.compile(r"(\d+)(?:\.(\d+))?")
+"""Name of a checkpoint: its step, and the number of its later saves."""
 
 
 def finite(value: Any) -> Any:
@@ -31,6 +39,20 @@ def write(path: Path | str, content: str | bytes) -> None:
     finally:
         with suppress(OSError):  # on a full disk the failed write is the error to report
             partial.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove an entry of a folder: a folder with its content, a file, or a link without its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run's folder, intact or not, ascending."""
+    found = ((CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoints/*"))
+    return sorted({int(match[1]) for match, path in found if match and path.is_dir()})
 
 
 @contextmanager

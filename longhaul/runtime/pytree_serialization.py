@@ -127,6 +127,8 @@ def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     part without communication."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
+    if isinstance(value, jax.core.Tracer):  # of a program that is asked for its shapes alone
+        return value
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
     if _is_key(value):

@@ -1,16 +1,25 @@
-"""Stop signals of a run: noted on arrival, obeyed where all finished work is saved."""
+"""Stop signals of a run: noted on arrival, obeyed where all finished work is saved.
+
+Python calls a handler in the main thread, between two of its instructions: never while that waits in C++ for memory or
+the compiler. So a thread hears of each signal too (`signal.set_wakeup_fd`), and ends the process at the second one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 MOMENT = 0.5
 """Seconds within which signals count as one: `timeout` sends its own to the process and to its group."""
+
+
+STOPS = signal.SIGINT, signal.SIGTERM
 
 
 class Stopped(Exception):
@@ -22,7 +31,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Record of SIGINT or SIGTERM. A second one, after the same moment, ends the process at once.
+    """Record of SIGINT or SIGTERM. A second one, after the same moment, ends the process at once (`heard`).
 
     The run ends where it checks the record, so that finished work is saved first. Within `at_once` a signal raises
     KeyboardInterrupt; not during compilation, which JAX may answer by a crash at the end of the process.
@@ -30,19 +39,27 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._at = 0.0
+        self._first: float | None = None
         self._told = False
         self._raises = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.signal is not None:
-            if time.monotonic() - self._at < MOMENT:
-                return
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.signal, self._at = number, time.monotonic()
+            return
+        self.signal = number
         if self._raises:
             raise KeyboardInterrupt
+
+    def heard(self, number: int) -> None:
+        """A signal's arrival, in any thread. The second of SIGINT and SIGTERM ends the process by that signal."""
+        now = time.monotonic()
+        if number not in STOPS:
+            return
+        if self._first is None:
+            self._first = now
+        elif now - self._first >= MOMENT:
+            default(number)
+            os.kill(os.getpid(), number)
 
     @property
     def asked(self) -> bool:
@@ -80,9 +97,46 @@ def listening() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in STOPS}
     try:
-        yield stop
+        with watching(stop.heard):
+            yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def watching(hear: Callable[[int], None]) -> Iterator[None]:
+    """Context in which a thread calls `hear` with the number of each signal that has a handler of Python's, on arrival.
+
+    For the main thread alone, which may hear only later, or never.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    owner = os.getpid()
+
+    def watch() -> None:
+        while numbers := os.read(reads, 64):
+            for number in numbers:
+                hear(number)
+
+    thread = threading.Thread(target=watch, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writes)
+        if os.getpid() == owner:  # a forked process has no such thread
+            thread.join()
+            os.close(reads)
+
+
+def default(number: int) -> None:
+    """Give a signal its default action, from any thread; `signal.signal` does so in the main thread alone."""
+    ctypes.pythonapi.PyOS_setsig(number, ctypes.c_void_p(0))
+
+
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not its parent's

@@ -1,12 +1,15 @@
-"""Objects of the user's own modules by "package.module:name"."""
+"""Objects of the user's own modules by "package.module:name", and the digest of their source."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 def is_named(name: str) -> bool:
@@ -42,3 +45,28 @@ def load(name: str) -> Any:
             raise ValueError(f"{module} has no {path}; {hint}")
         found = getattr(found, part)
     return found
+
+
+class Source(NamedTuple):
+    """Module of an object of the user's, as a run's run.json keeps it."""
+
+    module: str
+    version: str | None  # of the module, where it has one
+    sha256: str | None  # of the module's file
+
+
+def source(name: str) -> Source:
+    """Origin of the object "module:name", which is where it is defined. ValueError, one line, if there is none."""
+    defined = getattr(load(name), "__module__", None)
+    module = sys.modules[defined if defined in sys.modules else name.partition(":")[0]]
+    path = getattr(module, "__file__", None)
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
+    return Source(module.__name__, getattr(module, "__version__", None), digest)
+
+
+def change(before: Mapping[str, Any] | None, now: Source | None) -> str | None:
+    """One line where a run's module is not the one that it began with."""
+    if now is None or not before or before["sha256"] in (None, now.sha256):
+        return None
+    versions = f" {before['version']} -> {now.version}" if before["version"] != now.version else ""
+    return f"{now.module}{versions} has changed since this run began; what follows may not repeat it"

@@ -12,6 +12,7 @@ an event is with the operating system when `write` returns: a killed process los
 from __future__ import annotations
 
 import errno
+import html
 import json
 import math
 import mmap
@@ -302,8 +303,8 @@ def console(
 ) -> Sink:
     """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on: rate, time left and return.
 
-    On a terminal: a bar, in colours unless NO_COLOR is set. Otherwise: one plain line a record, without control
-    characters, with `SHOWN` too, so that a log alone shows the state of a run.
+    On a terminal: a bar, in colours unless NO_COLOR is set. In a notebook: a bar, which its cell keeps. Otherwise: one
+    plain line a record, without control characters, with `SHOWN` too, so that a log alone shows the state of a run.
     """
     stream = sys.stderr if stream is None else stream
     rate = Rate()
@@ -321,10 +322,19 @@ def console(
     def share(steps: int) -> str:
         return f"{steps / max(total_steps, 1):.1%}"
 
-    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+    def note(text: str) -> None:
+        print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
 
-        def note(text: str) -> None:
-            print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
+    if type(stream).__module__.startswith("ipykernel"):
+        show = _cell()
+
+        def write_cell(record: Record) -> None:
+            steps, text = words(record)
+            show(steps / max(total_steps, 1), f"{share(steps)} of {total_steps:,} agent steps  {text}")
+
+        return Sink(write_cell, lambda: show(None, ""), note=note)
+
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
 
         def write_line(record: Record) -> None:
             steps, text = words(record)
@@ -352,6 +362,34 @@ def console(
         bar.update(task, completed=steps, description=f"{share(steps)} of {total_steps:,} agent steps  {text}")
 
     return Sink(write, bar.stop, note=terminal.print)
+
+
+CELL_SECONDS = 0.2
+"""Seconds between two pictures of a notebook's bar."""
+
+
+def _cell() -> Callable[[float | None, str], None]:
+    """Bar in the output of a notebook's cell: takes the share that is done, and a text; None shows the last ones."""
+    from IPython.display import display
+
+    shown, last, waiting = 0.0, (0.0, "begins"), True
+
+    def picture() -> dict[str, str]:
+        done, text = last
+        bar = f'<progress max="1" value="{done:.4f}" aria-label="training"></progress> <code>{html.escape(text)}</code>'
+        return {"text/html": bar, "text/plain": text}
+
+    handle = display(picture(), raw=True, display_id=True)
+
+    def show(done: float | None, text: str) -> None:
+        nonlocal shown, last, waiting
+        if done is not None:
+            last, waiting = (done, text), True
+        if waiting and (done is None or time.monotonic() - shown >= CELL_SECONDS):
+            shown, waiting = time.monotonic(), False
+            handle.update(picture(), raw=True)
+
+    return show
 
 
 SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}

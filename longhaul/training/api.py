@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.algorithms import registry
+from longhaul.algorithms import external, registry
 from longhaul.algorithms.context import Context
 from longhaul.config import files, recipes
 from longhaul.config.resolve import changed, named, resolve
@@ -34,17 +34,17 @@ from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
-from longhaul.telemetry import pages, sinks
+from longhaul.telemetry import pages, sinks, tracking
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, init_from, loop
+from longhaul.training import evaluate_driving, hub, init_from, loop, publish, store
 from longhaul.training.checkpoint.resume import continued, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.loop import Callback, Outcome
-from longhaul.training.run_dir import RUNS, find_folder, load_run, new_folder, save_run
+from longhaul.training.run_dir import RUNS, find_folder, find_or_fetch, load_run, new_folder, save_run
 from longhaul.types import Environment, Key, Params, PyTree
 
-BEFORE = {"run.json", "run.json.partial", "wandb.json", "publish.json"}
+BEFORE = {"run.json", "run.json.partial", "publish.json", store.MARK, *(f"{name}.json" for name in tracking.KINDS)}
 """Files of a run that has not begun."""
 
 
@@ -69,6 +69,8 @@ def begin(
             loop.prepare_devices(run.all_devices, run.threads)
         named(task)  # what is unknown or missing is said before anything is made
     loop.prepare_devices(run.all_devices, run.threads)
+    if external.is_own(type(run.algorithm)):
+        external.check(run.algorithm, spec(run), Context(updates=1, mean=identity))
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
         algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
@@ -78,7 +80,7 @@ def begin(
     try:
         prepare(folder)
         save_run(folder, run, about)
-        print(folder, flush=True)
+        print(store.shown(folder), flush=True)
         return folder, loop.train(run, folder, resumed=False, source=source, callback=callback)
     except (ValueError, OSError):
         if {path.name for path in folder.iterdir()} <= BEFORE:
@@ -161,6 +163,7 @@ def train(
     recipe: str | Run | None = None,
     *,
     env: str | Callable[..., Any] | None = None,
+    algorithm: Any = None,
     seed: int = 0,
     config: str | Path | None = None,
     runs_dir: str | Path = RUNS,
@@ -171,17 +174,23 @@ def train(
     """Result of a new training run: of a recipe's name (`longhaul recipes` lists them; "ppo" if none is given), or of a
     Run.
 
-    `env` is an environment's name, or the class or function that makes the user's own. `settings` are the flags of
+    `env` is an environment's name, or the class or function that makes the user's own. `algorithm` is one in the
+    recipe's place: a name, or the class of the user's own (docs/add-an-algorithm.md). `settings` are the flags of
     `longhaul train RECIPE` with underscores: `num_envs=64, lr=3e-4`; they go before those of the file `config` (YAML,
-    TOML, JSON or a run.json). `callback(metrics)` is called with each record
-    between compiled calls, and changes no number; where it returns true, the run saves and stops, as it does on Ctrl-C.
+    TOML, JSON or a run.json). Those of trackers and publication are among them: `track=["mlflow"], publish=["run"]`.
+    `callback(metrics)` is called with each record between compiled calls, and changes no number; where it returns true,
+    the run saves and stops, as it does on Ctrl-C.
 
     Raises RunError, one line with value, bound and remedy, before anything is compiled.
     """
     stored = {} if config is None else files.load(Path(config))
     name = recipe or stored.get("recipe") or "ppo"
     chosen = name if isinstance(name, Run) else recipes.recipe(name)
+    if (other := algorithm or files.algorithm(stored)) is not None:
+        chosen = recipes.with_algorithm(chosen, other)
     given = {} if config is None else files.read(stored, chosen, Path(config))
+    beside, settings = _outlets(settings)
+    prepare = _prepared(beside, chosen.recipe)
     given |= settings | ({"seed": seed} if seed else {})
     if env is not None:
         if not isinstance(chosen.environment, Named):
@@ -193,22 +202,51 @@ def train(
         given["init_from"] = init_from.located(str(given["init_from"]), Path(runs_dir))
     run = resolve(changed(chosen, given))
     asked = {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
-    folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, callback=callback)
+    folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, prepare=prepare, callback=callback)
     return _result(folder, run, outcome)
 
 
 def resume(
-    run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None, **settings: Any
-) -> Result:
+    run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None,
+    take_edits: bool = False, **settings: Any,
+) -> Result:  # fmt: skip
     """Result of a run that goes on from its newest intact checkpoint, bit by bit as if it had never stopped.
 
     `settings` are those that `longhaul train RECIPE --resume RUN` takes; with a larger `total_steps` a run that is
-    finished trains on, and its annealed schedules go on to the new end.
+    finished trains on, and its annealed schedules go on to the new end. With `take_edits` a run.json that was edited
+    by hand is taken; else that is an error.
     """
-    folder = _folder(run, runs_dir)
+    beside, settings = _outlets(settings)
+    where = beside.get("project"), beside.get("entity")
+    folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
     stored = resolve(continued(folder, load_run(folder), settings))
-    outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback)
+    _prepared(beside, stored.recipe, folder)(folder)
+    outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
     return _result(folder, stored, outcome)
+
+
+def _outlets(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(flags of trackers and publication by their names, settings of the run)."""
+    flags = {flag.replace("-", "_"): flag for flag in (*tracking.FLAGS, *publish.FLAGS)}
+    beside = {flags[name]: value for name, value in settings.items() if name in flags}
+    return beside, {name: value for name, value in settings.items() if name not in flags}
+
+
+def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None) -> Callable[[Path], None]:
+    """Function that saves the trackers and the publication that flags ask for, after those in `folder`.
+
+    Raises TrackingError or RunError, one line, before anything is made.
+    """
+    many = {flag: (beside[flag],) for flag in ("track", "publish") if isinstance(beside.get(flag), str)}
+    values, given = {**beside, **many}, frozenset(beside)
+    tracked = tracking.chosen(values, given, recipe, tracking.load_all(folder) if folder else None)
+    published = publish.chosen(values, given, publish.load(folder) if folder else None)
+
+    def prepare(new: Path) -> None:
+        tracking.save(new, tracked)
+        publish.save(new, published)
+
+    return prepare
 
 
 def _importable(env: Callable[..., Any]) -> str:
@@ -225,6 +263,8 @@ def _importable(env: Callable[..., Any]) -> str:
 def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
     if isinstance(run, Result):
         return run.folder
+    if hub.is_address(str(run)):
+        return hub.download(hub.parse(str(run)))
     return find_folder(Path(runs_dir), str(run))
 
 
@@ -274,13 +314,14 @@ class Policy:
         return (action, after) if self.recurrent else action
 
     def act_numpy(self, observation: PyTree, memory: PyTree | None = None) -> Any:
-        """As a call, with NumPy arrays as results: what `env.step` of Gymnasium takes."""
+        """Action as of a call, in NumPy arrays: what `env.step` of Gymnasium takes."""
         return jax.tree.map(np.asarray, self(observation, memory=memory))
 
     def export(self, folder: str | Path, to: str = "jax") -> list[Path]:
         """Writes the policy to `folder`; -> the files.
 
-        `to` is jax (a program that needs JAX alone, checked in a process of its own), safetensors or npz.
+        `to` is jax or onnx (a program that needs JAX or an ONNX runtime alone, checked in a process of its own),
+        safetensors or npz.
         """
         from longhaul.training import export
 
@@ -306,7 +347,7 @@ class Policy:
 def load(
     run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None, step: int | None = None
 ) -> Policy:
-    """Policy of a run's newest intact checkpoint, or that after `step` updates.
+    """Policy of a run's newest intact checkpoint, or that after `step` updates; or of `hf:USER/NAME[@REVISION]`.
 
     `member` chooses one of a run with several seeds.
     Raises RunError where there is no such run, or no checkpoint.

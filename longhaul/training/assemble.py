@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul.algorithms import batch_scaling, registry
+from longhaul.algorithms import batch_scaling, external, registry
 from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
 from longhaul.algorithms.context import Context
 from longhaul.config import population
@@ -25,7 +25,7 @@ from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.replay import Sizes
 from longhaul.rollout import Guide, collector, pathwise
-from longhaul.runtime import batch_shards, partition
+from longhaul.runtime import batch_shards, device_memory, partition
 from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
@@ -103,7 +103,8 @@ def assemble(
         config = dataclasses.replace(run.algorithm, **values)
         done, split = origin.agent_steps / run.total_steps, run.model > 1
         context = Context(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
-        return registry.make(spec, dataclasses.replace(config, lr=scaled_rate(run, config.lr)), context)
+        scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
+        return registry.make(spec, dataclasses.replace(config, **scaled), context)
 
     siblings = members_of(run) if run.many else ()
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
@@ -150,6 +151,17 @@ def assemble(
     )
 
 
+def check_room(assembly: Assembly, context: PyTree, *, fused_too: bool) -> None:
+    """Raises RunError if a run's state cannot fit on its devices, by its shapes, before any of it is allocated.
+
+    With `fused_too` the environments' state counts too, which elsewhere is not on the devices.
+    """
+    enter = assembly.enter if fused_too else lambda key, context: ()
+    begun = fused.outline(assembly.algorithm, enter, context, assembly.mesh)
+    of_device = max(1, len(assembly.members) // assembly.mesh.size)
+    device_memory.check_state(of_device * device_memory.held((begun.state, begun.carry)), assembly.mesh)
+
+
 def completing(run: Run, world: World, prompts: int) -> Collector:
     """Collector of completions for `prompts` problems of a bank."""
     config, task = run.algorithm, run.environment
@@ -174,8 +186,10 @@ def decisions(run: Run) -> list[str]:
         return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
     if isinstance(config, APGConfig):
         return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
+    if not external.in_minibatches(config):
+        return []
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // parts(run, run.devices) // (run.num_steps if config.network.memory else 1)
+    rows = steps // parts(run, run.devices) // (run.num_steps if external.memory(config) else 1)
     chosen = batch_scaling.Passes(config.num_minibatches, config.update_epochs)
     return batch_scaling.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
 

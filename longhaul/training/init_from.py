@@ -1,10 +1,10 @@
 """Start of a run from parameters that are there: another run's checkpoint, or a file of arrays.
 
-    --init-from RUN, RUN@STEP, params.npz, params.safetensors
+    --init-from RUN, RUN@STEP, params.npz, params.safetensors, checkpoint.pkl, hf:USER/NAME[@REVISION]
 
 Leaves are matched by their path in the algorithm's state, written with dots: "params.policy.kernel". What the source
-has not begins as it would without; a shape that does not fit is an error. `params_STEP.npz` of the trainer that
-HackMatrix came with is read, too (`legacy_params.py`).
+has not begins as it would without; a shape that does not fit is an error. `params_STEP.npz` and `checkpoint_STEP.pkl`
+of the trainer that HackMatrix came with are read, too (`legacy_params.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 from longhaul.config.run import Run
 from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
-from longhaul.training import legacy_params
+from longhaul.training import hub, legacy_params
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.run_dir import find_folder
-from longhaul.types import PyTree, Spec
+from longhaul.types import Discrete, PyTree, Spec
 
 PARTS = {"parameters": ("params", "target", "reference"), "normaliser": ("moments",), "optimiser": ("opt_state",)}
 """Part of an algorithm's state -> its fields."""
@@ -35,10 +35,13 @@ MOST_BYTES = 1 << 36
 
 
 def located(source: str, runs_dir: Path) -> str:
-    """`source` as an absolute path, with its step where it is a run's: the same from every folder.
+    """`source` as an absolute path, with its step where it is a run's: the same from every folder. One on the hub gets
+    its commit, which stays the same.
 
     Raises RunError where there is neither such a file nor such a run.
     """
+    if hub.is_address(source):
+        return str(hub.pinned(hub.parse(source)))
     if Path(source).suffix in (".npz", ".safetensors", ".pkl"):
         if not Path(source).expanduser().is_file():
             raise RunError(f"--init-from is {source}, and there is no such file")
@@ -76,6 +79,9 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
             f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in wanted)[:4])}"
         )
     shares = ", ".join(f"{count} of {of} of the {part}" for part, (count, of) in matched.items() if of)
+    lacking = [name for name in named if name.partition(".")[0] in wanted and name not in found]
+    if lacking:
+        shares += f"; without {', '.join(lacking[:4])}" + (f" and {len(lacking) - 4} more" if lacking[4:] else "")
     tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), [values[name] for name in named])
     return tree, f"begins from {run.init_from}: {shares}"
 
@@ -92,6 +98,21 @@ def _like(name: str, value: np.ndarray, leaf: Any, run: Run) -> Any:
     return pytree_serialization.put(whole, leaf.sharding)
 
 
+def names(tree: PyTree, alone: str) -> dict[str, Any]:
+    """Leaves of a tree by dotted name, in the tree's order; `alone` is the name of an only leaf."""
+    named = {dotted(name): leaf for name, leaf in pytree_serialization.name(tree).items()}
+    return {alone: next(iter(named.values()))} if len(named) == 1 else named
+
+
+def published(folder: Path, like: PyTree) -> PyTree:
+    """Policy in a folder from the hub, in the form of `like`. Raises RunError where it is another."""
+    found, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
+    forms = ({name: (x.shape, str(x.dtype)) for name, x in each.items()} for each in (found, named))
+    if len({tuple(sorted(form.items())) for form in forms}) > 1:
+        raise RunError(f"{folder / hub.POLICY} is not the policy of the run.json beside it; push it again")
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in named])
+
+
 def dotted(name: str) -> str:
     """ ".params['policy']['kernel']" -> "params.policy.kernel"."""
     return ".".join(part for part in re.split(r"[\[\]'.]+", name) if part)
@@ -99,14 +120,14 @@ def dotted(name: str) -> str:
 
 def arrays(source: str, spec: Spec) -> dict[str, np.ndarray]:
     """Arrays of a source by dotted name. Raises RunError, one line, where it can't be read."""
-    path = Path(source)
+    path = hub.download(hub.parse(source)) / hub.POLICY if hub.is_address(source) else Path(source)
     try:
         if path.suffix == ".npz":
             return _of_npz(path, spec)
         if path.suffix == ".safetensors":
             return _of_safetensors(path)
         if path.suffix == ".pkl":
-            legacy_params.read(path, 1, 1)  # which says why not, and what to give instead
+            return _of_legacy(path, spec)
         return _of_run(source)
     except (legacy_params.LegacyError, CheckpointError, OSError) as error:
         raise RunError(f"--init-from: {error}") from error
@@ -119,8 +140,7 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
         if sum(entry.file_size for entry in entries) > MOST_BYTES:
             raise RunError(f"--init-from {path} holds more than {MOST_BYTES:,} bytes")
         if entries and all(legacy_params.NAME.fullmatch(entry.filename) for entry in entries):
-            _, policy = legacy_params.load(path, spec)
-            return {dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
+            return _of_legacy(path, spec)
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (RunError, legacy_params.LegacyError):
@@ -129,11 +149,19 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
         raise RunError(f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]})") from error
 
 
+def _of_legacy(path: Path, spec: Spec) -> dict[str, np.ndarray]:
+    """Arrays of the old HackMatrix trainer, by the names of our network."""
+    if not isinstance(spec.action, Discrete) or spec.expand is None:
+        raise RunError(f"--init-from {path} is of the old HackMatrix trainer, and this run is of something else")
+    _, policy = legacy_params.load(path, spec)
+    return {dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
+
+
 def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
         from safetensors.numpy import load_file
     except ImportError as error:
-        raise RunError(f"--init-from {path} needs safetensors; pip install 'longhaul-rl[llm]'") from error
+        raise RunError(f"--init-from {path} needs safetensors; pip install 'longhaul-rl[hub]'") from error
     try:
         found: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file

@@ -1,9 +1,10 @@
-"""Parameters of the trainer that HackMatrix came with: its `params_STEP.npz` and `final_params.npz`.
+"""Parameters of the trainer that HackMatrix came with: `params_STEP.npz`, `final_params.npz`, `checkpoint_STEP.pkl`.
 
 An archive of arrays with dotted names, `params.Dense_0.kernel` and so on: hidden layers with ReLU, shared by the last
 two layers, the policy's and the value's. How many layers there are and how wide they are follows from the shapes. A
-file comes from anywhere, so all of it is checked before it is used: nothing is unpickled, and nothing is read that is
-not as large as it has to be. (`checkpoint_STEP.pkl`, beside them, is pickled, and so never read.)
+pickled checkpoint holds the same as a tree under `params`, of NumPy's arrays or JAX's; its step, optimiser and metrics
+are passed over. A file comes from anywhere, so all of it is checked before it is used: nothing of a pickle is run
+(safe_pickle.py), and nothing is read that is not as large as it has to be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import re
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -21,6 +23,8 @@ import numpy as np
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import PPOConfig
+from longhaul.driving.datasets import safe_pickle
+from longhaul.driving.datasets.log import Malformed, told
 from longhaul.networks.config import NetworkConfig
 from longhaul.spaces import Discrete
 from longhaul.types import Spec
@@ -68,7 +72,10 @@ def read(path: Path, inputs: int, actions: int) -> Weights:
     Raises LegacyError, and OSError where there is no file.
     """
     if path.suffix == ".pkl":
-        raise LegacyError(f"{path} is pickled, and could run anything; give the params_STEP.npz beside it")
+        try:
+            return _weights(path, _unpickled(path), inputs, actions)
+        except Malformed as error:
+            raise LegacyError(f"{path} holds no parameters: {told(error)}; give the params_STEP.npz") from error
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = _arrays(path, archive)
@@ -90,15 +97,41 @@ def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[tuple[int, str], np.nd
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise LegacyError(f"{path}: {entry.filename} is compressed as no NumPy does; save it again by numpy.savez")
-        named = NAME.fullmatch(entry.filename)
-        if named is None:
-            name = entry.filename.removesuffix(".npy")
-            raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
-        place = int(named[1]), named[2]
-        if place in found:
-            raise LegacyError(f"{path} holds {_said(place)} twice")
+        place = _place(path, entry.filename, found)
         with archive.open(entry) as file:
             found[place] = _array(path, _said(place), file, entry.file_size)
+    return found
+
+
+def _place(path: Path, name: str, found: Mapping[tuple[int, str], np.ndarray]) -> tuple[int, str]:
+    """(number of the layer, "kernel" or "bias") of an array's name in an archive, which is not in `found`."""
+    named = NAME.fullmatch(name)
+    if named is None:
+        name = name.removesuffix(".npy")
+        raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
+    place = int(named[1]), named[2]
+    if place in found:
+        raise LegacyError(f"{path} holds {_said(place)} twice")
+    return place
+
+
+def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
+    """The arrays under `params` of a pickled checkpoint. Raises Malformed, LegacyError."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise LegacyError(f"{path} holds {size:,} bytes; at most {MOST_BYTES:,} are expected")
+    tree = safe_pickle.unpickle(path.read_bytes(), safe_pickle.PARAMETERS)
+    tree = tree.get("params", tree) if isinstance(tree, dict) else tree
+    tree = tree.get("params", tree) if isinstance(tree, dict) else tree
+    if not isinstance(tree, dict):
+        raise LegacyError(f"{path} holds no params; give a checkpoint_STEP.pkl or the params_STEP.npz beside it")
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for layer, parts in list(tree.items())[:MOST_ARRAYS]:
+        for part, value in parts.items() if isinstance(parts, dict) else [("", parts)]:
+            place = _place(path, f"{layer}.{part}.npy", found)
+            array = value.real() if isinstance(value, safe_pickle.Array) else np.asarray(None)
+            if len(found) * array.nbytes > MOST_BYTES:
+                raise LegacyError(f"{path} stands for more than {MOST_BYTES:,} bytes")
+            found[place] = _checked(path, _said(place), array)
     return found
 
 
@@ -112,14 +145,26 @@ def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
         shape, by_column, dtype = readers[version](file)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]})") from error
-    if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
-        raise LegacyError(f"{path}: {name} is of kind {dtype}; numbers of float16, float32 or float64 are needed")
+    _check_form(path, name, shape, dtype)
     wanted = math.prod(shape) * dtype.itemsize
-    if not 1 <= len(shape) <= 2 or min(shape) < 1 or wanted != size - file.tell():
+    if wanted != size - file.tell():
         raise LegacyError(f"{path}: {name} is said to be {shape}, and {size - file.tell():,} bytes follow")
     data = np.frombuffer(file.read(wanted), dtype)
+    return _checked(path, name, data.reshape(shape, order="F" if by_column else "C"))
+
+
+def _check_form(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
+        raise LegacyError(f"{path}: {name} is of kind {dtype}; numbers of float16, float32 or float64 are needed")
+    if not 1 <= len(shape) <= 2 or min(shape) < 1:
+        raise LegacyError(f"{path}: {name} is said to be {shape}; a kernel has two sizes and a bias one")
+
+
+def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+    """An array as float32, if it is one of finite numbers."""
+    _check_form(path, name, array.shape, array.dtype)
     with np.errstate(over="ignore"):  # what float32 can't hold is found below
-        array = data.reshape(shape, order="F" if by_column else "C").astype(np.float32)
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise LegacyError(f"{path}: {name} holds numbers that are not finite; take an earlier step")
     return array

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,14 +31,14 @@ from longhaul.driving.render.recording import Recording
 from longhaul.envs import external
 from longhaul.networks import actor_critic
 from longhaul.runtime import device_memory as footprints
-from longhaul.runtime import files, heartbeat, partition, process_group
+from longhaul.runtime import files, heartbeat, partition, process_group, user_modules
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256, provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
-from longhaul.telemetry import health_log, sinks, wandb
+from longhaul.telemetry import health_log, sinks, tracking
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
@@ -52,11 +52,12 @@ from longhaul.training import (
     reasoning_setup,
     report,
     run_dir,
+    store,
 )
 from longhaul.training import data as feeds
 from longhaul.training import population as members
 from longhaul.training import publish as publishing
-from longhaul.training.assemble import Assembly, assemble, decisions
+from longhaul.training.assemble import Assembly, assemble, check_room, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.clock import Clock, Seconds
@@ -87,25 +88,28 @@ def train(
     source: Feed | None = None,
     asked: Mapping[str, Any] | None = None,
     callback: Callback | None = None,
+    edited: bool = False,
 ) -> Outcome:
     """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
     `source` is the run's training data if already opened; `asked` are the settings that a resume's user gave, for
-    run.json. `callback` is called with each record. All processes of a run call this with the same run. Process 0
-    writes what is written once, evaluates, and alone has a result.
+    run.json. `callback` is called with each record. With `edited` a run.json that was edited by hand is taken. All
+    processes of a run call this with the same run. Process 0 writes what is written once, evaluates, and alone has a
+    result.
 
     Updates that are not finite are rolled back; RunError when rollbacks run out. A signal before the folder holds a
     run raises KeyboardInterrupt, as without this function.
     """
-    process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
-    with alone(folder), listening() as stop:
+    process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
+    with alone(folder), listening() as stop, _mirrored(folder, stop):
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
             for turn in itertools.count():
                 try:
                     result = _train(
-                        run, folder, stop, source, asked or {}, callback, resumed=resumed, turn=turn, detours=detours
-                    )
+                        run, folder, stop, source, asked or {}, callback, resumed=resumed, turn=turn, detours=detours,
+                        edited=edited,
+                    )  # fmt: skip
                     return Outcome(0, result)
                 except Poisoned as poisoned:
                     detours, line = process_group.share(
@@ -124,6 +128,11 @@ def train(
         return Outcome(STOPPED, None)
 
 
+def _mirrored(folder: Path, stop: Stop) -> AbstractContextManager[None]:
+    """Copy of the folder in the store that it belongs to, kept by the first process."""
+    return store.mirrored(folder, lambda: stop.asked, _say) if process_group.index() == 0 else nullcontext()
+
+
 def _train(
     run: Run,
     folder: Path,
@@ -135,6 +144,7 @@ def _train(
     resumed: bool,
     turn: int,
     detours: int,
+    edited: bool,
 ) -> dict[str, Any]:
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     done = folder / "result.json"
@@ -154,24 +164,32 @@ def _train(
     with closing(saving) as checkpoints, ExitStack() as closed:
         clock = Clock(closed.enter_context(closing(Ledger())))
         found = checkpoints.newest() if resumed else None
+        edits = resume.edits(folder, found) if found is not None else {}
+        if found is not None and not edited:
+            resume.check_edits(folder, found, edits)
         now = resume.standing(run, found)
+        origins = run_dir.sources(run)
+        if isinstance(run.environment, Named) and (module := external.source(run.environment.env)):
+            origins["env"] = module
         with stop.at_once():
             source = source or feed(run, now.origin)
             if resumed:
                 stored = json.loads((folder / "run.json").read_text())
                 feeds.check(run, source, stored, folder.name)
-                if isinstance(run.environment, Named) and (
-                    line := external.change(stored.get("module"), external.source(run.environment.env))
-                ):
-                    _say(f"warning: {line}")
+                begun = {"env": stored.get("module"), **stored.get("modules", {})}
+                for flag, origin in origins.items():
+                    if line := user_modules.change(begun.get(flag), origin):
+                        _say(f"warning: {line}")
             feeding, assembly, sooner = opened(run, source, now.origin, closed)
+        check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         policy = jax.eval_shape(lambda: assembly.algorithm.policy(assembly.algorithm.init(jax.random.key(0))))
         parameters = actor_critic.count((policy.state if assembly.members else policy).params)
-        module = external.source(run.environment.env) if isinstance(run.environment, Named) else None
+        plain = {flag: origin._asdict() for flag, origin in origins.items()}
         about = {"data": source.about, "parameters": parameters, "decisions": decided}
-        about |= {"module": module._asdict()} if module else {}
+        about |= {"module": plain.pop("env")} if "env" in plain else {}
+        about |= {"modules": plain} if plain else {}
         if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
         for line in decided:
@@ -195,8 +213,9 @@ def _train(
         progress = nan_rollback.around(progress, found, detours, assembly.mesh)
         if resumed and process_group.index() == 0:
             resume.record(
-                folder, run, now, source, {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(asked)}
-            )
+                folder, run, now, source, {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(asked)},
+                edits,
+            )  # fmt: skip
         _look(stop, int(progress.updates), assembly)
         if int(progress.updates) < assembly.updates:
             try:
@@ -259,7 +278,7 @@ def _outlets(
         single = closed.enter_context(closing(sinks.patient(apart, console.note)))
     plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
-    mirror = closed.enter_context(wandb.mirror(folder, console.note, lambda: stop.asked))
+    mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.asked))
 
     def settle() -> None:
         lines.flush()

@@ -105,7 +105,10 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     for name in ("metrics.jsonl", *([f"checkpoints/{since.name}"] if since else [])):
         if (folder / name).exists():
             _link(folder / name, where / name)
-    write_json(where / "run.json", about | {"id": where.name, "run": about["run"] | {"rollbacks": 0}})
+    changed = {"changed": {"rollbacks": [run.rollbacks, 0]}, "update": back}
+    write_json(where / "run.json", about | {
+        "id": where.name, "run": about["run"] | {"rollbacks": 0}, "history": [*about.get("history", ()), changed],
+    })  # fmt: skip
     what = f"update {poisoned.update} made numbers that are not finite ({poisoned.names()}); kept in {where}"
     if len(made) >= run.rollbacks:
         before = f", after {len(made)} detours of {run.rollbacks}" if made else ""

@@ -3,7 +3,8 @@
 A file `.npz`, or a folder of `.npy` files, holds `observation` [N, ...] and `action` [N, ...] by these names: steps in
 any order, in the environment's format. Each array of a composite observation is `observation/NAME`; where actions can
 be illegal, `mask` [N, n] marks the legal ones (without it all are legal). Leading axes are free, for example [T, B],
-and equal in all arrays. A folder of `.npz` files is their concatenation.
+and equal in all arrays. A folder of `.npz` files is their concatenation. `minari:NAME` is a data set of Minari's that
+is on this machine.
 
 `read` reports in one line what does not fit the environment. Rows lie on the device, and rollouts draw them uniformly
 with replacement.
@@ -11,6 +12,7 @@ with replacement.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.config.resolve import MINARI
 from longhaul.driving.datasets.log import BadData
 from longhaul.spaces import Box, Discrete, Masked, action_shape
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
@@ -49,13 +52,38 @@ def save(path: Path | str, observation: PyTree, action: Any) -> None:
 
 def read(paths: Sequence[str], spec: Spec) -> Recorded:
     """All steps in the files and folders `paths`. Raises BadData, one line, if they do not fit `spec`."""
-    found = [_checked(where, arrays, spec) for path in paths for where, arrays in _open(Path(path).expanduser())]
+    opened = [each for path in paths for each in (_of_minari(path) if path.startswith(MINARI) else _open(Path(path)))]
+    found = [_checked(where, arrays, spec) for where, arrays in opened]
     recorded: Recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
     return recorded
 
 
+def _of_minari(path: str) -> list[tuple[str, dict[str, np.ndarray]]]:
+    """Steps of a data set of Minari's, as `_open` gives those of files, without an episode's last observation."""
+    try:
+        import minari
+    except ImportError as error:
+        raise BadData(f"{path} needs minari: pip install 'longhaul-rl[minari]'") from error
+    name = path.removeprefix(MINARI)
+    there = sorted(minari.list_local_datasets())
+    if name not in there:
+        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"minari download {name} fetches a public one"
+        raise BadData(f"{path}: there is no such data set on this machine; {hint}")
+    try:
+        episodes = [
+            {name: leaf[: len(episode)] for name, leaf in _leaves(episode.observations).items()}
+            | {"action": np.asarray(episode.actions)}
+            for episode in minari.load_dataset(name).iterate_episodes()
+        ]
+    except (ImportError, OSError, ValueError) as error:  # h5py is missing, say
+        raise BadData(f"{path}: can't be read by Minari: {error}".splitlines()[0]) from error
+    return [(path, jax.tree.map(lambda *parts: np.concatenate(parts), *episodes))]
+
+
 def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     """(path, arrays by name) of each record at `path`."""
+    path = path.expanduser()
     if not path.exists():
         raise BadData(f"{path}: there is no such file or folder")
     if path.is_dir():
@@ -90,7 +118,7 @@ def _leaves(observation: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
-def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
+def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
     """Rows of one record. Raises BadData."""
     wanted = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     names = _leaves(wanted)

@@ -7,6 +7,7 @@ in `asked` the settings that the user gave, by their fields.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import re
@@ -17,12 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.runtime import files, process_group, settings
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
-from longhaul.telemetry import wandb
+from longhaul.runtime.user_modules import Source, is_named, source
+from longhaul.telemetry import tracking
+from longhaul.telemetry.trackers import wandb, wandb_artifacts
+from longhaul.training import hub, store
 
 RUNS = Path("runs")
 """Default folder of runs."""
@@ -34,16 +39,18 @@ UNDECIDED = "what it leaves open was decided in the run that wrote it"
 
 
 def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = None) -> Path:
-    """Create the folder of a new run. Raises RunError if `name` is taken or malformed.
+    """Create the folder of a new run, in a store's staging folder where `runs_dir` is its address. Raises RunError if
+    `name` is taken or malformed, or the store can't be written to.
 
     Without a name it is called after recipe, time and `suffix`.
     """
     for flag, word in (("run-name", name), ("run-suffix", suffix)):
         if word is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", word):
             raise RunError(f"--{flag} is {word!r}; use letters, digits, '.', '_' and '-', at most 100")
-    check_local(runs_dir)
     if name is not None and suffix is not None:
         raise RunError(f"--run-suffix {suffix} and --run-name {name} are both given; leave one out")
+    if url := store.address(runs_dir):
+        return store.prepared(url, lambda local: new_folder(local, run, name, suffix))
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,32 +70,50 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
     raise RunError(f"{runs_dir} holds a thousand runs of this second; give a --run-name")
 
 
-def check_local(path: Path) -> None:
-    """Raises RunError for the address of a store (gs://, s3://), which would be taken for a local folder."""
-    if match := re.match(r"([a-z][a-z0-9+.-]*):/", str(path)):
-        raise RunError(f"{path} is an address of {match[1]}, and runs are kept in folders; mount it, or give a folder")
-
-
 def find_folder(runs_dir: Path, run_id: str) -> Path:
-    """Folder of a run by its name, path or W&B id; RunError with the nearest names if there is none."""
+    """Folder of a run by its name, path, address or W&B id; RunError with the nearest names if there is none."""
     import difflib
 
-    check_local(runs_dir)
-    check_local(Path(run_id))
+    if hub.is_address(run_id):
+        raise RunError(f"{run_id} is a policy without its run; give a run, or --init-from {run_id} to train")
+    if url := store.address(run_id):
+        return store.found(*url.rsplit("/", 1))
+    if url := store.address(runs_dir):
+        return store.found(url, run_id)
     for folder in (runs_dir / run_id, Path(run_id)):
         if (folder / "run.json").is_file():
             return folder
     there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
     for name in there:
-        if run_id in (wandb.run_id(name), wandb.known_id(runs_dir / name)):
+        if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
             return runs_dir / name
     near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
     hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
 
 
+def find_or_fetch(runs_dir: Path, run_id: str, recipe: str, project: str | None, entity: str | None) -> Path:
+    """Folder of a run as `find_folder` finds it; without one, that of W&B's newest artifact of the run with that id.
+
+    W&B is asked only where its credentials are.
+    """
+    try:
+        return find_folder(runs_dir, run_id)
+    except RunError as error:
+        asked = store.address(runs_dir) is None and re.fullmatch(r"[\w-]+", run_id) and wandb.resolved(None) == "online"
+        if not asked or importlib.util.find_spec("wandb") is None:
+            raise
+        project = project or os.environ.get("WANDB_PROJECT") or recipe
+        try:
+            return wandb_artifacts.fetched(runs_dir, run_id, project, entity or os.environ.get("WANDB_ENTITY"))
+        except LookupError as missing:
+            raise RunError(f"{error}; {missing}") from missing
+
+
 def called(folder: Path) -> str:
-    """Argument of --resume for a run's folder, quoted for a shell: its name, or its path outside ./runs."""
+    """Argument of --resume for a run's folder, quoted for a shell: its name, or its path or address outside ./runs."""
+    if url := store.of(folder):
+        return shlex.quote(url)
     usual = os.path.abspath(folder.parent) == os.path.abspath(RUNS)
     return folder.name if usual else shlex.quote(str(folder))
 
@@ -148,13 +173,16 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         algorithm = {"accumulate": None} | algorithm
     if isinstance(algorithm.get("remat"), bool):  # once a switch
         algorithm["remat"] = "full" if algorithm["remat"] else "none"
-    if "torso" in algorithm:  # the network's fields once stood among the algorithm's
-        network = to_dict(ALGORITHMS[algorithm.get("kind", "ppo")].network)
+    kind = algorithm.get("kind", "ppo")
+    if "torso" in algorithm and kind in ALGORITHMS:  # the network's fields once stood among the algorithm's
+        network = to_dict(ALGORITHMS[kind].network)
         network |= {name: value for name, value in algorithm.items() if name in network}
         algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
     task = run.get("environment")
     if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
-        run = run | {"environment": task | {"simulator": {"reward": None} | task["simulator"]}}
+        simulator = {"reward": None, "speed_limit": False} | task["simulator"]
+        former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0}
+        run = run | {"environment": task | {"simulator": simulator | {"weights": former | simulator["weights"]}}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     return begun | run | {"algorithm": algorithm}
 
@@ -191,9 +219,34 @@ def read_run(folder: Path) -> Run:
             raise FieldError("mesh", run.mesh, "model must be at least 1")
         if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
             raise TypeError(UNDECIDED)
+    except ModuleError as error:
+        raise ModuleError(f"run {folder.name}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise _foreign(folder, error) from error
     return run
+
+
+def own_algorithm(folder: Path) -> str | None:
+    """Name of a run's algorithm where it is the user's own, whose module is not imported."""
+    try:
+        kind = json.loads((folder / "run.json").read_text())["run"]["algorithm"]["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(kind) if is_named(str(kind)) else None
+
+
+def sources(run: Run) -> dict[str, Source]:
+    """Origins of what is the user's own in a run, beside its environment, by flag; each module is imported."""
+    names = {"algorithm": external.name_of(run.algorithm)}
+    names |= {leaf.name: leaf.value for leaf in settings.walk(run) if leaf.name in ("torso", "reward")}
+    found = {}
+    for flag, name in names.items():
+        if name and is_named(name):
+            try:
+                found[flag] = source(name)
+            except ValueError as error:
+                raise ModuleError(f"--{flag} {name}: {error}") from error
+    return found
 
 
 def _foreign(folder: Path, error: Exception) -> RunError:

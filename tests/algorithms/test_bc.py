@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import BCConfig
 from longhaul.algorithms.context import Context
+from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
@@ -265,3 +267,35 @@ def test_the_simulators_expert_drives_a_log_to_its_end() -> None:
 
     metrics, known = jax.device_get(jax.jit(jax.vmap(roll))(jnp.arange(len(made))))
     assert np.all(known) and np.all(metrics["accuracy"].value == 1.0) and np.all(metrics["goal"].value == 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")  # of Minari's temporary folder
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_data_set_of_minaris_is_read_without_last_observations_and_what_is_not_there_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minari = pytest.importorskip("minari", reason="minari is not installed")
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    collector, seen, done = minari.DataCollector(gymnasium.make("CartPole-v1"), data_format="arrow"), [], []
+    for episode in range(3):
+        observation, _ = collector.reset(seed=episode)
+        over = False
+        while not over:
+            seen.append(observation)
+            done.append(len(done) % 2)
+            observation, _, terminated, truncated, _ = collector.step(done[-1])
+            over = terminated or truncated
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Minari's, on what a public data set should tell
+        collector.create_dataset("test/cartpole-v0")
+    collector.close()
+    spec = runs.named(Named("cartpole")).spec
+    recorded = offline_data.read(["minari:test/cartpole-v0"], spec)
+    np.testing.assert_array_equal(recorded.observation, np.stack(seen).astype(np.float32))
+    np.testing.assert_array_equal(recorded.action, done)
+    run = runs.resolve(runs.replaced(recipes.recipe("bc"), {"recorded": ("minari:test/cartpole-v0",)}))
+    assert registry.recorded(run.algorithm) == ("minari:test/cartpole-v0",)  # no path
+    for name, says in (("test/cartpole-v1", "did you mean test/cartpole-v0"), ("x", "minari download x fetches")):
+        with pytest.raises(BadData, match=f"minari:{name}: there is no such data set on this machine; {says}"):
+            offline_data.read([f"minari:{name}"], spec)

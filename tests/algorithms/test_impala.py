@@ -23,7 +23,8 @@ from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.settings import replaced
-from longhaul.telemetry import health, wandb_process
+from longhaul.telemetry import health
+from longhaul.telemetry.trackers import wandb
 from longhaul.types import Algorithm, Rollout
 from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, rolling, stirred, values_by_hand
 from tests.helpers.checkable_environment import BOX, Chaos
@@ -305,5 +306,5 @@ def test_its_metrics_are_known_by_what_follows_the_slash() -> None:
     ]
     found = health.review(records, health.Plan(100, 0.01), health.Bounds()).findings()
     assert {"entropy", "kl"} <= {each.check for each in found}
-    told = wandb_process.renamed(records[0])
+    told = wandb.renamed(records[0])
     assert (told["train/entropy"], told["train/ent_loss"], told["episode/entropy"]) == (0.001, -0.001, 1.0)

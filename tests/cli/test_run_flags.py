@@ -17,7 +17,7 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run, to_dict
 from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, replaced, walk
-from longhaul.telemetry import wandb
+from longhaul.telemetry import tracking
 from longhaul.training import loop, run_dir
 from longhaul.training.run_dir import save_run
 from tests.helpers import installed_recipes, log_files
@@ -242,11 +242,11 @@ def test_the_command_of_the_specification_starts_and_is_gone_on_with(begun: list
     ((run, folder),) = begun
     assert (run.total_steps, run.num_envs, run.num_steps) == (100_000_000, 2048, 256)
     assert folder.parent == Path("checkpoints")
-    assert wandb.load(folder) == wandb.Tracking(wandb.run_id(folder.name), True, "hackmatrix")
-    words = ["hackmatrix", "--resume-run", wandb.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
+    assert tracking.load(folder) == tracking.Tracking(tracking.run_id(folder.name), True, "hackmatrix")
+    words = ["hackmatrix", "--resume-run", tracking.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
     assert commands.train([*words, "--no-wandb"]) == loop.STOPPED
     assert begun[1] == (run, folder)
-    tracked = wandb.load(folder)
+    tracked = tracking.load(folder)
     assert tracked is not None
     assert not tracked.on
 
@@ -277,9 +277,9 @@ def test_the_old_command_trains_where_it_is_asked_to(begun: list[tuple[Run, Path
     assert folder.parent == Path("there")
     assert folder.name.startswith("pendulum-20")
     assert folder.name.endswith("-big")
-    tracked = wandb.load(folder)
+    tracked = tracking.load(folder)
     assert tracked is not None
-    assert tracked[:4] == (wandb.run_id(folder.name), True, "mine", "us")
+    assert tracked[:4] == (tracking.run_id(folder.name), True, "mine", "us")
 
 
 def test_flags_of_a_run_that_is_not_tracked_are_said_to_do_nothing(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +70,20 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
+
+
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path)]
+    variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
+    built = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert {f"{page.stem}.html" for page in ROOT.glob("docs/*.md")} <= pages.keys()
+    for name, text in pages.items():
+        assert re.findall(r"""(?:src|<link[^>]*href)=["']?https?://""", text) == [], name
+    assert 'id="longhaul.training.api.train"' in pages["api/longhaul.html"]
+    assert 'id="longhaul.algorithms.ppo' in pages["api/algorithms.html"]
+    assert (tmp_path / "source/examples/own_environment.py").is_file()
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -70,12 +70,13 @@ def driving(**changes: Any) -> Run:
 
 def make(run: Run) -> Made:
     """`run` after its first updates, as training makes them."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than these runs ever do
     try:
         made = compiled(run)
         progress = made.start(run.seed)
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)  # `make test` compiles all without
     begun = jax.tree.map(np.array, jax.device_get(progress.state))
     progress, _ = made.updates(progress, UPDATES - 1)
     progress, rows = made.updates(progress, 1)  # what a call gives, the next one takes

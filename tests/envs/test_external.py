@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longhaul.envs import external, registry
+from longhaul.runtime import user_modules
 from longhaul.spaces import Box, Discrete
 from tests.helpers import own_environments as own
 from tests.helpers.environment_contract import check_environment
@@ -95,11 +96,11 @@ def test_a_module_that_changed_since_the_run_began_is_told_in_a_line(
     monkeypatch.syspath_prepend(str(tmp_path))
     first = external.source("single/module_that_changes:make")
     assert first is not None and first.module == "module_that_changes"
-    assert external.change(first._asdict(), external.source("callback/module_that_changes:make?")) is None
+    assert user_modules.change(first._asdict(), external.source("callback/module_that_changes:make?")) is None
     module.write_text(module.read_text() + "# another day\n")
-    line = external.change(first._asdict(), external.source("module_that_changes:make"))
+    line = user_modules.change(first._asdict(), external.source("module_that_changes:make"))
     assert line is not None and line.startswith("module_that_changes has changed since this run began")
-    assert external.source("cartpole") is None and external.change(None, first) is None
+    assert external.source("cartpole") is None and user_modules.change(None, first) is None
     sys.modules.pop("module_that_changes")
 
 

@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
-        address = _free()
+        address = free_address()
         return Way(lambda: tcp.serve(address), lambda: connect(f"tcp:{address}", name="test"))
     if kind in ("folder", "chain"):
         anchor = 4 if kind == "chain" else 1
@@ -52,7 +52,7 @@ def way(kind: str, folder: Path) -> Way:
     return Way(lambda: shared_memory.serve(name), lambda: connect(f"shm:{name}", name="test"))
 
 
-def _free() -> str:
+def free_address() -> str:
     """An address that is free now, and that a lane may take again and again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -15,6 +15,7 @@ from longhaul.runtime import device_memory
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop
+from longhaul.training.assemble import Assembly
 from tests.helpers.small_runs import begin, small
 
 
@@ -100,3 +101,19 @@ def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loop, "prepare_devices", prepare)
     assert main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1,model=2"]) == 2
     assert prepared == [2]
+
+
+@pytest.mark.parametrize("how", ["", "--topology actors", "--seeds 2", "--dry-run"])
+def test_what_cannot_fit_is_refused_before_it_is_allocated(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def allocated(*_: object) -> None:
+        raise AssertionError("would wait for 24 TB")
+
+    monkeypatch.setattr(Assembly, "start", allocated)
+    monkeypatch.setattr(fused, "lowered", allocated)
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: 10**9)
+    words = ["train", "cartpole", "--hidden-dim", "8192", "--mesh", "data=1", *how.split()]
+    assert main.main([*words, *([] if "dry" in how else ["--runs-dir", str(tmp_path)])]) == 2
+    assert "its state alone" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

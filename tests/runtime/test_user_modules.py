@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,16 @@ def test_a_module_that_fails_says_why(broken: str, says: str, tmp_path: Path, mo
 def test_names_of_this_form_are_told_from_others() -> None:
     assert user_modules.is_named("a.b:C.d") and user_modules.is_named("my_net:network")
     assert not any(map(user_modules.is_named, ("mlp", "a:", ":b", "a/b:c", "a b:c", "")))
+
+
+def test_the_source_of_an_object_is_the_file_that_defines_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "defining_module.py").write_text("__version__ = '3'\n\ndef made():\n    pass\n")
+    (tmp_path / "passing_module.py").write_text("from defining_module import made\nnumber = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = user_modules.source("passing_module:made")
+    digest = hashlib.sha256((tmp_path / "defining_module.py").read_bytes()).hexdigest()
+    assert found == ("defining_module", "3", digest)
+    assert user_modules.source("passing_module:number").module == "passing_module"
+    assert user_modules.change(found._asdict(), found) is None and user_modules.change(None, found) is None
+    line = user_modules.change(found._asdict() | {"sha256": "0", "version": "2"}, found)
+    assert line == "defining_module 2 -> 3 has changed since this run began; what follows may not repeat it"

@@ -3,6 +3,8 @@ acts as the evaluation does; bad input is one line."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +157,23 @@ def test_bad_input_is_one_line_and_leaves_no_folder(
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/runs", "gs://bucket/runs", Path("memory://runs")])
-def test_an_address_of_a_store_is_refused_before_training(address: str | Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is an address of .*, and runs are kept in folders"):
-        longhaul.train("ppo", runs_dir=address, **SMALL)
-    with pytest.raises(ValueError, match="is an address of"):
-        longhaul.load("s3://bucket/runs/first", runs_dir=tmp_path)
+def test_a_run_at_an_address_is_trained_loaded_and_gone_on_with(
+    trained: longhaul.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote"
+    monkeypatch.setenv("LONGHAUL_STAGING", str(tmp_path / "staging"))
+    half = longhaul.train(
+        "ppo", env=own.Corridor, runs_dir=url, run_name="first", callback=lambda metrics: True, **SMALL
+    )
+    assert half.stopped and (tmp_path / "remote/first/run.json").is_file()
+    shutil.rmtree(tmp_path / "staging")  # a fresh machine
+    whole = longhaul.resume("first", runs_dir=url)
+    shutil.rmtree(tmp_path / "staging")
+    there = json.loads((tmp_path / "remote/first/result.json").read_text())
+    assert there["params_sha256"] == whole.summary["params_sha256"] == trained.summary["params_sha256"]
+    assert longhaul.load(f"{url}/first").run == trained.run
+    with pytest.raises(ValueError, match="no store has the scheme 's4'"):
+        longhaul.train("ppo", runs_dir="s4://bucket/runs", **SMALL)
 
 
 def test_a_run_whose_module_is_gone_says_so(trained: longhaul.Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import longhaul
 from longhaul.cli import export as command
-from longhaul.training import export, init_from
+from longhaul.training import api, export, init_from, onnx_program
 from tests.helpers import own_environments as own
 
 pytest.importorskip("flatbuffers")
@@ -49,6 +50,83 @@ def test_the_command_writes_a_checked_program_and_what_it_takes(
         np.testing.assert_array_equal(program.call({"observation": rows}), trained.policy(rows))
 
 
+@pytest.fixture(scope="module")
+def onnxruntime() -> Any:
+    pytest.importorskip("onnx")
+    return pytest.importorskip("onnxruntime")
+
+
+def test_an_onnx_model_acts_as_the_run_on_every_batch(
+    trained: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str], onnxruntime: Any
+) -> None:
+    assert command.export(["run", "--runs-dir", str(folder), "--to", "onnx"]) == 0
+    path = Path(capsys.readouterr().out.splitlines()[0])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [(x.name, x.shape, x.type) for x in session.get_inputs()] == [
+        ("observation", [onnx_program.BATCH, own.LENGTH], "tensor(float)")
+    ]
+    for count in (1, 1200):
+        rows = np.random.default_rng(count).normal(size=(count, own.LENGTH)).astype(np.float32)
+        action, parameters = session.run(["action", "parameters"], {"observation": rows})
+        np.testing.assert_array_equal(action, trained.policy(rows))
+        assert action.dtype == np.int32 and parameters.shape == (count, 2)
+        np.testing.assert_array_equal(np.argmax(parameters, axis=-1), action)
+
+
+def drawn(recipe: str, **settings: Any) -> api.Policy:
+    """The policy of a recipe with parameters drawn at random."""
+    from longhaul.algorithms import registry
+    from longhaul.algorithms.context import Context
+    from longhaul.config import recipes
+    from longhaul.config.resolve import changed, resolve
+    from longhaul.runtime.mesh import identity
+    from longhaul.training.data import spec
+
+    run = resolve(changed(recipes.recipe(recipe), settings))
+    algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: draw.normal(size=x.shape, scale=0.2).astype(np.float32) if x.dtype == np.float32 else x,
+        jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0)),
+    )
+    return api.Policy(run, params)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("cartpole", {}),
+        ("driving", {}),
+        ("driving", {"torso": "wayformer", "num_layers": 1}),
+        ("hackmatrix", {"memory": 8}),
+        ("pendulum-sac", {}),
+    ],
+    ids=str,
+)
+def test_recipes_policies_are_the_same_in_onnxruntime(
+    recipe: str, settings: dict[str, Any], tmp_path: Path, onnxruntime: Any
+) -> None:
+    policy = drawn(recipe, hidden_dim=32, **settings)
+    path = policy.export(tmp_path, "onnx")[0]  # checked on 1,001 observations in a process without JAX
+    draw, session = np.random.default_rng(1), onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def words(leaf: Any) -> np.ndarray:
+        shape, dtype = (1001, *leaf.shape), np.dtype(leaf.dtype)
+        if dtype.kind == "f":
+            return draw.normal(size=shape).astype(dtype)
+        most = np.iinfo(dtype).max if dtype.itemsize == 4 else 8  # words of bits, or numbers
+        return draw.random(shape) < 0.8 if dtype.kind == "b" else draw.integers(0, most, shape, dtype)
+
+    seen = jax.tree.map(words, policy.spec.observation)
+    held = jax.tree.map(lambda x: draw.normal(size=(1001, *x.shape[1:])).astype(x.dtype), policy.memory(1))
+    given = export.names(seen, "observation") | (export.names(held, "memory") if policy.recurrent else {})
+    found = dict(zip((x.name for x in session.get_outputs()), session.run(None, given), strict=True))
+    action, after = policy(seen, memory=held) if policy.recurrent else (policy(seen), ())
+    np.testing.assert_allclose(found["action"], action, rtol=0, atol=1e-5)  # choices: the same
+    if policy.recurrent:
+        np.testing.assert_allclose(found["next_memory"], after, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"env": "pendulum"}, {"env": "probe/memory", "memory": 4}, {"env": "probe/masked"}],
@@ -57,24 +135,36 @@ def test_the_command_writes_a_checked_program_and_what_it_takes(
 def test_continuous_recurrent_and_masked_policies_pass_the_check(settings: dict[str, Any], folder: Path) -> None:
     name = settings["env"].replace("/", "-")
     result = longhaul.train("ppo", runs_dir=folder, run_name=name, **SMALL, **settings)
-    assert result.policy.export(folder / "out" / name)[0].stat().st_size > 1000
+    for kind in export.RUNNERS:
+        assert result.policy.export(folder / "out" / name, kind)[0].stat().st_size > 1000
 
 
-def test_a_program_of_another_policy_fails_the_check(trained: longhaul.Result, folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "policy.jax"
-    path.write_bytes(export.program(longhaul.load(trained)))
+def test_a_policy_of_an_own_algorithm_is_its_actions_alone(folder: Path, onnxruntime: Any) -> None:
+    from tests.algorithms.test_external import Constant
+
+    run = {"num_envs": 4, "num_steps": 8, "total_steps": 32, "evaluation_episodes": 2}
+    policy = longhaul.train("ppo", env=own.Corridor, algorithm=Constant, runs_dir=folder, run_name="own", **run).policy
+    jax_file, onnx_file = (policy.export(folder / "own" / kind, kind)[0] for kind in ("jax", "onnx"))
+    assert jax_file.is_file()
+    session = onnxruntime.InferenceSession(onnx_file, providers=["CPUExecutionProvider"])
+    (action,) = session.run(None, {"observation": np.eye(own.LENGTH, dtype=np.float32)})
+    assert action.tolist() == [1] * own.LENGTH
+
+
+@pytest.mark.parametrize("kind", export.RUNNERS)
+def test_a_program_of_another_policy_fails_the_check(kind: str, trained: longhaul.Result, tmp_path: Path) -> None:
+    path = tmp_path / f"policy.{kind}"
+    path.write_bytes(export.program(longhaul.load(trained)) if kind == "jax" else export.onnx(longhaul.load(trained)))
     other = longhaul.load(trained)
     other.params = other.params._replace(params=_turned(other.params.params))
-    with pytest.raises(ValueError, match="gives other actions than the run's policy, by up to 1"):
-        export.check(other, path)
+    with pytest.raises(ValueError, match=r"gives other actions than the run's policy, in [1-9]"):
+        export.check(other, path, kind)
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="does not run outside Longhaul"):
-        export.check(other, path)
+        export.check(other, path, kind)
 
 
 def _turned(params: Any) -> Any:
-    import jax
-
     return jax.tree.map(lambda x: -x + 0.3, params)
 
 
@@ -84,5 +174,5 @@ def test_a_file_of_arrays_is_what_a_run_begins_from(kind: str, trained: longhaul
     arrays = init_from.arrays(str(path), trained.policy.spec)
     for name, value in export.names(trained.policy.params, "params").items():
         np.testing.assert_array_equal(arrays[name], value)
-    with pytest.raises(ValueError, match="--to is 'onnx'; choose one of jax, safetensors, npz"):
-        trained.policy.export(tmp_path, "onnx")
+    with pytest.raises(ValueError, match="--to is 'torch'; choose one of jax, onnx, safetensors, npz"):
+        trained.policy.export(tmp_path, "torch")

@@ -86,7 +86,7 @@ def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(source:
         ({"init_from": "other.npz"}, "has none of this run's leaves; it has sun, and the run moments.mean"),
         ({"init_from": "bad.npz"}, "bad.npz is no whole .npz file"),
         ({"init_from": "bad.safetensors"}, "bad.safetensors"),
-        ({"init_from": "old.pkl"}, "is pickled, and could run anything; give the params_STEP.npz beside it"),
+        ({"init_from": "old.pkl"}, "old.pkl is of the old HackMatrix trainer, and this run is of something else"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
@@ -127,7 +127,7 @@ def test_an_extended_run_is_the_same_whenever_it_was_stopped(folder: Path) -> No
 def test_a_policy_of_the_old_trainer_is_where_training_begins(folder: Path) -> None:
     from longhaul.envs import registry
     from longhaul.training import legacy_params
-    from tests.training.test_legacy_params import arrays, save
+    from tests.training.test_legacy_params import arrays, pickled, save, tree
 
     path = save(folder / "params_40.npz", arrays(16, 2))
     game = registry.make("hackmatrix")
@@ -136,4 +136,6 @@ def test_a_policy_of_the_old_trainer_is_where_training_begins(folder: Path) -> N
     named = {init_from.dotted(name): leaf for name, leaf in pytree_serialization.name(policy).items()}
     assert found.keys() == named.keys()
     jax.tree.map(np.testing.assert_array_equal, found, named)
+    of_pickle = init_from.arrays(str(pickled(folder / "checkpoint_40.pkl", tree(arrays(16, 2)))), game.spec)
+    jax.tree.map(np.testing.assert_array_equal, of_pickle, found)
     assert config.network.hidden_dim == 16

@@ -114,6 +114,82 @@ def test_other_kinds_of_float_and_names_without_their_prefix_are_read(game: Game
     jax.tree.map(np.testing.assert_array_equal, plain[1], again[1])
 
 
+def tree(made: Arrays) -> dict[str, Any]:
+    """The network as that trainer's library nests it."""
+    nested: dict[str, Any] = {}
+    for name, array in made.items():
+        *_, layer, part = name.split(".")
+        nested.setdefault(layer, {})[part] = array
+    return {"params": nested}
+
+
+def pickled(path: Path, params: Any, **others: Any) -> Path:
+    """A checkpoint as that trainer wrote it: parameters and optimiser of JAX, metrics, numbers."""
+    import optax
+
+    optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2.5e-4))
+    state = optimiser.init(jax.tree.map(jnp.asarray, params))
+    about = {"step": 40, "opt_state": state, "metrics": {"train/loss": jnp.float32(1)}, "last_logged_step": np.int64(3)}
+    path.write_bytes(pickle.dumps({**about, "params": params} | others))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax", "frozen", "bare"])
+def test_a_pickled_checkpoint_holds_what_the_archive_beside_it_holds(kind: str, game: Game, tmp_path: Path) -> None:
+    made = arrays(8, 2)
+    wanted = legacy_params.load(save(tmp_path / "params_40.npz", made), game.spec)
+    params: Any = jax.tree.map(jnp.asarray, tree(made)) if kind == "jax" else tree(made)
+    path = tmp_path / "checkpoint_40.pkl"
+    if kind == "frozen":
+        frozen_dict = pytest.importorskip("flax.core.frozen_dict")
+        path.write_bytes(pickle.dumps({"params": frozen_dict.freeze(params)}))
+    elif kind == "bare":
+        path.write_bytes(pickle.dumps(params["params"], protocol=2))
+    else:
+        pickled(path, params)
+    found = legacy_params.load(path, game.spec)
+    assert found[0] == wanted[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], wanted[1])
+
+
+class Own:
+    """An object of a class, which no parameters need."""
+
+
+PICKLED: dict[str, tuple[Any, str]] = {
+    "a program": (
+        {"params": tree({}), "metrics": [Own()]},
+        ".Own, which no parameters need and which is never run",
+    ),
+    "a call": ({"params": {"Dense_0": len}}, "asks for builtins.len, which no parameters need and which is never run"),
+    "no tree": ([1, 2], "holds no params; give a checkpoint_STEP.pkl"),
+    "another name": ({"params": {"Conv_0": {"kernel": np.zeros(3)}}}, "holds 'Conv_0.kernel'; expected are Dense_0"),
+    "no arrays": ({"params": {"Dense_0": {"kernel": 3}}}, "Dense_0.kernel is of kind object; numbers of float16"),
+    "another shape": (tree(arrays(4, 2) | {"params.Dense_1.bias": np.zeros(5, np.float32)}), "is (5,); (4,) is needed"),
+    "not finite": (tree({"params.Dense_0.bias": np.array([np.nan])}), "holds numbers that are not finite"),
+    "a deep tree": ({"params": {"Dense_0": {"kernel": {"kernel": np.zeros(3)}}}}, "Dense_0.kernel is of kind object"),
+}
+
+
+@pytest.mark.parametrize("case", PICKLED)
+def test_a_bad_pickle_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    document, phrase = PICKLED[case]
+    path = tmp_path / "checkpoint_40.pkl"
+    path.write_bytes(pickle.dumps(document))
+    with pytest.raises(LegacyError) as caught:
+        legacy_params.read(path, INPUTS, ACTIONS)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+    assert phrase in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_cut_pickle_is_refused(share: float, tmp_path: Path) -> None:
+    path = pickled(tmp_path / "checkpoint_40.pkl", tree(arrays(4, 2)))
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(LegacyError, match="holds no parameters: it is no usable pickle"):
+        legacy_params.read(path, INPUTS, ACTIONS)
+
+
 def test_of_a_folder_the_final_or_the_newest_parameters_are_taken(tmp_path: Path) -> None:
     for name in ("params_9.npz", "params_100.npz", "checkpoint_200.pkl", "params_x.npz"):
         (tmp_path / name).touch()
@@ -243,6 +319,9 @@ def test_what_is_far_too_large_is_refused_before_it_is_read(tmp_path: Path, monk
     monkeypatch.setattr(legacy_params, "MOST_BYTES", size - 1)
     with pytest.raises(LegacyError, match=f"holds {size:,} bytes; at most {size - 1:,} are expected"):
         legacy_params.read(path, INPUTS, ACTIONS)
+    path_of_pickle = pickled(tmp_path / "large.pkl", tree(arrays(4, 1)))
+    with pytest.raises(LegacyError, match=f"holds .* bytes; at most {size - 1:,} are expected"):
+        legacy_params.read(path_of_pickle, INPUTS, ACTIONS)
     monkeypatch.setattr(legacy_params, "MOST_ARRAYS", 5)
     with pytest.raises(LegacyError, match="holds 6 arrays; at most 5 are expected"):
         legacy_params.read(path, INPUTS, ACTIONS)
@@ -259,7 +338,7 @@ def test_a_compression_that_numpy_does_not_write_is_refused(tmp_path: Path) -> N
     ("name", "phrase"),
     [
         ("cut.npz", "cut.npz is no whole .npz file"),
-        ("checkpoint_40.pkl", "is pickled, and could run anything; give the params_STEP.npz beside it"),
+        ("checkpoint_40.pkl", "it asks for builtins.exec, which no parameters need and which is never run; give the"),
         ("nowhere.npz", "nowhere.npz: No such file or directory"),
         (".", "holds no params_STEP.npz and no final_params.npz"),
     ],

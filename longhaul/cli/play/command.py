@@ -23,6 +23,7 @@ from longhaul.config.run import MOST, Named
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import reward, screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.runtime import files
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.training import legacy_params, run_dir
@@ -126,7 +127,7 @@ def _check_run(folder: Path) -> None:
 def latest(runs_dir: Path) -> Path:
     """The folder of the run of the game with the newest checkpoint. Raises RunError where there is none."""
     saved = sorted(
-        (path for path in runs_dir.glob("*/checkpoints/*") if path.name.isdigit()),
+        (path for path in runs_dir.glob("*/checkpoints/*") if files.CHECKPOINT.fullmatch(path.name) and path.is_dir()),
         key=lambda path: path.stat().st_mtime, reverse=True,
     )  # fmt: skip
     for folder in dict.fromkeys(path.parent.parent for path in saved):

@@ -3,7 +3,8 @@
 A pickle is a program. This reader is Python's own unpickler in pure Python (the one in C allocates whatever a forged
 length asks for) without every instruction that makes objects of classes, and the few names that files of scenarios do
 need are answered with stand-ins of ours: nothing of the file is ever imported, called or set. Arrays are made from
-their bytes, by dtypes of plain numbers and text only. A few references can stand for more values than there is
+their bytes, by dtypes of plain numbers and text only. Trees of parameters, as JAX programs pickle them, have names of
+their own: `PARAMETERS`. A few references can stand for more values than there is
 memory; so keys are plain, and what a file stands for is counted before anybody looks at it.
 """
 
@@ -15,7 +16,7 @@ import pickle
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -133,6 +134,32 @@ class Array:
         return array.reshape(shape, order="F" if fortran else "C")
 
 
+class DeviceArray(Array):
+    """Stands for an array of JAX: (a NumPy array's maker, its arguments, its state, what JAX adds)."""
+
+    __slots__ = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        self.parts = arguments[2] if len(arguments) == 4 else None
+
+
+class Frozen(dict):
+    """Stands for Flax's FrozenDict, made of a dict."""
+
+    __slots__ = ()
+
+    def __init__(self, content: object = (), *_: object) -> None:
+        super().__init__(content if isinstance(content, dict) else ())
+
+    __setstate__ = _no_state
+
+
+class Record(Blank):
+    """Stands for a named tuple, whose content is passed over: the state of an optimiser."""
+
+    __slots__ = ()
+
+
 BUILTINS = ("builtins", "__builtin__")
 """The module of Python's own names, and how pickles up to protocol 2 call it."""
 
@@ -149,6 +176,12 @@ NAMES: dict[tuple[str, str], type] = {
 }
 """Every name that a file may use, and what it gets."""
 
+PARAMETERS: dict[tuple[str, str], type] = NAMES | {
+    ("jax._src.array", "_reconstruct_array"): DeviceArray,
+    ("flax.core.frozen_dict", "FrozenDict"): Frozen,
+}
+"""The same for trees of parameters. Beside them, every class of optax whose name ends in State is a `Record`."""
+
 MOST_VALUES = 1 << 24
 """Values that a pickle may stand for; a file of real logs has some 100,000."""
 
@@ -161,7 +194,14 @@ REFUSED = (
     *(pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
     *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
-"""Instructions that no scenario needs."""
+"""Instructions that no such file needs. NEWOBJ makes named tuples; `_load_record` stands for it."""
+
+
+def _load_record(unpickler: Any) -> None:
+    """The instruction NEWOBJ, for `Record` alone: the stand-in of a class, and arguments that it passes over."""
+    if len(unpickler.stack) < 2 or unpickler.stack[-2] is not Record:
+        raise Malformed("an object of a class")
+    unpickler.stack[-2:] = [Record()]
 
 
 def _load_bytes(unpickler: Any) -> None:
@@ -190,22 +230,27 @@ class Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar = (
         {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
-        | {pickle.BYTEARRAY8[0]: _load_bytes}
+        | {pickle.BYTEARRAY8[0]: _load_bytes, pickle.NEWOBJ[0]: _load_record}
         | {code[0]: _hashing(code, slice(None, None, 2)) for code in (pickle.SETITEMS, pickle.DICT)}
         | {code[0]: _hashing(code, slice(None)) for code in (pickle.ADDITEMS, pickle.FROZENSET)}
         | {pickle.SETITEM[0]: _hashing(pickle.SETITEM, slice(-2, -1))}
     )
 
-    def __init__(self, data: bytes):
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], type]):
         super().__init__(io.BytesIO(data))
+        self.names = names
         self.room = 4 * len(data) + 1024  # of bytes made of text: once for each text, and some
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        """The stand-in for a name; `Malformed` for any that a scenario does not need."""
+        """The stand-in for a name; `Malformed` for any that such files do not need."""
+        of_params = self.names is PARAMETERS
+        if of_params and str(module).split(".")[0] == "optax" and str(name).endswith("State"):
+            return Record
         try:
-            found = NAMES[module, name]
+            found = self.names[module, name]
         except (KeyError, TypeError):
-            raise Malformed(f"it asks for {module}.{name}, which no scenario needs and which is never run") from None
+            who = "parameters need" if of_params else "scenario needs"
+            raise Malformed(f"it asks for {module}.{name}, which no {who} and which is never run") from None
         return self._latin if found is Latin else found
 
     def _latin(self, text: object = "", *_: object) -> Latin:
@@ -251,10 +296,10 @@ def _inner(value: Any) -> list[Any] | None:
     return None
 
 
-def unpickle(data: bytes) -> Any:
+def unpickle(data: bytes, names: Mapping[tuple[str, str], type] = NAMES) -> Any:
     """The plain values of a pickle, arrays as `Array`; `Malformed` where it holds anything else."""
     try:
-        document = Unpickler(data).load()
+        document = Unpickler(data, names).load()
         if (total := weigh(document)) > MOST_VALUES:
             raise Malformed(f"it stands for {total:.3g} values; {MOST_VALUES} are possible")
         return document

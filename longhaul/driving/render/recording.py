@@ -162,7 +162,7 @@ def camera(recording: Recording) -> np.ndarray:
 
 
 def runs(chosen: np.ndarray) -> list[slice]:
-    """Where `chosen`, bool [P], is true, run by run."""
+    """Slices of the runs in which `chosen`, bool [P], is true."""
     bounds = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
     return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
 

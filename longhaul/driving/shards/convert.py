@@ -37,6 +37,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import ROUTES
 from longhaul.driving.scenario.scenario import CONTROLS
 from longhaul.driving.shards import shard
+from longhaul.runtime import files
 from longhaul.runtime.worker_pool import pool
 
 STATE = "state.jsonl"
@@ -252,7 +253,7 @@ def _alone(out: Path) -> Iterator[None]:
         except OSError as error:
             raise BadData(f"{out}: another conversion writes there: wait for it, or name another folder") from error
         for left in out.glob(".*.tmp"):
-            left.unlink()
+            files.remove(left)
         yield
 
 

@@ -36,6 +36,15 @@ class Weights:
     haste: float = setting(-0.05, "reward for needed hard braking, a step, by its excess, at most twice")
     lateral: float = setting(-0.01, "reward for a metre beside the route, a step, at most 4")
     heading: float = setting(-0.02, "reward for 1 - cos of the angle to the route, a step")
+    speeding: float = setting(0.0, "reward for a m/s above the speed limit, a step, at most 4")
+    unease: float = setting(0.0, "reward for a step outside nuPlan's limits of comfort")
+    near_collision: float = setting(0.0, "reward for a step with a time to collision below 0.95 s")
+
+    @property
+    def conduct(self) -> bool:
+        """True if a term needs `reward.Conduct`; a weight that is an array may be any number."""
+        terms = (self.speeding, self.unease, self.near_collision)
+        return any(not isinstance(term, float) or term != 0.0 for term in terms)
 
 
 ACTIONS = ("discrete", "continuous", "joint")
@@ -73,6 +82,7 @@ class Config:
     weights: Weights = nested(Weights(), "reward_")
     neighbours: int = setting(8, "nearest others that an agent sees", least=1)
     waypoints: int = setting(10, "points of the route ahead that it sees", least=1, most=MAX_WAYPOINTS)
+    speed_limit: bool = setting(False, "speed limit of the nearest lane observed by an agent")
     road_points: int = setting(
         0, "pieces of road that an agent sees around it; 200 reach about 60 m", least=0, most=CANDIDATES
     )

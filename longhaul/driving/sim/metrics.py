@@ -54,8 +54,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import PEDESTRIAN
-from longhaul.driving.sim.features import Features
-from longhaul.driving.sim.reward import STILL, Events, Ride, excess
+from longhaul.driving.sim.features import Features, OnLanes
+from longhaul.driving.sim.reward import STILL, Conduct, Events, Ride, excess
 from longhaul.driving.sim.road_lookup import HALF_WIDTH
 from longhaul.spaces import Measure
 
@@ -151,8 +151,8 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
     """The tally after a step, unchanged for those of whom it does not count."""
     lanes, ttc = features.lanes, features.ttc
     felt, jerk, turn, uneasy = feel(tally, ride, course)
-    limit = jnp.where(lanes.inferred, jnp.maximum(lanes.limit, course.top), lanes.limit)
-    over = jnp.where(limit > 0.0, jnp.maximum(course.speed - limit, 0.0), 0.0) * course.dt
+    limit = limit_of(lanes, course)
+    over = speeding(limit, course) * course.dt
     aside = jnp.abs(features.lateral)
     on_way = jnp.where(jnp.cos(features.heading_error) > 0.0, aside, np.inf)
     slots, part, against = oppose(tally, lanes.against & (on_way > HALF_WIDTH), course)
@@ -195,6 +195,22 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
         turn=turn,
     )
     return jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, tally)
+
+
+def limit_of(lanes: OnLanes, course: Course) -> jax.Array:
+    """Speed limit [A], m/s; 0 where it is unknown."""
+    return jnp.where(lanes.inferred, jnp.maximum(lanes.limit, course.top), lanes.limit)
+
+
+def speeding(limit: jax.Array, course: Course) -> jax.Array:
+    """Excess over the speed limit [A], m/s; 0 where that is unknown."""
+    return jnp.where(limit > 0.0, jnp.maximum(course.speed - limit, 0.0), 0.0)
+
+
+def conduct(tally: Tally, features: Features, ride: Ride, course: Course) -> Conduct:
+    """Conduct of a step by the rules of the metrics; `tally` is the one before it."""
+    over = speeding(limit_of(features.lanes, course), course)
+    return Conduct(over, feel(tally, ride, course)[3], features.ttc < TTC_BOUND)
 
 
 def feel(tally: Tally, ride: Ride, course: Course) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

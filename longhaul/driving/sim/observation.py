@@ -35,7 +35,7 @@ from longhaul.driving.sim.road_lookup import ROAD, Pieces
 from longhaul.driving.sim.traffic import Scene
 from longhaul.types import Key
 
-EGO, NEIGHBOUR, LIGHTS, WAYPOINT = 22, 18, 6, 4
+EGO, NEIGHBOUR, LIGHTS, WAYPOINT, LIMIT = 22, 18, 6, 4, 3
 """Numbers of each part of an observation."""
 
 RANGE = 60.0
@@ -137,14 +137,14 @@ def squash(value: jax.Array, scale: float) -> jax.Array:
     return value / (scale + jnp.abs(value))
 
 
-def shapes(neighbours: int, waypoints: int, road_points: int = 0, weights: int = 0) -> Observation:
-    """The shapes of one agent's observation; `weights`: of the reward, seen by who is conditioned on them."""
+def shapes(neighbours: int, waypoints: int, road_points: int = 0, more: int = 0) -> Observation:
+    """The shapes of one agent's observation; `more` numbers about itself, by `Config.speed_limit`, `conditioning`."""
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     return Observation(
-        leaf(EGO + weights),
+        leaf(EGO + more),
         leaf(waypoints * WAYPOINT),
         leaf(len(FAN)),
         leaf(LIGHTS),
@@ -201,6 +201,13 @@ def view_self(features: Features, agent: Agent, left: jax.Array) -> jax.Array:
         squash(features.braking, 1.0),
     ]
     return jnp.concatenate([jnp.stack(values), jnp.clip(features.corner_clearance / 3.0, -1.0, 1.0)])
+
+
+def view_limit(limit: jax.Array, speed: jax.Array) -> jax.Array:
+    """Float32 [LIMIT]: presence of a speed limit, the limit, and the speed above it; zeros where it is unknown."""
+    known = limit > 0.0
+    values = jnp.stack([jnp.ones_like(limit), limit / 20.0, jnp.clip((speed - limit) / 4.0, -1.5, 1.5)])
+    return jnp.where(known, values, 0.0)
 
 
 def view_route(features: Features, at: Motion, offsets: np.ndarray) -> jax.Array:

@@ -61,6 +61,14 @@ class Ride(NamedTuple):
     yaw: jax.Array  # rad/s
 
 
+class Conduct(NamedTuple):
+    """Conduct in a step as the benchmarks' scores judge it, each [A]."""
+
+    speeding: jax.Array  # m/s above the speed limit, 0 where that is unknown
+    unease: jax.Array  # bool: outside nuPlan's limits of comfort
+    near_collision: jax.Array  # bool: a time to collision below 0.95 s
+
+
 def feel(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
     """Comfort of the step from `now` to `drive`; the `first` of an episode has no jerk, for nothing is known of what
     was before."""
@@ -108,13 +116,20 @@ def reward(
     features: Features,
     ride: Ride,
     route_length: jax.Array,
+    conduct: Conduct | None = None,
 ) -> jax.Array:
-    """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it."""
+    """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it.
+
+    Without `conduct` its three terms are left out.
+    """
     total = weights.progress * covered(furthest, features, route_length)
     total = total + weights.discomfort * excess(ride)
     total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
     total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)
     total = total + weights.heading * (1.0 - jnp.cos(features.heading_error))
+    if conduct is not None:
+        total = total + weights.speeding * jnp.minimum(conduct.speeding, 4.0)
+        total = total + weights.unease * conduct.unease + weights.near_collision * conduct.near_collision
     for name in EVENTS:
         first = getattr(events, name) & ~getattr(happened, name)
         total = total + getattr(weights, name) * first.astype(jnp.float32)

@@ -45,7 +45,16 @@ from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Lim
 from longhaul.driving.sim.features import RED, Agent, Features, extract
 from longhaul.driving.sim.geometry import wrap
 from longhaul.driving.sim.metrics import Course, Tally
-from longhaul.driving.sim.observation import Observation, observe, perceive, perceive_road, shapes, waypoint_offsets
+from longhaul.driving.sim.observation import (
+    LIMIT,
+    Observation,
+    observe,
+    perceive,
+    perceive_road,
+    shapes,
+    view_limit,
+    waypoint_offsets,
+)
 from longhaul.driving.sim.reward import Events
 from longhaul.driving.sim.road_lookup import describe, pieces
 from longhaul.driving.sim.traffic import Reactive, Scene
@@ -185,8 +194,14 @@ class Simulator:
         happened, furthest = state.tally.happened, state.tally.furthest
         if state.goals is not None:  # who begins anew is paid for each goal
             happened = happened._replace(goal=jnp.zeros_like(happened.goal))
+        mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
+        divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
+        if state.goals is not None:  # who begins anew has left its log
+            present = present & (state.goals == 0)
+        course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
         if config.reward is None:
-            pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length)
+            conduct = metrics.conduct(state.tally, features, ride, course) if config.weights.conduct else None
+            pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length, conduct)
         else:
             metres = reward.covered(furthest, features, length)
             pay = reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
@@ -197,11 +212,6 @@ class Simulator:
         if config.goal == "respawn":
             arrived = arrived & (length >= reward.STILL)
             terminated = failed | (terminated & ~arrived)
-        divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
-        if state.goals is not None:  # who begins anew has left its log
-            present = present & (state.goals == 0)
-        mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
-        course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
         after = after._replace(
             s=features.s,
             tally=metrics.score(state.tally, counts, events, features, ride, course),
@@ -304,6 +314,9 @@ class Simulator:
                 seen = perceive(config, here, agent, key)
                 features = extract(tables, self.search, state.scenario, state.t, seen, agent)
             view = observe(features, seen, agent, left, config.neighbours, offsets)
+            if config.speed_limit:
+                limit = view_limit(features.lanes.limit, agent.drive.motion.speed)
+                view = view._replace(ego=jnp.concatenate([view.ego, limit]))
             if not config.road_points:
                 return view
             x, y, heading, _ = agent.drive.motion
@@ -443,7 +456,8 @@ def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:
     """
     if config.driver == "log" and config.goal == "respawn":  # a log is not driven twice
         config = replace(config, goal="remove")
-    seen = shapes(config.neighbours, config.waypoints, config.road_points, len(reward.RANGES) * config.conditioning)
+    numbers = LIMIT * config.speed_limit + len(reward.RANGES) * config.conditioning
+    seen = shapes(config.neighbours, config.waypoints, config.road_points, numbers)
     spec = Spec(
         observation=seen,
         action=dynamics.make_actions(config.actions, MODELS[config.dynamics]().grids).action,

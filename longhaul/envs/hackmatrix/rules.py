@@ -298,7 +298,7 @@ def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) ->
 
 
 def bought(state: Any, action: jax.Array) -> dict[str, Any]:
-    """What programs change alike by either rule set, and is neither a place nor an enemy: fields of the state."""
+    """Fields of the state that programs change alike by either rule set, and that are neither a place nor an enemy."""
     return {
         "hp": jnp.where(action == w.RESET, w.MOST_HP, state.hp),
         "energy": state.energy + jnp.where(action == w.EXCH, 4, 0),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from longhaul.runtime import heartbeat
+from longhaul.runtime import files, heartbeat
 from longhaul.runtime.launch.process import Restarts
 from longhaul.runtime.process_group import HostsError
 
@@ -270,8 +270,7 @@ def again(command: Sequence[str], folder: Path) -> list[str]:
 
 def newest_step(folder: Path) -> int:
     """Update of the newest checkpoint; -1 without one."""
-    names = (path.name.split(".")[0] for path in (folder / "checkpoints").glob("*") if "partial" not in path.name)
-    return max((int(name) for name in names if name.isdecimal()), default=-1)
+    return max(files.checkpoint_steps(folder), default=-1)
 
 
 @contextlib.contextmanager

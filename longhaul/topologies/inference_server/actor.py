@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.envs.host.vector import Description, HostVector, Slot, write
+from longhaul.envs.host.vector import Description, HostVector, LostState, Slot, write
 from longhaul.runtime.credentials import NOBODY, Credentials, load
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.spaces import Tree, leaves, mapped
@@ -64,7 +64,11 @@ def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]
         vector.reset(seed, out=outs[slot])
         held = line.held(slot)
         if held is not None:
-            restore_state(held, vector, outs[slot].observation)
+            try:
+                restore_state(held, vector, outs[slot].observation)
+            except LostState:
+                vector.reset(seed, out=outs[slot])
+                block.flags[wire.LOST] = True
     for slot in range(len(vectors)):
         line.post(slot, 0)
     return outs

@@ -28,7 +28,7 @@ from longhaul.topologies.inference_server.trajectory_buffer import (
     count_episodes,
     fresh,
 )
-from longhaul.topologies.inference_server.wire import Answer, Arrival, Block, Lost, Transport
+from longhaul.topologies.inference_server.wire import LOST, Answer, Arrival, Block, Lost, Transport
 from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
@@ -230,7 +230,8 @@ class Server:
         if event.first:
             self._drop(event.group)
             group.life = event.life
-            if event.group not in self._kept:  # else it continues from the start of its trajectory
+            # Otherwise it continues from the start of its trajectory.
+            if event.group not in self._kept or step.flags[LOST].all():
                 group.running = fresh(self._c)
                 self._begins[event.group] = True
         else:

@@ -15,7 +15,8 @@ guarantee the integrity of a stream.
     ACT      server -> actor   the actions that follow on it
     REFUSE   server -> actor   the stream ends; payload: the reason, as text; `step` 1: trying again later may help
 
-Step 0 of a life is its first observation; reward and flags mean nothing there. The payload of OBSERVE is one step of a
+Step 0 of a life is its first observation; reward and flags mean nothing there, but that all columns are truncated: the
+state to go on from was lost, and new episodes begin. The payload of OBSERVE is one step of a
 `HostVector`, with final observations and scores of the `finals` columns whose episode ended. The group's state follows
 (`actor.write_state`) if the step ends a trajectory and states are wanted.
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
@@ -49,6 +50,9 @@ ANY = 2**32 - 1
 
 MOST_TEXT, MOST_GROUPS = 65_536, 64
 """Bounds on untrusted input: bytes of a text (layout, reason); groups of an actor."""
+
+LOST = 1
+"""Row of flags that is set in step 0 of a life whose state was lost: `truncated`."""
 
 HEAD = struct.Struct("<4sHHIIQIIQQ")
 HEAD_BYTES = HEAD.size
@@ -384,7 +388,7 @@ class Arrival(NamedTuple):
 
     group: int
     life: int
-    first: bool  # first step of a life: reward and flags mean nothing
+    first: bool  # first step of a life: reward and flags mean nothing, but `LOST`
     step: Block
     state: np.ndarray | None = None  # uint8, a copy; at the end of a trajectory, if states are wanted
 

@@ -9,6 +9,9 @@ A checkpoint is written as `20.partial` and renamed only after its files and the
 whose name is a number was complete once, and a killed process leaves the checkpoints before it. A step saved again
 becomes `20.1`, `20.2`, ...; the older ones of that step are removed after that.
 
+What else stands in the folder stops no save: what a killed process or a user left as `NAME.partial` is removed, or
+named once and left where that fails. A link to a checkpoint is read, and never removed.
+
 `runtime.pytree_serialization` handles keys, Python numbers and empty arrays, which Orbax refuses. One run writes a
 folder. Each of its processes writes and reads the data on its devices, and all call `save`, `latest` and `wait` alike.
 The first process makes folders, checks integrity, and writes the manifest when all have written their parts.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -33,11 +37,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.runtime import process_group, pytree_serialization
+from longhaul.runtime import files, process_group, pytree_serialization
+from longhaul.runtime.files import MANIFEST
 from longhaul.types import PyTree
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 ARRAYS = "progress"
 PARTIAL = ".partial"
 MARGIN = 1 << 20
@@ -105,6 +109,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[str] = set()
+        self._stuck: set[str] = set()  # entries that could not be removed, each reported once
         self._turn, self._asked = turn, 0
 
     def save(
@@ -129,7 +134,8 @@ class Checkpoints:
         self.wait()
         partial = self._folder / f"{step}{PARTIAL}"
         try:
-            process_group.share(f"save {self._turn}/{step}", lambda: self._prepare(partial, size, before))
+            name = process_group.share(f"save {self._turn}/{step}", lambda: self._prepare(step, size, before))
+            partial = self._folder / name
             if self._writer is None:
                 self._writer = _checkpointer()
             if arrays:
@@ -228,18 +234,37 @@ class Checkpoints:
             if writer is not None:
                 writer.close()
 
-    def _prepare(self, partial: Path, size: int, before: Callable[[], object] | None) -> None:
-        """Make the folders, and remove an interrupted save's remains."""
+    def _prepare(self, step: int, size: int, before: Callable[[], object] | None) -> str:
+        """Name of the partial step, made; an interrupted save's remains are removed."""
         if before is not None:
             before()
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True)
             _sync(self._folder.parent)
         for left in self._folder.glob(f"*{PARTIAL}"):
-            shutil.rmtree(left)
+            self._remove(left)
+        partial = self._partial(str(step))
         partial.mkdir()
         if _free_bytes(self._folder) < size + MARGIN:  # Orbax would fail too, but litter stderr
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return partial.name
+
+    def _partial(self, name: str) -> Path:
+        """Free path for a partial checkpoint: what could not be removed has kept the others."""
+        taken = {path.name for path in self._folder.iterdir()}
+        names = (f"{name}{(n and f'-{n}') or ''}{PARTIAL}" for n in itertools.count())
+        return self._folder / next(name for name in names if name not in taken)
+
+    def _remove(self, path: Path) -> None:
+        """Remove an entry, a checkpoint under another name: a half-removed one must not pass for one."""
+        try:
+            if not path.name.endswith(PARTIAL):
+                path = path.rename(self._partial(path.name))
+            files.remove(path)
+        except OSError as error:
+            if path.name not in self._stuck:
+                self._warn(f"cannot remove {path}, which is left: {_reason(error)}")
+            self._stuck.add(path.name)
 
     def _finish(self, contents: dict[str, Any], partial: Path) -> None:
         """Rest of a save, in its thread: wait for Orbax, make all durable, rename the step, remove old ones."""
@@ -266,25 +291,22 @@ class Checkpoints:
 
     def _prune(self, step: int, final: Path) -> None:
         """Remove damaged checkpoints, and steps up to `step` beyond the `keep` newest and the `every` ones; keep
-        `final`.
-
-        Each is renamed first, so that a half-removed one does not pass for a checkpoint.
+        `final`, and links to checkpoints elsewhere.
         """
         kept: set[int] = set()
         found = _steps(self._folder)
         stay = {} if self._every is None else {
             number // self._every: number for number, path in found  # newest first: the oldest of a stretch remains
-            if number >= self._every and path.name not in self._damaged
+            if number >= self._every and path.name not in self._damaged and path.is_dir()
         }  # fmt: skip
         for number, path in found:
-            damaged = path.name in self._damaged
+            damaged = path.name in self._damaged or not path.is_dir()
             old = len(kept) >= self._keep and number not in stay.values()
             surplus = number <= step and (number in kept or old)
             if path != final and (damaged or surplus):
-                doomed = path.with_name(path.name + PARTIAL)
-                os.rename(path, doomed)
-                shutil.rmtree(doomed)
-                self._damaged.discard(path.name)
+                if not path.is_symlink():
+                    self._remove(path)
+                    self._damaged.discard(path.name)
             elif number <= step:
                 kept.add(number)
 
@@ -327,7 +349,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of all named checkpoints, newest first; of one step the last saved first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name)
+        match = files.CHECKPOINT.fullmatch(path.name)
         if match:
             found.append((int(match[1]), int(match[2] or 0), path))
     return [(step, path) for step, _, path in sorted(found, key=lambda entry: entry[:2], reverse=True)]

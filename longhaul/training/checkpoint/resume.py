@@ -7,13 +7,15 @@ not fit, and the rest goes on.
 Order safe against a kill: run.json gets the new sizes after the checkpoint was restored with them, and before the first
 update. A run killed in between has a checkpoint of the old sizes and a run.json of the new ones, as at the time of the
 resume, and resumes alike.
+
+Each checkpoint holds its Run. So where run.json says otherwise, and no resume in its history did, it was edited by
+hand: that is refused, or taken and recorded where the user says so. Older checkpoints hold none, and resume as ever.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,7 @@ import numpy as np
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.context import Context
-from longhaul.config.resolve import agents, check_topology, replaced, resolve
+from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, Origin, Run, to_dict
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import settings
@@ -37,11 +39,11 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import CHANGEABLE, FIXED
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
-from longhaul.training import population, reasoning_setup
+from longhaul.training import hub, init_from, population, reasoning_setup
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Feed
-from longhaul.training.run_dir import called, load_asked, load_run, write_json
+from longhaul.training.run_dir import as_now, called, load_asked, load_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 SIZES = ("num_envs", "num_steps", "devices", "model")
@@ -63,7 +65,7 @@ def counted(run: Run, assembly: Assembly, updates: int) -> dict[str, Any]:
     """Sizes and steps for the metadata of a checkpoint after `updates` updates."""
     sizes = {name: getattr(run, name) for name in SIZES}
     steps = {"agent_steps": assembly.agent_steps(updates), "env_steps": assembly.env_steps(updates)}
-    return {"sizes": sizes, "steps": steps, "origin": assembly.origin._asdict()}
+    return {"sizes": sizes, "steps": steps, "origin": assembly.origin._asdict(), "run": to_dict(run)}
 
 
 def standing(run: Run, found: Found | None) -> Standing:
@@ -154,16 +156,42 @@ def changes(before: Any, now: Any) -> dict[str, list[Any]]:
     return found
 
 
-def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any]) -> None:
-    """Print and write to run.json the changed settings of a resumed run.
+def edits(folder: Path, found: Found) -> dict[str, list[Any]]:
+    """Name -> [in the checkpoint, in run.json] of the fields that were edited by hand."""
+    if "run" not in found.metadata:
+        return {}
+    known: dict[str, Any] = {}  # by the last resume that changed it
+    for entry in json.loads((folder / "run.json").read_text()).get("history", ()):
+        known |= {name: after for name, (_, after) in entry["changed"].items()}
+    now = json.loads(json.dumps(to_dict(load_run(folder))))
+    pairs = changes(as_now(found.metadata["run"]), now)
+    return {name: pair for name, pair in pairs.items() if name not in known or known[name] != pair[1]}
+
+
+def check_edits(folder: Path, found: Found, edited: Mapping[str, list[Any]]) -> None:
+    """Raises RunError that names each edited field of run.json."""
+    if edited:
+        raise RunError(
+            f"{folder / 'run.json'} was edited since checkpoint {found.step}: {_words(edited)}; put that back, or give "
+            "--take-edits to go on with it"
+        )
+
+
+def _words(pairs: Mapping[str, list[Any]]) -> str:
+    values = {name: [f"{x:g}" if isinstance(x, float) else str(x) for x in pair] for name, pair in pairs.items()}
+    return ", ".join(f"{name} {after} (was {before})" for name, (before, after) in values.items())
+
+
+def record(
+    folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any], edited: Mapping[str, list[Any]]
+) -> None:
+    """Print and write to run.json the changed settings of a resumed run; `edited` are those changed in it by hand.
 
     Its history gets the changes, time, update and dropped state; `about` are further fields of run.json.
     """
-    changed, lost = changes(load_run(folder), run), dropped(now, source)
+    changed, lost = {**edited, **changes(load_run(folder), run)}, dropped(now, source)
     if changed or now.resized:
-        pairs = {name: list(pair) for name, pair in now.resized.items()} | changed
-        values = {name: [f"{x:g}" if isinstance(x, float) else str(x) for x in pair] for name, pair in pairs.items()}
-        words = ", ".join(f"{name} {after} (was {before})" for name, (before, after) in values.items())
+        words = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
         print(
             f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {words}: "
             f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on",
@@ -180,6 +208,7 @@ def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[s
         "changed": changed,
         "dropped": lost,
         "command": list(sys.argv),
+        "edited": sorted(edited),
     }
     write_json(path, {**before, **about, "run": to_dict(run), "history": [*before.get("history", ()), entry]})
 
@@ -197,7 +226,7 @@ def continued(folder: Path, stored: Run, given: Mapping[str, Any]) -> Run:
         if name not in known:
             raise RunError(f"run {folder.name} has no --{flag}; leave it out")
         if isinstance(value, tuple) and known[name].setting.path:  # as `resolve` keeps them
-            value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
+            value = absolute(value)
         if known[name].setting.resume != FIXED:
             free[name] = value
         elif value != before[name]:
@@ -246,7 +275,7 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
 def restore_policy(folder: Path, member: int | None = None, step: int | None = None) -> tuple[Run, Params, Params]:
     """(run, its policy from a checkpoint, the untrained policy), on the host, for evaluation.
 
-    The checkpoint is the newest intact one, or that after `step` updates.
+    The checkpoint is the newest intact one, or that after `step` updates. A folder from the hub has one policy.
     Only the policy is restored, without training data. In a folder of many runs it is that of `member`, and the
     returned run has its seed. Raises RunError if there is none.
     """
@@ -260,6 +289,9 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
         algorithm = registry.make(feeds.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
         begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # key as in `fused.start`
         begun = reasoning_setup.loaded(run, begun)
+    if (folder / hub.POLICY).is_file() and not (folder / "checkpoints").is_dir():
+        untrained = jax.tree.map(np.array, jax.device_get(algorithm.policy(begun)))
+        return run, init_from.published(folder, untrained), untrained
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         if step is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.runtime import files
 from longhaul.weight_sync import packing
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.producer import named
@@ -92,9 +93,9 @@ class CheckpointSource:
     def _latest(self) -> tuple[int, int] | None:
         """(epoch, version) of the newest checkpoint, intact or not; None where there is none."""
         versions = [
-            (path.stat().st_mtime_ns, int(path.parent.name.split(".")[0]))
+            (path.stat().st_mtime_ns, int(match[1]))
             for path in self.folder.glob("checkpoints/*/manifest.json")
-            if path.parent.name.replace(".", "").isdigit()  # and no .partial
+            if (match := files.CHECKPOINT.fullmatch(path.parent.name))
         ]
         return max(versions, default=None)
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.runtime import files
 from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.delta import tensor_delta, version_delta
 from longhaul.weight_sync.digest import library
@@ -293,7 +294,7 @@ def stage_changes(
     """Writes the changes of a version into its staging folder, and returns that. None is resumed: they are small."""
     staging = safetensors_files.staging(folder, manifest)
     for path in staging.iterdir():
-        path.unlink()
+        files.remove(path)
     head = HEAD.pack(MAGIC, base.epoch, base.version, base.root, manifest.root, len(body))
     safetensors_files.write(staging / CHANGES, tensor_delta.seal(head) + body, durable)
     return safetensors_files.closed(staging, manifest, durable, beside)

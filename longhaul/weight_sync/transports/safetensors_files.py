@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.runtime import files
 from longhaul.weight_sync import manifest as manifests
 from longhaul.weight_sync.digest import digest, hasher
 from longhaul.weight_sync.manifest import Manifest, Tensor
@@ -110,7 +111,7 @@ def stage(
     wanted = {shard.name for shard in planned} | {MANIFEST, INDEX}
     for path in into.iterdir():
         if path.name not in wanted:
-            path.unlink()
+            files.remove(path)
     for shard in planned:
         path = into / shard.name
         if not _is_whole(path, shard):
@@ -190,8 +191,8 @@ def _is_whole(path: Path, shard: Shard) -> bool:
 def publish(staging: Path, manifest: Manifest, durable: bool = True) -> Path:
     """Renames a staged version, and makes it the latest; returns its folder."""
     folder = staging.parent / folder_name(manifest.epoch, manifest.version)
-    if folder.exists():
-        shutil.rmtree(folder)  # the same version, published before LATEST could be written
+    if os.path.lexists(folder):
+        files.remove(folder)  # the same version, published before LATEST could be written
     staging.rename(folder)
     write(staging.parent / LATEST, f"{folder.name}\n".encode(), durable)
     if durable:
@@ -273,9 +274,9 @@ def _where(folder: Path, manifest: Manifest) -> Sequence[tuple[str, list[Tensor]
         return [("model.safetensors", ordered)]
     try:
         weights = json.loads((folder / INDEX).read_text())["weight_map"]
-        files: dict[str, list[Tensor]] = {}
+        of_file: dict[str, list[Tensor]] = {}
         for tensor in ordered:
-            files.setdefault(Path(weights[tensor.name]).name, []).append(tensor)
+            of_file.setdefault(Path(weights[tensor.name]).name, []).append(tensor)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{INDEX} is damaged: {error}") from error
-    return list(files.items())
+    return list(of_file.items())

@@ -130,6 +130,7 @@ def test_a_conversion_stopped_at_any_write_goes_on(
             convert.convert(given, tmp_path / "out", per_shard=5)
     monkeypatch.undo()
     (tmp_path / "out" / ".shard-00001.lhs.1.tmp").write_bytes(b"half")
+    (tmp_path / "out" / ".stray.tmp").mkdir()
     assert convert.convert(given, tmp_path / "out", per_shard=5) == whole
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list((tmp_path / "out").glob(".*.tmp"))

@@ -17,7 +17,7 @@ from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
-from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
+from longhaul.envs.host.vector import HostStep, HostVector, LostState, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import heartbeat
@@ -107,6 +107,33 @@ def test_without_staleness_an_actor_that_dies_changes_nothing(lane: str, of: Any
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("lane", ["shm", pytest.param("grpc", marks=pytest.mark.slow)])
+def test_an_actor_whose_state_was_lost_begins_new_episodes(lane: str) -> None:
+    sizes, (spec, algorithm) = Sizes(steps=2), of_poles()
+    lives: list[HostVector] = []
+
+    def make(actor: int, slot: int) -> HostVector:
+        if (actor, slot) != (1, 1):
+            return poles(actor, slot)
+        lives.append(Frail(poles(actor, slot), when=1000 if lives else 4, forgets=True))
+        return lives[-1]
+
+    with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
+        actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
+        state = jax.jit(algorithm.init)(jax.random.key(0))
+        for _ in range(2):
+            serve(here, actors)
+            data, _, _ = here.server.gather()
+            seen = np.array(data.observation)
+            standing = here.server.standing
+            here.server.learnt(algorithm.policy(state))
+    assert standing is not None
+    assert len(lives) == 2
+    first = np.array(poles(1, 1).reset(1000 + 11))
+    np.testing.assert_array_equal(seen[0, -sizes.worlds :], first)
+    assert standing.length.tolist() == [[4] * sizes.worlds] * 3 + [[2] * sizes.worlds]
+
+
 # ------------------------------------------------------------------------------------------------- what was learnt from
 
 
@@ -114,10 +141,13 @@ INTERVAL, CHAOS_SIZES = 4, Sizes(worlds=4, steps=10)
 
 
 class Frail:
-    """A vector whose step number `when` ends its actor, or makes it wait for `gate`."""
+    """A vector whose step number `when` ends its actor, or makes it wait for `gate`; one that `forgets` restores no
+    state."""
 
-    def __init__(self, inner: HostVector, when: int, gate: threading.Event | None = None) -> None:
-        self._inner, self._when, self._gate, self._steps = inner, when, gate, 0
+    def __init__(
+        self, inner: HostVector, when: int, gate: threading.Event | None = None, *, forgets: bool = False
+    ) -> None:
+        self._inner, self._when, self._gate, self._steps, self._forgets = inner, when, gate, 0, forgets
         self.spec, self.worlds, self.columns = inner.spec, inner.worlds, inner.columns
 
     def reset(self, seed: int, out: Slot | None = None) -> Any:
@@ -127,6 +157,8 @@ class Frail:
         return self._inner.state()
 
     def restore(self, state: Any) -> None:
+        if self._forgets:
+            raise LostState("its form has changed")
         self._inner.restore(state)
 
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training.checkpoint import resume as resumption
-from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Fed, Feed, Feeding, Place
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -184,6 +185,45 @@ def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(folder: Path) 
 
 
 @pytest.mark.slow
+def test_an_edited_run_is_told_field_by_field_and_taken_if_asked_for(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "run.json"
+    about = json.loads(path.read_text())
+    about["run"]["algorithm"]["lr"], about["run"]["seed"] = 99.0, 4
+    path.write_text(json.dumps(about))
+    with pytest.raises(RunError, match=r"edited since checkpoint 20: lr 99 \(was 0.003\), seed 4 \(was 3\); put that"):
+        loop.train(change(folder), folder, resumed=True)
+    assert json.loads(path.read_text()) == about
+    with pytest.MonkeyPatch.context() as patch:  # killed before the first save
+        patch.setattr(loop, "Loop", lambda *_, **__: (_ for _ in ()).throw(Enough))
+        with pytest.raises(Enough):
+            loop.train(change(folder), folder, resumed=True, edited=True)
+    assert "with lr 99 (was 0.003), seed 4 (was 3): nothing is dropped" in capfd.readouterr().err
+    assert json.loads(path.read_text())["history"][-1]["edited"] == ["lr", "seed"]
+    assert resumption.edits(folder, found(folder)) == {}
+    about["run"]["algorithm"]["lr"] = 98.0  # edited again, though a resume has changed it once
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run": about["run"]}))
+    assert resumption.edits(folder, found(folder)) == {"lr": [0.003, 98.0]}
+
+
+def found(folder: Path) -> Found:
+    with closing(Checkpoints(folder / "checkpoints")) as saved:
+        newest = saved.newest()
+    assert newest is not None
+    return newest
+
+
+def test_a_checkpoint_of_an_older_version_says_nothing_of_edits(folder: Path) -> None:
+    whole = found(folder)
+    about = json.loads((folder / "run.json").read_text())
+    about["run"]["algorithm"]["lr"] = 99.0
+    (folder / "run.json").write_text(json.dumps(about))
+    old = {name: value for name, value in whole.metadata.items() if name != "run"}
+    assert resumption.edits(folder, Found(whole.name, whole.manifest | {"metadata": old})) == {}
+    assert resumption.edits(folder, whole) == {"lr": [0.003, 99.0]}
+
+
 def test_sizes_may_change_twice_and_back(folder: Path) -> None:
     stop_after(1, change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
     made = checkpoints(folder)[-1]

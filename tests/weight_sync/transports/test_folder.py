@@ -84,6 +84,7 @@ def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path)
     staging = safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
     first, second = (staging / shard.name for shard in safetensors_files.shards(manifest, 3000))
     at = first.stat().st_mtime_ns
+    (staging / "stray").mkdir()
     data = second.read_bytes()
     for bad in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), b"", None):
         if bad is None:
@@ -92,6 +93,7 @@ def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path)
             second.write_bytes(bad)
         assert safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False) == staging
         assert second.read_bytes() == data and first.stat().st_mtime_ns == at
+        assert not (staging / "stray").exists()
     image[0] ^= 1
     first.unlink()
     with pytest.raises(safetensors_files.Damaged):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +24,12 @@ from longhaul.envs.hackmatrix.environment import hackmatrix
 from longhaul.envs.hackmatrix.reward import PARTS
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch.process import Process
-from longhaul.telemetry import sinks, wandb, wandb_process
+from longhaul.telemetry import sinks, tracking
+from longhaul.telemetry.trackers import wandb
 from longhaul.training.run_dir import find_folder, load_run
 from tests.helpers import small_runs
 from tests.helpers.small_runs import small
+from tests.helpers.tracked_runs import record, tracked_folder, write
 
 BLOCK, HEAD = 32768, 7
 """Bytes of a block of a .wandb file, and of the file's and each chunk's head (LevelDB's log format)."""
@@ -86,38 +87,9 @@ def read(folder: Path) -> Offline:
     return Offline(run.run_id, run.project, run.display_name, config, rows, exits)
 
 
-def record(update: int, **metrics: Any) -> dict[str, Any]:
-    counts = {"update": update, "env_steps": 16 * update, "agent_steps": 32 * update, "wall_seconds": 0.5 * update}
-    return {**counts, "sps": 640.0, **metrics}
-
-
-def tracked_folder(tmp_path: Path, name: str = "run", mode: str | None = "offline") -> Path:
-    """The folder of a run that is tracked and has made no update."""
-    folder = tmp_path / "runs" / name
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"run": {"num_envs": 8, "algorithm": {"lr": 0.5}}, "commit": "abc"}))
-    wandb.save(folder, wandb.Tracking("", True, "games", None, mode))
-    return folder
-
-
-def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopped: bool = False) -> None:
-    """What a run does that goes on from the update before `updates`."""
-    metrics = folder / "metrics.jsonl"
-    sinks.truncate_after(metrics, updates[0] - updates.step)
-    said = [] if notes is None else notes
-    with (
-        closing(sinks.jsonl(metrics)) as lines,
-        wandb.mirror(folder, said.append, lambda: stopped) as sink,
-    ):
-        for update in updates:
-            row = record(update, **{"ppo/entropy": 1.0 / update})
-            lines.write(row)
-            sink.write(row)
-
-
 NEEDS_WANDB = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb, of the extra logging, is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -138,25 +110,29 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_id_is_that_of_the_old_trainer() -> None:
-    assert wandb.run_id("hackmatrix-jax-feb01-26-1") == "a6cf6b32"  # the first digits of the name's md5sum
+    assert tracking.run_id("hackmatrix-jax-feb01-26-1") == "a6cf6b32"  # the first digits of the name's md5sum
 
 
 def test_nothing_is_tracked_unless_asked_for_and_a_run_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
     nothing: frozenset[str] = frozenset()
-    assert wandb.chosen(values(), nothing, "pong") is None
-    assert wandb.chosen(values(project="a"), frozenset({"project"}), "pong") is None
-    begun = wandb.chosen(values(wandb=True), frozenset({"wandb"}), "pong")
-    assert begun == wandb.Tracking("", True, "pong")
+    assert tracking.chosen(values(), nothing, "pong") == {}
+    assert tracking.chosen(values(project="a"), frozenset({"project"}), "pong") == {}
+    begun = tracking.chosen(values(wandb=True), frozenset({"wandb"}), "pong")["wandb"]
+    assert begun == tracking.Tracking("", True, "pong")
     kept = begun._replace(id="abcd1234", mode="offline")
-    assert wandb.chosen(values(), nothing, "pong", kept) == kept
-    assert wandb.chosen(values(), frozenset({"wandb"}), "pong", kept) == kept._replace(on=False)
+    assert tracking.chosen(values(), nothing, "pong", {"wandb": kept}) == {"wandb": kept}
+    assert tracking.chosen(values(), frozenset({"wandb"}), "pong", {"wandb": kept}) == {
+        "wandb": kept._replace(on=False)
+    }
     given = frozenset({"wandb-mode"})
-    assert wandb.chosen(values(**{"wandb-mode": "online"}), given, "pong", kept) == kept._replace(mode="online")
+    assert tracking.chosen(values(**{"wandb-mode": "online"}), given, "pong", {"wandb": kept}) == {
+        "wandb": kept._replace(mode="online")
+    }
     monkeypatch.setenv("WANDB_PROJECT", "sports")
     monkeypatch.setenv("WANDB_ENTITY", "us")
-    named = wandb.chosen(values(wandb=True, entity="me"), frozenset({"wandb"}), "pong")
-    assert named == wandb.Tracking("", True, "sports", "me")
+    named = tracking.chosen(values(wandb=True, entity="me"), frozenset({"wandb"}), "pong")
+    assert named["wandb"] == tracking.Tracking("", True, "sports", "me")
 
 
 def test_where_it_goes_follows_the_flag_the_environment_and_the_credentials(
@@ -176,7 +152,7 @@ def test_where_it_goes_follows_the_flag_the_environment_and_the_credentials(
         assert wandb.resolved(None) == mode
     assert wandb.resolved("online") == "online"
     monkeypatch.setenv("WANDB_MODE", "of")
-    with pytest.raises(wandb.TrackingError, match="WANDB_MODE is 'of'; it must be one of online, offline, disabled"):
+    with pytest.raises(ValueError, match="WANDB_MODE is 'of'; it must be one of online, offline, disabled"):
         wandb.resolved(None)
 
 
@@ -184,7 +160,7 @@ def test_without_the_package_it_is_said_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     assert main(["train", "cartpole", "--wandb"]) == 2
     assert "--wandb needs wandb: pip install 'longhaul-rl[logging]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -193,18 +169,18 @@ def test_without_the_package_it_is_said_before_anything_is_made(
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = tracked_folder(tmp_path)
     (folder / "wandb.json").write_text('{"id": ')
-    with pytest.raises(wandb.TrackingError, match=r"wandb.json can't be read .*; remove it"):
-        wandb.load(folder)
+    with pytest.raises(tracking.TrackingError, match=r"wandb.json can't be read .*; remove it"):
+        tracking.load(folder)
 
 
 def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
     folder, other = tracked_folder(tmp_path), tracked_folder(tmp_path, "other")
-    wandb.save(other, wandb.Tracking("from-a-sweep", True, "games"))
+    tracking.save(other, {"wandb": tracking.Tracking("from-a-sweep", True, "games")})
     runs = tmp_path / "runs"
-    assert find_folder(runs, wandb.run_id("run")) == find_folder(runs, "run") == folder
+    assert find_folder(runs, tracking.run_id("run")) == find_folder(runs, "run") == folder
     assert find_folder(runs, "from-a-sweep") == other
     (other / "wandb.json").unlink()
-    assert find_folder(runs, wandb.run_id("other")) == other
+    assert find_folder(runs, tracking.run_id("other")) == other
     with pytest.raises(RunError, match="no run 'from-a-sweep'"):
         find_folder(runs, "from-a-sweep")
 
@@ -217,7 +193,7 @@ KILLED = """
     from contextlib import closing
     from pathlib import Path
     from longhaul.telemetry import sinks as telemetry
-    from longhaul.telemetry import wandb as tracking
+    from longhaul.telemetry import tracking
     folder = Path(sys.argv[1])
     with (
         closing(telemetry.jsonl(folder / "metrics.jsonl")) as lines,
@@ -273,13 +249,13 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
     small_runs.make_quick(monkeypatch)
     folder = tmp_path / "run"
     folder.mkdir()
-    wandb.save(folder, wandb.Tracking("", True, "small", None, "offline"))
+    tracking.save(folder, {"wandb": tracking.Tracking("", True, "small", None, "offline")})
     small_runs.loop.train(small(), folder, resumed=False)
     found, records = read(folder), sinks.read(folder / "metrics.jsonl")
     assert found.steps == [r["update"] for r in records] == list(range(4, 61, 4))
     before = [None, *records[:-1]]
     for row, mine, last in zip(found.rows, records, before, strict=True):
-        assert {k: v for k, v in row.items() if not k.startswith("_")} == wandb_process.renamed(mine, last)
+        assert {k: v for k, v in row.items() if not k.startswith("_")} == wandb.renamed(mine, last)
         total = mine["ppo/policy_loss"] + 0.5 * mine["ppo/value_loss"] - 0.01 * mine["ppo/entropy"]
         assert row["train/total_loss"] == pytest.approx(total, rel=1e-5)
         assert row["train/mean_reward"] == 1.0
@@ -311,7 +287,7 @@ def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 75
     first = read(folder)
-    assert first.id == wandb.run_id("mine")
+    assert first.id == tracking.run_id("mine")
     assert first.exits == [75]
     for seen in (4000, 8000):
         process = begin("--resume-run", first.id)
@@ -415,7 +391,7 @@ def test_no_failure_of_wandb_ends_or_holds_up_a_run(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], phrase: str
 ) -> None:
     fake(**parts)
-    monkeypatch.setattr(wandb, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
+    monkeypatch.setattr(tracking, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
     folder, notes = tracked_folder(tmp_path), []
     write(folder, range(1, 2000), notes=notes)  # more words than a pipe holds, were none of them read
     failures = [note for note in notes if not note.startswith("W&B: offline")]
@@ -427,7 +403,7 @@ def test_no_failure_of_wandb_ends_or_holds_up_a_run(
 
 def test_a_run_that_fails_says_so_and_its_error_goes_on(tmp_path: Path, fake: Any) -> None:
     server, folder = fake(), tracked_folder(tmp_path)
-    with pytest.raises(ZeroDivisionError), wandb.mirror(folder, lambda line: None, lambda: False):
+    with pytest.raises(ZeroDivisionError), tracking.mirror(folder, lambda line: None, lambda: False):
         _ = 1 / 0
     assert (server.folder / "exit").read_text() == "1"
 
@@ -436,19 +412,11 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
     """SIGTERM reaches whole groups of processes: the tracker sends what there is, and then ends."""
     server, folder = fake(), tracked_folder(tmp_path)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    started: list[Process] = []
-    begun = wandb._begun
-
-    def keep(*words: Any) -> Any:
-        process = begun(*words)
-        assert process is not None
-        started.append(process)
-        return process
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wandb, "_begun", keep)
-        with wandb.mirror(folder, lambda line: None, lambda: True):
-            while not (server.folder / wandb_process.MARK).exists():
+        started: list[Process] = []
+        patch.setattr(tracking, "Process", lambda *words, **rest: started.append(Process(*words, **rest)) or started[0])
+        with tracking.mirror(folder, lambda line: None, lambda: True):
+            while not (server.folder / wandb.MARK).exists():
                 time.sleep(0.02)
             for number in (signal.SIGTERM, signal.SIGINT):
                 started[0].send(number)
@@ -481,7 +449,7 @@ def test_a_record_of_hackmatrix_has_all_the_old_names() -> None:
     learnt = ("policy_loss", "value_loss", "total_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "lr")
     names = ["episode/count", "episode/return", "episode/length", *(f"episode/{name}" for name in told)]
     names += [f"peak/{name}" for name in game.spec.peaks] + [f"ppo/{name}" for name in learnt]
-    found = wandb_process.renamed(record(4, **dict.fromkeys(names, 1.0)))
+    found = wandb.renamed(record(4, **dict.fromkeys(names, 1.0)))
     ours = {"env_steps", "agent_steps", "wall_seconds", "ppo/grad_norm", "ppo/lr", "episode/stage", "episode/score"}
     assert set(found) == THEIRS | ours
 
@@ -491,7 +459,7 @@ def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
         "episode/count": 6.0, "episode/return": -3.0, "episode/length": 20.0, "episode/reward_kills": 1.0,
         "episode/reward_damage_penalty": -4.0, "ppo/entropy": 2.0, "ppo/policy_loss": 0.25, "peak/stage": 3.0,
     }  # fmt: skip
-    found = wandb_process.renamed(record(6, **told), record(4))
+    found = wandb.renamed(record(6, **told), record(4))
     assert found["train/mean_reward"] == found["key/mean_reward"] == -0.15
     assert (found["reward/kills"], found["reward/damage_penalty"]) == (0.05, -0.2)  # together the mean reward
     assert found["train/num_episodes"] == 3.0  # an update
@@ -503,6 +471,6 @@ def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
 
 
 def test_a_record_without_an_ended_episode_leaves_its_means_out() -> None:
-    found = wandb_process.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
+    found = wandb.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
     assert not [name for name in found if "mean_" in name]
     assert found["train/num_episodes"] == 0.0

@@ -1,0 +1,144 @@
+"""Hub of Hugging Face: addresses of policies, and their way there and back, by its own library.
+
+    hf:USER/NAME, hf:USER/NAME@REVISION, hf://USER/NAME
+
+What is downloaded stays in the library's cache. Of a repository only JSON and safetensors are taken, never a pickle.
+`HF_ENDPOINT` names another hub, `HF_TOKEN` the user.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longhaul.runtime.errors import RunError
+
+ADDRESS = re.compile(r"hf:(?://)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
+
+POLICY = "policy.safetensors"
+"""File of a policy's arrays; a folder that has it and no checkpoints is a policy without its run."""
+
+FILES = (POLICY, "policy.json", "run.json")
+"""Files that a policy is made of."""
+
+
+class Address(NamedTuple):
+    repository: str  # USER/NAME
+    revision: str | None = None  # a branch, a tag or a commit; None: the newest
+
+    def __str__(self) -> str:
+        return f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_address(word: str) -> bool:
+    return word.startswith("hf:")
+
+
+def parse(word: str) -> Address:
+    """Address in a word. Raises RunError where it is none."""
+    found = ADDRESS.fullmatch(word)
+    if found is None:
+        raise RunError(f"{word!r} is no address of a policy; write hf:USER/NAME or hf:USER/NAME@REVISION")
+    return Address(found[1], found[2])
+
+
+def download(address: Address) -> Path:
+    """Folder with the files of a policy, called like its commit; from the library's cache where it is there.
+
+    Raises RunError, one line, where there is no such policy or no contact.
+    """
+    with _told(address):
+        from huggingface_hub import snapshot_download
+
+        where = snapshot_download(
+            address.repository, revision=address.revision, allow_patterns=list(FILES), endpoint=_endpoint()
+        )
+    folder = Path(where)
+    lacking = [name for name in FILES if not (folder / name).is_file()]
+    if lacking:
+        raise RunError(
+            f"{address} holds no policy of Longhaul: it lacks {', '.join(lacking)}; longhaul push writes one"
+        )
+    return folder
+
+
+def pinned(address: Address) -> Address:
+    """The same policy by its commit, which never changes."""
+    return address._replace(revision=download(address).name)
+
+
+def check_token(address: Address) -> None:
+    """Raises RunError where nobody is signed in."""
+    with _told(address):
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise RunError("there is no token of Hugging Face; run `hf auth login`, or set HF_TOKEN")
+
+
+def upload(address: Address, folder: Path, *, private: bool, message: str) -> str:
+    """Commits all files of `folder`, which are one policy, to a repository, made where there is none; -> its address on
+    the web."""
+    with _told(address):
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi(endpoint=_endpoint(), library_name="longhaul")
+        url = api.create_repo(address.repository, private=private or None, exist_ok=True)
+        operations = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
+        api.create_commit(address.repository, operations, commit_message=message, revision=address.revision)
+    return str(url)
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+@contextmanager
+def _told(address: Address) -> Iterator[None]:
+    """Errors of the library and of the network as one line."""
+    try:
+        from huggingface_hub import errors
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError as error:
+        raise RunError(f"{address} needs huggingface_hub; pip install 'longhaul-rl[hub]'") from error
+    disable_progress_bars()
+    try:
+        yield
+    except RunError:
+        raise
+    except errors.RevisionNotFoundError as error:
+        raise RunError(f"{address}: there is no such revision; leave it out for the newest") from error
+    except errors.RepositoryNotFoundError as error:
+        raise RunError(f"{address}: there is no such repository, or your token may not see it") from error
+    except errors.HFValidationError as error:
+        raise RunError(f"{address} is no name of a repository: {_first(error)}") from error
+    except errors.HfHubHTTPError as error:
+        raise RunError(f"{address}: {_refusal(error)}") from error
+    except RuntimeError as error:  # of an upload, with the cause behind it
+        raise RunError(f"{address}: {_first(error)} ({_first(error.__cause__ or error)})") from error
+    except (OSError, _transport_error()) as error:  # among the first: nothing in the cache, or HF_HUB_OFFLINE
+        raise RunError(
+            f"{address}: no contact with {_endpoint() or 'huggingface.co'}, and it is not in the cache; try again"
+        ) from error
+
+
+def _transport_error() -> type[Exception]:
+    """Error of the HTTP client that the library uses: of httpx, or since its version 2 of httpx2."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next(each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
+
+
+def _refusal(error: Any) -> str:
+    status = getattr(error.response, "status_code", None)
+    if status in (401, 403):
+        return f"your token is refused ({status}); give one that may write there: `hf auth login`, or HF_TOKEN"
+    return f"the hub answers {status}: {_first(error)}"
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,72 @@
+"""Signals are heard whatever the main thread is doing: the first by whoever watches, the second ends the process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+BUSY = """
+import hashlib, os, signal, time
+from longhaul.cli import main
+from longhaul.runtime import signals
+signals.MOMENT = 0.1
+def work():
+    print("works", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)  # minutes in C, as in the compiler
+"""
+
+
+@contextmanager
+def busy(program: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", BUSY + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "works\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_a_process_that_is_in_c(number: int) -> None:
+    with busy("with signals.listening(): work()") as process:
+        process.send_signal(number)
+        process.send_signal(number)  # of the same moment
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(number)
+        assert process.wait(10) == -number
+
+
+def test_ctrl_c_ends_a_command_that_is_in_c_and_does_not_train() -> None:
+    with busy("with main._ending_at_once(): work()") as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert (process.returncode, err) == (1, "longhaul: error: interrupted; nothing was saved\n")
+
+
+FORKS = """
+import os, signal, time
+from longhaul.runtime import signals
+heard = []
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+with signals.watching(heard.append):
+    if not (child := os.fork()):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not heard:
+        time.sleep(0.01)
+    time.sleep(0.1)
+print(len(heard))
+"""
+
+
+def test_signals_to_a_forked_child_are_not_its_parents() -> None:
+    assert subprocess.check_output([sys.executable, "-c", FORKS], text=True, timeout=20) == "1\n"
