@@ -610,7 +610,7 @@ def test_stopping_at_any_call_to_the_disk_leaves_the_old_or_the_new(
         if next(count) <= stop:
             break
     before, after = (20, {"step": 20}), (20, {"step": "again"})
-    assert newest[0] == before and newest[-1] == after  # between them it depends on how the threads of a save take turns
+    assert newest[0] == before and newest[-1] == after  # between: as its threads take turns
     assert all(found in (before, after) for found in newest)
     assert names(folder) == ["20.1"]
 
