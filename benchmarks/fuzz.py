@@ -218,7 +218,7 @@ def taken(path: Path) -> str:
     """Reads all logs (or scenarios) of a file and compiles them; AssertionError where one is not sound."""
     from longhaul.driving.datasets import readers
     from longhaul.driving.datasets.log import BadData
-    from longhaul.driving.scenario.compile import compile_log
+    from longhaul.driving.scenario.from_log import scenario_from_log
     from longhaul.driving.shards import shard
 
     if readers.detect(path) == readers.SHARD:
@@ -233,7 +233,7 @@ def taken(path: Path) -> str:
         assert tracks.valid[log.sdc].any(), "the ego is never there"
         assert 0 <= log.current < len(log.times), "no such step"
         try:
-            scenario = compile_log(log, agents=2, route_margin=3.0)
+            scenario = scenario_from_log(log, agents=2, route_margin=3.0)
         except BadData as error:
             outcome, refusal = "not compiled", str(error)
             assert refusal.isprintable(), f"unclear: {refusal[:200]!r}"

@@ -30,12 +30,12 @@ from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
 from longhaul.networks import actor_critic
-from longhaul.runtime import device_memory, mesh, settings
+from longhaul.runtime import config_fields, device_memory, mesh
 from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, PyTree, Rollout, Spec, Successors
@@ -47,7 +47,7 @@ SPEC = Spec(observation.shapes(16, 10, 64), Discrete(91), agents=1)
 
 
 def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> PPOConfig:
-    return settings.replaced(
+    return config_fields.replaced(
         recipes.recipe("driving").algorithm, torso=asked.torso, model_size=asked.size, num_minibatches=MINIBATCHES,
         update_epochs=1, chunk=asked.rows, precision=precision, accumulate=accumulate, remat=remat,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def filled(shapes: PyTree, seed: int = 0) -> PyTree:
 
 def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> dict[str, Any]:
     made = config(asked, precision, accumulate, remat)
-    algorithm = ppo.ppo(SPEC, made, Context(updates=100, mean=mesh.identity))
+    algorithm = ppo.ppo(SPEC, made, RunContext(updates=100, mean=mesh.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     data = experience(algorithm, state, asked.rows)
     lowered = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(0))

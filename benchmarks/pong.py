@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import recipes
 from longhaul.envs.host import registry as host
 from longhaul.envs.registry import spec_stub
@@ -94,7 +94,7 @@ def measure(worlds: int, steps: int, repeats: int, nature: bool) -> dict[str, An
     ways = {"bare": bare(worlds, steps), "random": collecting(blind(6), worlds, steps)}
     if nature:
         config = recipes.recipe("impala-pong").algorithm
-        ways["nature"] = collecting(registry.make(spec, config, Context(1, meshes.identity)), worlds, steps)
+        ways["nature"] = collecting(registry.make(spec, config, RunContext(1, meshes.identity)), worlds, steps)
     for turn in ways.values():
         turn()
     taken = [{name: cpu_seconds(turn) for name, turn in ways.items()} for _ in range(repeats)]

@@ -22,7 +22,7 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.telemetry import forecast, sinks
@@ -38,7 +38,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     run = load_run(folder)
     assert isinstance(run.algorithm, Reasoner)
     prepare_devices(run.all_devices, run.threads)
-    algorithm = registry.make(data.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
+    algorithm = registry.make(data.spec(run), run.algorithm, RunContext(updates=1, mean=meshes.identity))
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
     score = evaluate.reasoner(run, run.evaluation_episodes or 256)
     like = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from benchmarks import results
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import SACConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.bench import harness
 from longhaul.bench.cases import replay
 from longhaul.bench.harness import Worker
@@ -59,7 +59,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
         replay_size=about["size"], network=replace(SACConfig.network, precision=about["precision"]),
     )  # fmt: skip
     mesh, mean = meshes.make_mesh(1), meshes.mean_over_data
-    algorithm = registry.make(spec, config, Context(updates=1000, mean=mean, sizes=Sizes(1, worlds, 1)))
+    algorithm = registry.make(spec, config, RunContext(updates=1000, mean=mean, sizes=Sizes(1, worlds, 1)))
 
     def once(i: jax.Array, carried: tuple[Any, Key]) -> tuple[Any, Key]:
         state, key = carried

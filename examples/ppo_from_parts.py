@@ -16,7 +16,7 @@ import jax
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.environment import vectorise
 from longhaul.envs.classic_control import cartpole
 from longhaul.rollout import collector
@@ -34,7 +34,7 @@ def train(seed: int = 0, updates: int = UPDATES) -> list[float]:
     mesh = meshes.make_mesh(1)
 
     config = PPOConfig(lr=1e-3, num_minibatches=4, update_epochs=4)
-    algorithm = ppo.ppo(environment.spec, config, Context(updates, mean=meshes.identity))
+    algorithm = ppo.ppo(environment.spec, config, RunContext(updates, mean=meshes.identity))
 
     def collect_in(context: tuple[()]) -> Collector:
         """The collector. `context` is data that worlds read and never write, such as driving logs: none here."""

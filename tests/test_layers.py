@@ -46,7 +46,7 @@ NO_JAX = (
         "runtime/credentials",
         "runtime/shared_memory",
         "runtime/worker_pool",
-        "runtime/settings",
+        "runtime/config_fields",
     ),
     *("spaces", "reasoning/tasks", "reasoning/tokenizer"),
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/numpy_cartpole"),

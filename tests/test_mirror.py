@@ -16,7 +16,7 @@ PACKAGE = TESTS.parent / "longhaul"
 ELSEWHERE = {
     "algorithms/actor_critic.py": "algorithms/test_ppo.py",
     "algorithms/config.py": "algorithms/test_ppo.py",
-    "algorithms/context.py": "algorithms/test_ppo.py",
+    "algorithms/run_context.py": "algorithms/test_ppo.py",
     "algorithms/registry.py": "algorithms/test_sac.py",
     "algorithms/values.py": "bench/cases/test_training.py",
     "bench/harness.py": "bench/cases/test_training.py",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "driving/render/log_picture.py": "driving/test_inspect_logs.py",
     "driving/render/recording.py": "driving/render/test_frames.py",
     "driving/render/save.py": "driving/render/test_frames.py",
-    "driving/scenario/bank.py": "driving/scenario/test_compile.py",
+    "driving/scenario/bank.py": "driving/scenario/test_from_log.py",
     "driving/scenario/scenario.py": "driving/scenario/test_lane_graph.py",
     "driving/sim/config.py": "driving/sim/test_observation.py",
     "driving/sim/features.py": "driving/sim/test_observation.py",

@@ -15,9 +15,9 @@ from longhaul import returns
 from longhaul.algorithms import actor_critic, values
 from longhaul.algorithms.actor_critic import Policy, advanced, explained_variance, look
 from longhaul.algorithms.config import ANNEAL, ENT_COEF, GAMMA, LR, MAX_GRAD_NORM, NORMALISE_OBSERVATION, VF_COEF
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks.config import NetworkConfig
-from longhaul.runtime.settings import CHANGEABLE, nested, setting
+from longhaul.runtime.config_fields import CHANGEABLE, nested, setting
 from longhaul.types import Algorithm, Rollout, Spec
 
 __version__ = "1.0"
@@ -38,11 +38,11 @@ class A2C:
     normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
     network: NetworkConfig = nested(NetworkConfig())
 
-    def make(self, spec: Spec, context: Context) -> Algorithm:
+    def make(self, spec: Spec, context: RunContext) -> Algorithm:
         return a2c(spec, self, context)
 
 
-def a2c(spec: Spec, config: A2C, context: Context) -> Algorithm:
+def a2c(spec: Spec, config: A2C, context: RunContext) -> Algorithm:
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     rate = actor_critic.annealing(context)(config.lr, 0.0 if config.anneal else config.lr)

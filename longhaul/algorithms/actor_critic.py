@@ -12,7 +12,7 @@ import optax
 
 from longhaul import normalise
 from longhaul.algorithms.config import InMinibatches, OnActorCritic
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
 from longhaul.runtime.errors import FieldError
@@ -147,7 +147,12 @@ def network(spec: Spec, config: OnActorCritic) -> actor_critic.ActorCritic:
 
 
 def advanced(
-    state: State, params: Params, opt_state: optax.OptState, data: Rollout, weight: jax.Array | None, context: Context
+    state: State,
+    params: Params,
+    opt_state: optax.OptState,
+    data: Rollout,
+    weight: jax.Array | None,
+    context: RunContext,
 ) -> State:
     """State after an update. Its moments follow here: acting and learning of this batch used the old ones."""
     moments = state.moments
@@ -157,19 +162,19 @@ def advanced(
     return State(params, opt_state, moments, state.updates + 1)
 
 
-def explained_variance(error: jax.Array, target: jax.Array, weight: jax.Array | None, context: Context) -> jax.Array:
+def explained_variance(error: jax.Array, target: jax.Array, weight: jax.Array | None, context: RunContext) -> jax.Array:
     """Share of the targets' variance that the values before the update explain; `error` is what they miss."""
     unexplained, spread = (moments_of(x, weight, context)[1] for x in (error, target))
     return 1.0 - unexplained / jnp.maximum(spread, 1e-8)
 
 
-def normalised(advantage: jax.Array, weight: jax.Array | None, context: Context) -> jax.Array:
+def normalised(advantage: jax.Array, weight: jax.Array | None, context: RunContext) -> jax.Array:
     """Advantages of mean 0 and deviation 1 over all shards."""
     centre, variance = moments_of(advantage, weight, context)
     return (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
 
 
-def moments_of(x: jax.Array, weight: jax.Array | None, context: Context) -> tuple[jax.Array, jax.Array]:
+def moments_of(x: jax.Array, weight: jax.Array | None, context: RunContext) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over all shards of x where weight is 1."""
     mean, isolated = context.mean, context.isolated
 
@@ -200,7 +205,7 @@ def _mean(x: jax.Array) -> jax.Array:
     return sums[0] / x.size
 
 
-def annealing(context: Context) -> Callable[[float, float], optax.Schedule]:
+def annealing(context: RunContext) -> Callable[[float, float], optax.Schedule]:
     """(begin, end) -> schedule from `begin` to `end` over a run, a function of the update's number."""
     updates, first, done = context.updates, context.first, context.done
 

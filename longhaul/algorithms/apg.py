@@ -19,12 +19,12 @@ import optax
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import APGConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Metrics, Pathwise, Spec
 
 
-def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
+def apg(spec: Spec, config: APGConfig, context: RunContext) -> Algorithm:
     """Analytic policy gradient for environments of `spec`. `learn` takes the data of `rollout.pathwise`."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"APG learns a vector, and this environment takes {spec.action}; --actions continuous, say")

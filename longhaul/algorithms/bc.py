@@ -20,7 +20,7 @@ import optax
 from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Policy, State, advanced, look
 from longhaul.algorithms.config import BCConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.runtime.errors import FieldError
@@ -79,7 +79,7 @@ def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array
     return differs if isinstance(action, Discrete) else jnp.mean(differs, axis=-1)
 
 
-def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
+def bc(spec: Spec, config: BCConfig, context: RunContext) -> Algorithm:
     """Behaviour cloning for environments of `spec`."""
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy

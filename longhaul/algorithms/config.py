@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import GateConfig, ModelConfig
-from longhaul.runtime.settings import CHANGEABLE, Setting, nested, setting
+from longhaul.runtime.config_fields import CHANGEABLE, Setting, nested, setting
 
 SCALINGS = ("none", "batch")
 """Rules by which minibatches and epochs follow from the batch; see `batch_scaling`."""

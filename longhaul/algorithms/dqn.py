@@ -17,8 +17,8 @@ import optax
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import DQNConfig
-from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
 from longhaul.spaces import Discrete
@@ -50,7 +50,7 @@ def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
 
-def dqn(spec: Spec, config: DQNConfig, context: Context) -> Algorithm:
+def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
     """DQN for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     tower, sight, values = _values(spec, config)
 

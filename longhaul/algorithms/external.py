@@ -4,7 +4,7 @@
     class A2C:
         lr: float = setting(7e-4, "learning rate", above=0)
 
-        def make(self, spec, context):  # types.Spec, algorithms.context.Context
+        def make(self, spec, context):  # types.Spec, algorithms.run_context.Context
             return Algorithm(init, policy, memory, act, learn)
 
 Its described fields become flags. It may have `check(*, columns, steps)`, which raises FieldError for sizes of a shard,
@@ -23,11 +23,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from longhaul.algorithms.config import ALGORITHMS, AlgorithmConfig, InMinibatches
-from longhaul.runtime import settings, user_modules
+from longhaul.runtime import config_fields, user_modules
 from longhaul.runtime.errors import ModuleError, RunError
 
 if TYPE_CHECKING:
-    from longhaul.algorithms.context import Context
+    from longhaul.algorithms.run_context import RunContext
     from longhaul.types import Algorithm, Spec
 
 GROUP = "longhaul.algorithms"
@@ -80,7 +80,7 @@ def of(found: Any) -> AlgorithmConfig:
     if without:
         raise ValueError(f"{without[0]} has no default; every field of an algorithm needs one")
     config = found() if found is kind else found
-    for leaf in settings.walk(config):
+    for leaf in config_fields.walk(config):
         hint = typing.get_type_hints(leaf.owner)[leaf.path[-1]]
         inner = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple) else (hint,)
         if not {each for each in inner if each not in (type(None), ...)} <= set(PLAIN):
@@ -125,7 +125,7 @@ class Acting(NamedTuple):
     params: Any
 
 
-def made(config: Any, spec: Spec, context: Context) -> Algorithm:
+def made(config: Any, spec: Spec, context: RunContext) -> Algorithm:
     """Algorithm of the user's own. Raises ValueError, one line, where `make` returns something else."""
     from longhaul.types import Algorithm
 
@@ -146,7 +146,7 @@ def made(config: Any, spec: Spec, context: Context) -> Algorithm:
     return found._replace(policy=policy, act=act)
 
 
-def check(config: Any, spec: Spec, context: Context) -> None:
+def check(config: Any, spec: Spec, context: RunContext) -> None:
     """Raises ValueError, one line, where the algorithm does not act as its environment asks. Traces, never runs."""
     import jax
 

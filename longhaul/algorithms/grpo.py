@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
@@ -235,7 +235,7 @@ def _looked(
     return after, ((count > 0.0) & ~after.open) | lacking
 
 
-def grpo(spec: Any, config: GRPOConfig, context: Context) -> Algorithm:
+def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     """Learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
     updates, mean = context.updates, context.mean
     assert config.num_minibatches is not None and config.update_epochs is not None

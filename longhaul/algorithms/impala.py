@@ -26,7 +26,7 @@ from longhaul import returns
 from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Policy, State, advanced, explained_variance, look, normalised
 from longhaul.algorithms.config import IMPALAConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
@@ -103,7 +103,7 @@ def _loss(
     return loss
 
 
-def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
+def impala(spec: Spec, config: IMPALAConfig, context: RunContext) -> Algorithm:
     """IMPALA for environments of `spec`."""
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
@@ -161,7 +161,7 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
 
 
 def _staleness(
-    log_ratio: jax.Array, clip: float, age: jax.Array, weight: jax.Array | None, context: Context
+    log_ratio: jax.Array, clip: float, age: jax.Array, weight: jax.Array | None, context: RunContext
 ) -> Metrics:
     """Distance of the policy at an update's beginning from the acting ones: in updates, and in ratios."""
 

@@ -22,7 +22,7 @@ from longhaul import prng
 from longhaul.algorithms import batch_scaling, values
 from longhaul.algorithms.actor_critic import annealing
 from longhaul.algorithms.config import InMinibatches
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.types import Key, Metrics, Params, PyTree
 
 
@@ -37,7 +37,7 @@ def optimiser_steps(
     live: Callable[[Params], Params],
     optimiser: optax.GradientTransformation,
     config: InMinibatches,
-    context: Context,
+    context: RunContext,
     parts: Sequence[str],
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """Function (params, opt_state, update, batch, key) -> (params, opt_state, metrics) after all epochs over the batch;

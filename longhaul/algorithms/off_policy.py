@@ -18,7 +18,7 @@ import optax
 
 from longhaul import prng, replay
 from longhaul.algorithms.config import OffPolicy
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
 from longhaul.runtime.errors import FieldError
@@ -170,7 +170,11 @@ def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
 
 
 def algorithm(
-    spec: Spec, config: OffPolicy, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], context: Context
+    spec: Spec,
+    config: OffPolicy,
+    parts: Parts,
+    act: Callable[..., tuple[jax.Array, PyTree, PyTree]],
+    context: RunContext,
 ) -> Algorithm:
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
     updates, mean, sizes = context.updates, context.mean, context.sizes

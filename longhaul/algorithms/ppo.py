@@ -23,7 +23,7 @@ from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
 from longhaul.algorithms.actor_critic import advanced, explained_variance, look, normalised
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
@@ -82,7 +82,7 @@ def _loss(
     return loss
 
 
-def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
+def ppo(spec: Spec, config: PPOConfig, context: RunContext) -> Algorithm:
     """PPO for environments of `spec`."""
     parts = actor_critic.parts(spec, config)
     network = parts.network

@@ -20,7 +20,7 @@ from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, minibatch, off_policy, values
 from longhaul.algorithms.actor_critic import Parts, State, advanced, explained_variance
 from longhaul.algorithms.config import PQNConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
@@ -82,7 +82,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
     return loss
 
 
-def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
+def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
     """PQN for environments of `spec`."""
     updates, first, done = context.updates, context.first, context.done
     parts = _make(spec, config)

@@ -21,17 +21,17 @@ from longhaul.algorithms.config import (
     PQNConfig,
     SACConfig,
 )
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic as networks
 from longhaul.replay import Sizes
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.types import Algorithm, PyTree, Spec
 
 
 class Learner(NamedTuple):
     """Functions of an algorithm."""
 
-    make: Callable[[Spec, Any, Context], Algorithm]
+    make: Callable[[Spec, Any, RunContext], Algorithm]
     check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises FieldError
     network: Callable[[Spec, Any], networks.ActorCritic]  # its `apply` takes a policy for parameters
 
@@ -56,7 +56,7 @@ LEARNERS: dict[str, Learner] = {
 def _own(config: AlgorithmConfig) -> Learner:
     """Functions of an algorithm of the user's own."""
 
-    def make(spec: Spec, config: Any, context: Context) -> Algorithm:
+    def make(spec: Spec, config: Any, context: RunContext) -> Algorithm:
         return external.made(config, spec, context)
 
     def unknown(spec: Spec, config: Any) -> networks.ActorCritic:
@@ -96,14 +96,14 @@ def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
     return config.recorded if isinstance(config, BCConfig) else ()
 
 
-def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
+def make(spec: Spec, config: AlgorithmConfig, context: RunContext) -> Algorithm:
     """Algorithm of a config for environments of `spec`."""
     return learner(config).make(spec, config, context)
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:
     """Raises FieldError for impossible settings or sizes."""
-    settings.check(config)
+    config_fields.check(config)
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
     learner(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 

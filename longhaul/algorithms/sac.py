@@ -24,8 +24,8 @@ import numpy as np
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import SACConfig
-from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
@@ -179,7 +179,7 @@ def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
     return loss
 
 
-def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
+def sac(spec: Spec, config: SACConfig, context: RunContext) -> Algorithm:
     """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     networks = _Networks(spec, config)
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import TD3Config
-from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
 from longhaul.runtime.errors import FieldError
@@ -42,7 +42,7 @@ def _networks(spec: Spec, config: TD3Config) -> tuple[actor_critic.Tower, actor_
     return actor, off_policy.tower(config, (sight.shape, action), 1), sight, spec.action
 
 
-def td3(spec: Spec, config: TD3Config, context: Context) -> Algorithm:
+def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
     """TD3 for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     actor, critic, sight, box = _networks(spec, config)
 

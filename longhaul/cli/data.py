@@ -24,7 +24,7 @@ def data(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
-    from longhaul.driving.scenario.compile import ROUTES
+    from longhaul.driving.scenario.from_log import ROUTES
     from longhaul.driving.scenario.scenario import CONTROLS
 
     paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.runtime.settings import plain
+from longhaul.runtime.config_fields import plain
 from longhaul.runtime.user_modules import is_named
 
 

@@ -15,10 +15,10 @@ from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Fla
 from longhaul.config import files, recipes
 from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
+from longhaul.runtime.config_fields import Leaf, Setting
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import Leaf, Setting
 from longhaul.telemetry import tracking
 from longhaul.telemetry.trackers import wandb
 from longhaul.training import hub
@@ -78,7 +78,7 @@ PUBLISHING = (
 )  # fmt: skip
 """Flags of publication: not part of a Run either."""
 
-SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in settings.walk(Population()))
+SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in config_fields.walk(Population()))
 """Flags that make many runs of one."""
 
 
@@ -93,7 +93,7 @@ def folder_of(values: Mapping[str, Any], usage: str, on_hub: bool = False) -> Pa
 
 def run_flags(run: Run) -> list[Flag]:
     """The flags of `run`, with its values as defaults."""
-    return [flag_of(leaf, run) for leaf in settings.walk(run)]
+    return [flag_of(leaf, run) for leaf in config_fields.walk(run)]
 
 
 def flag_of(leaf: Leaf, run: Run) -> Flag:
@@ -144,7 +144,7 @@ def table(run: Run) -> dict[str, list[Flag]]:
     headings = GROUPS | {"algorithm": f"How it learns: {external.title(run.algorithm)}."}
     groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     groups[f"algorithm: {headings['algorithm']}"].append(ALGORITHM._replace(default=external.name_of(run.algorithm)))
-    for leaf in settings.walk(run):
+    for leaf in config_fields.walk(run):
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
         groups[f"{group}: {headings[group]}"].append(flag_of(leaf, run))
     groups[f"saving: {headings['saving']}"] += FOLDERS

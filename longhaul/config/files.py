@@ -22,7 +22,7 @@ from typing import Any
 
 from longhaul.algorithms import external
 from longhaul.config.run import Run
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.user_modules import is_named
@@ -75,7 +75,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
 
     Raises RunError, with the nearest names, where a key is no setting.
     """
-    known = {leaf.name: leaf for leaf in settings.walk(recipe)}
+    known = {leaf.name: leaf for leaf in config_fields.walk(recipe)}
     by_path = {leaf.path: leaf.name for leaf in known.values()}
     inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
     found: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def render(run: Run) -> str:
     tree: dict[str, Any] = {"recipe": run.recipe}
     if external.is_own(type(run.algorithm)):
         tree["algorithm"] = {"kind": external.name_of(run.algorithm)}
-    for leaf in settings.walk(run):
+    for leaf in config_fields.walk(run):
         *parents, last = leaf.path
         inner = tree
         for name in parents:

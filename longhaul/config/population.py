@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
+from longhaul.runtime.config_fields import setting
 from longhaul.runtime.errors import FieldError
-from longhaul.runtime.settings import setting
 
 MOST_MEMBERS = 4096
 """Members of a population."""
@@ -97,7 +97,7 @@ def _values(said: str) -> tuple[float, ...]:
 
 def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
     """The members. Raises FieldError where `config` has no such hyperparameters."""
-    settings.check(population)
+    config_fields.check(population)
     found = members(population, seed)
     if len(found) > MOST_MEMBERS:
         raise FieldError(

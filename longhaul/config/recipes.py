@@ -26,8 +26,8 @@ from longhaul.driving.sim.config import Config as SimulatorConfig
 from longhaul.driving.sim.config import Weights
 from longhaul.networks.config import NetworkConfig
 from longhaul.reasoning.config import ModelConfig, Reasoning
+from longhaul.runtime.config_fields import replaced, walk
 from longhaul.runtime.errors import ModuleError, RunError
-from longhaul.runtime.settings import replaced, walk
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
 

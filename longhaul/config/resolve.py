@@ -25,7 +25,7 @@ from longhaul.reasoning import huggingface, problem_sets, tokenizer
 from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
-from longhaul.runtime import batch_shards, process_group, settings
+from longhaul.runtime import batch_shards, config_fields, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, default_threads, on_cpu, prepare_devices, started
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.runtime.user_modules import load
@@ -57,7 +57,7 @@ def resolve(run: Run) -> Run:
 def _resolved(run: Run) -> Run:
     if run.model < 1:
         raise FieldError("mesh", run.mesh, "model must be at least 1")
-    settings.check(run)
+    config_fields.check(run)
     if isinstance(run.environment, Driving):
         _check_driving(run.environment)
     _check_reasoning(run)
@@ -92,10 +92,10 @@ def _resolved(run: Run) -> Run:
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
     sizes = Sizes(parts(run, devices), columns, run.num_steps)
-    if run.lr_rule != "none" and "lr" not in settings.values(algorithm):
+    if run.lr_rule != "none" and "lr" not in config_fields.values(algorithm):
         raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
     for values in ({}, *(member.values for member in siblings if run.population.sweep)):
-        registry.check(settings.replaced(algorithm, **values), sizes)
+        registry.check(config_fields.replaced(algorithm, **values), sizes)
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
@@ -127,7 +127,7 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     Where no topology is given, actors step an environment that is on the host: in threads, where no other process finds
     its class. Raises RunError where a setting is unknown, or would change nothing.
     """
-    usual = settings.values(recipe)
+    usual = config_fields.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
     run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
     if "topology" not in given and run.topology == "fused" and not run.many and not process_group.together():
@@ -152,7 +152,7 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
 
     RunError where there is no such setting, or where it takes no value of that type.
     """
-    known = {leaf.name: leaf for leaf in settings.walk(run)}
+    known = {leaf.name: leaf for leaf in config_fields.walk(run)}
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -166,13 +166,13 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
                 value = from_dict(hint, list(value) if isinstance(value, tuple) else value)
             except TypeError as error:
                 raise RunError(f"--{name.replace('_', '-')} is {value!r}, and must be of type {hint}") from error
-            run = settings.replaced(run, **{name: value})
+            run = config_fields.replaced(run, **{name: value})
     return run
 
 
 def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
     """Raises RunError where a setting that was changed is not one of the run's topology."""
-    topologies = {leaf.name: leaf.setting.topologies for leaf in settings.walk(run)}
+    topologies = {leaf.name: leaf.setting.topologies for leaf in config_fields.walk(run)}
     for name, value in changes.items():
         have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
         said = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"

@@ -14,9 +14,9 @@ from longhaul.config.population import Population
 from longhaul.driving.sim import config as sim
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.reasoning.config import Reasoning
+from longhaul.runtime.config_fields import CHANGEABLE, FREE, nested, setting
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import ModuleError
-from longhaul.runtime.settings import CHANGEABLE, FREE, nested, setting
 from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig

@@ -29,8 +29,8 @@ from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_law
 from longhaul.diagnostics.scaling_law import Law
 from longhaul.runtime import files
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.telemetry import pages
 from longhaul.telemetry.pages import HEIGHT, WIDTH, Axes, short
 from longhaul.training import loop

@@ -27,7 +27,7 @@ import numpy as np
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.compile import CHOSEN, compile_log
+from longhaul.driving.scenario.from_log import CHOSEN, scenario_from_log
 from longhaul.driving.scenario.scenario import ONWARD, Road, Scenario
 from longhaul.driving.shards import shard as shards
 from longhaul.runtime import cache_dir
@@ -38,7 +38,7 @@ TRIED = 50
 
 
 def _generate(seed: int, *, agents: int, horizon: int | None, control: str) -> Scenario:
-    return compile_log(generate(seed), agents=agents, horizon=horizon, control=control)
+    return scenario_from_log(generate(seed), agents=agents, horizon=horizon, control=control)
 
 
 def generated(
@@ -128,7 +128,9 @@ def makers(
         yield from (partial(stored, index) for index in range(len(shard)))
         return
     for log in readers.read(path):
-        yield partial(compile_log, log, agents=agents, horizon=horizon, objects=objects, control=control, routes=routes)
+        yield partial(
+            scenario_from_log, log, agents=agents, horizon=horizon, objects=objects, control=control, routes=routes
+        )
 
 
 def agrees(compiled: str, control: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longhaul.runtime.settings import CHANGEABLE, setting
+from longhaul.runtime.config_fields import CHANGEABLE, setting
 
 ENCODERS = ("latent", "wayformer", "mtr")
 """Torsos with attention: networks/attention.py."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from longhaul.networks.config import PRECISIONS, REMATS
 from longhaul.reasoning import tasks
 from longhaul.reasoning.tasks import Task
-from longhaul.runtime.settings import setting
+from longhaul.runtime.config_fields import setting
 
 MADE: dict[str, Callable[[int, int], Task]] = {
     "arithmetic": tasks.arithmetic,

@@ -18,7 +18,7 @@ from longhaul.reasoning.config import MADE, QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Discrete
 from longhaul.types import Spec
@@ -36,7 +36,7 @@ class World(NamedTuple):
 
 def check(config: Reasoning) -> None:
     """Raises FieldError where a setting is out of bounds, or does not fit the others."""
-    settings.check(config)
+    config_fields.check(config)
     if config.task == "countdown" and config.most < 2:
         raise FieldError("most", config.most, "countdown needs at least 2 numbers")
     if tasks.QUESTION not in config.template:

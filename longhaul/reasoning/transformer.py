@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from longhaul import prng
 from longhaul.networks.layers import PRECISIONS, affine, along_last, rematerialised, rms_norm
 from longhaul.reasoning.config import ModelConfig
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.runtime.errors import FieldError
 from longhaul.types import Key, Params, PyTree
 
@@ -42,7 +42,7 @@ KeyValue = tuple[jax.Array, jax.Array]
 
 def check(config: ModelConfig) -> None:
     """Raises FieldError for an impossible model."""
-    settings.check(config)
+    config_fields.check(config)
     if config.vocabulary < 1:
         raise FieldError("vocabulary", config.vocabulary, "it must be at least 1")
     if config.heads % config.kv_heads:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longhaul.runtime.settings import FREE, setting
+from longhaul.runtime.config_fields import FREE, setting
 
 Record = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.algorithms import registry
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.environment import vectorise
@@ -68,7 +68,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
     task, share = run.environment, run.num_envs // run.acting.actors
     environment = reasoning_setup.world(run, reasoning_setup.bank(run)) if isinstance(task, Reasoning) else named(task)
-    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
+    algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
 
     def on_device() -> Collector:

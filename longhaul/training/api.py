@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from longhaul.algorithms import external, registry
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import files, recipes
 from longhaul.config.resolve import changed, named, resolve
 from longhaul.config.run import Driving, Named, Run
@@ -70,9 +70,9 @@ def begin(
         named(task)  # what is unknown or missing is said before anything is made
     loop.prepare_devices(run.all_devices, run.threads)
     if external.is_own(type(run.algorithm)):
-        external.check(run.algorithm, spec(run), Context(updates=1, mean=identity))
+        external.check(run.algorithm, spec(run), RunContext(updates=1, mean=identity))
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
-        algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
+        algorithm = registry.make(spec(run), run.algorithm, RunContext(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None, "asked": asked}
@@ -285,7 +285,7 @@ class Policy:
 
     def __init__(self, run: Run, params: Params) -> None:
         self.run, self.params, self.spec = run, params, spec(run)
-        algorithm = registry.make(self.spec, run.algorithm, Context(updates=1, mean=identity))
+        algorithm = registry.make(self.spec, run.algorithm, RunContext(updates=1, mean=identity))
         self._memory = algorithm.memory
         self.recurrent = bool(jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(1))))
         self.act = lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2]

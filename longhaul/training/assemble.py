@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import batch_scaling, external, registry
 from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import population
 from longhaul.config.population import Member
 from longhaul.config.resolve import agents, members_of, named, parts
@@ -102,7 +102,7 @@ def assemble(
     def make(values: Mapping[str, Any]) -> Algorithm:
         config = dataclasses.replace(run.algorithm, **values)
         done, split = origin.agent_steps / run.total_steps, run.model > 1
-        context = Context(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
+        context = RunContext(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
         scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
         return registry.make(spec, dataclasses.replace(config, **scaled), context)
 

@@ -11,7 +11,7 @@ import numpy as np
 from longhaul import rollout
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.driving.sim import config
@@ -62,7 +62,7 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
 
     The seed is the run's by default. Compiles once. The environment may be one on the host.
     """
-    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
+    algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
     if isinstance(environment, SpecStub | Called):
         name = environment.name if isinstance(environment, SpecStub) else f"single/{environment.name}"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from longhaul import rollout
 from longhaul.algorithms import registry
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.run import Driving, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
@@ -54,7 +54,7 @@ class Drives(NamedTuple):
                 return jnp.zeros((jax.tree.leaves(observation)[0].shape[0], 2), jnp.int32), memory, ()
 
             return act, lambda count: ()
-        algorithm = registry.make(environment.spec, self.run.algorithm, Context(updates=1, mean=meshes.identity))
+        algorithm = registry.make(environment.spec, self.run.algorithm, RunContext(updates=1, mean=meshes.identity))
         return algorithm.act, algorithm.memory
 
     def player(

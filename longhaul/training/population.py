@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import population, registry
-from longhaul.algorithms.context import Context
 from longhaul.algorithms.population import Make, Tuned
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.population import Member, own
 from longhaul.config.resolve import members_of
 from longhaul.config.run import Driving, Run
@@ -60,7 +60,7 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
         lambda values: registry.make(
-            spec, dataclasses.replace(run.algorithm, **values), Context(updates=1, mean=meshes.identity, sizes=sizes)
+            spec, dataclasses.replace(run.algorithm, **values), RunContext(updates=1, mean=meshes.identity, sizes=sizes)
         ),
         found,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
-from longhaul.runtime import files, process_group, settings
+from longhaul.runtime import config_fields, files, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
@@ -214,7 +214,7 @@ def read_run(folder: Path) -> Run:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
         run: Run = from_dict(Run, as_now(data["run"]))
-        settings.check(run)
+        config_fields.check(run)
         if run.model < 1:
             raise FieldError("mesh", run.mesh, "model must be at least 1")
         if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
@@ -238,7 +238,7 @@ def own_algorithm(folder: Path) -> str | None:
 def sources(run: Run) -> dict[str, Source]:
     """Origins of what is the user's own in a run, beside its environment, by flag; each module is imported."""
     names = {"algorithm": external.name_of(run.algorithm)}
-    names |= {leaf.name: leaf.value for leaf in settings.walk(run) if leaf.name in ("torso", "reward")}
+    names |= {leaf.name: leaf.value for leaf in config_fields.walk(run) if leaf.name in ("torso", "reward")}
     found = {}
     for flag, name in names.items():
         if name and is_named(name):

@@ -12,7 +12,7 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import APGConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.driving.sim import dynamics
@@ -67,7 +67,7 @@ def cost(gain: np.ndarray) -> np.ndarray:
 def collected() -> Any:
     """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
     config = APGConfig(lr=2e-2, gamma=GAMMA, network=NetworkConfig(hidden_dim=16, num_layers=1))
-    algorithm = registry.make(REGULATOR.spec, config, Context(updates=300, mean=meshes.identity))
+    algorithm = registry.make(REGULATOR.spec, config, RunContext(updates=300, mean=meshes.identity))
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = quick(lambda key: (algorithm.init(key), collect.start(key)))(jax.random.key(0))
     return algorithm, begun, quick(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
@@ -137,7 +137,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
 
 def test_what_has_no_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="APG learns a vector"):
-        registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), Context(1, meshes.identity))
+        registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), RunContext(1, meshes.identity))
     for changes, message in (
         ({"topology": "actors"}, "--topology is actors, and gradients"),
         ({"algorithm": APGConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),

@@ -12,15 +12,15 @@ import pytest
 from longhaul.algorithms import batch_scaling, ppo
 from longhaul.algorithms.batch_scaling import Passes
 from longhaul.algorithms.config import LR_RULES, PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import flags, run_flags
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.envs import classic_control
 from longhaul.networks.config import NetworkConfig
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.training import assemble
 from tests.helpers.quick import quick
 
@@ -151,7 +151,7 @@ def test_a_warm_up_rises_to_the_rate() -> None:
     found: dict[int, list[float]] = {}
     for warmup in (0, 4):
         config = replaced(PPOConfig(), hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
-        algorithm = ppo.ppo(spec, config, Context(updates=10, mean=lambda x: x))
+        algorithm = ppo.ppo(spec, config, RunContext(updates=10, mean=lambda x: x))
         state = algorithm.init(jax.random.key(0))
         data = _rollout(algorithm, state)
         learn = quick(algorithm.learn)

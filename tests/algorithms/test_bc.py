@@ -14,7 +14,7 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import BCConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Named, Run
@@ -27,8 +27,8 @@ from longhaul.envs.probes import PROBES
 from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import Guide, collector
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.topologies import fused
 from longhaul.training import assemble, offline_data
@@ -118,7 +118,7 @@ def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     probe = PROBES["successor"]()  # one of four places has a positive first number
     environment = Shown(probe.environment, jnp.int32(2), jnp.int32(1), Discrete(3))
     config = replaced(BCConfig(), **SETTINGS)
-    algorithm = registry.make(environment.spec, config, Context(updates=1, mean=meshes.identity))
+    algorithm = registry.make(environment.spec, config, RunContext(updates=1, mean=meshes.identity))
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
     policy = algorithm.policy(quick(algorithm.init)(jax.random.key(0)))
@@ -140,7 +140,7 @@ def test_a_vector_is_cloned_where_it_is_known() -> None:
     best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
     known = seen[..., 3] == 0.0
     spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
-    algorithm = registry.make(spec, replaced(BCConfig(), **SETTINGS), Context(updates=200, mean=meshes.identity))
+    algorithm = registry.make(spec, replaced(BCConfig(), **SETTINGS), RunContext(updates=200, mean=meshes.identity))
     nothing, never = jnp.zeros((4, 16)), jnp.zeros((4, 16), bool)
     extras = Guided((), seen @ jnp.where(jnp.isnan(best), 0.0, best), known, known)
     extras = extras._replace(action=jnp.where(known[..., None], extras.action, jnp.nan))

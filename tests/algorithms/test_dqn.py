@@ -9,9 +9,9 @@ import pytest
 
 from longhaul.algorithms import dqn
 from longhaul.algorithms.config import DQNConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.envs.probes import PROBES, Probe
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Masked
 from tests.algorithms.test_sac import SMALL, UPDATES, learnt, steered
 from tests.helpers.quick import zeros
@@ -68,7 +68,7 @@ def test_many_devices_learn_the_same_policy() -> None:
 def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
     probe = PROBES["masked"]()
     settings = config(probe, epsilon=0.9, epsilon_final=0.2, exploration=0.5)
-    algorithm = dqn.dqn(probe.environment.spec, settings, Context(updates=UPDATES, mean=lambda x: x))
+    algorithm = dqn.dqn(probe.environment.spec, settings, RunContext(updates=UPDATES, mean=lambda x: x))
     state = zeros(algorithm.init, jax.random.key(0))
     # Without a replay nothing is in it: what is random says the cursor alone.
     ready = state._replace(cursor=state.cursor._replace(filled=np.int32(10**6)))
@@ -80,4 +80,4 @@ def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
 def test_a_vector_is_refused() -> None:
     probe = steered(PROBES["constant"]())
     with pytest.raises(ValueError, match="DQN learns one choice"):
-        dqn.dqn(probe.environment.spec, config(probe), Context(updates=1, mean=lambda x: x))
+        dqn.dqn(probe.environment.spec, config(probe), RunContext(updates=1, mean=lambda x: x))

@@ -18,16 +18,16 @@ import pytest
 import longhaul
 from longhaul.algorithms import external, ppo, registry
 from longhaul.algorithms.config import LR, MINIBATCHES, IMPALAConfig, PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import flags, run_flags
 from longhaul.cli.main import main
 from longhaul.config import files, recipes, resolve
 from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
-from longhaul.runtime import mesh, settings
+from longhaul.runtime import config_fields, mesh
+from longhaul.runtime.config_fields import nested, setting
 from longhaul.runtime.errors import FieldError, RunError
-from longhaul.runtime.settings import nested, setting
 from longhaul.training import run_dir
 from longhaul.types import Algorithm, Discrete, Rollout, Spec
 from tests.helpers import own_environments
@@ -35,7 +35,7 @@ from tests.helpers.small_runs import make_quick
 
 HERE = __name__
 SPEC = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Discrete(2), max_steps=5)
-ALONE = Context(updates=1, mean=mesh.identity)
+ALONE = RunContext(updates=1, mean=mesh.identity)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Around:
     def ours(self) -> PPOConfig:
         return PPOConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
-    def make(self, spec: Spec, context: Context) -> Algorithm:
+    def make(self, spec: Spec, context: RunContext) -> Algorithm:
         return ppo.ppo(spec, self.ours(), context)
 
     def check(self, *, columns: int, steps: int) -> None:
@@ -65,7 +65,7 @@ class Constant:
 
     action: int = setting(1, "the action")
 
-    def make(self, spec: Spec, context: Context) -> Algorithm:
+    def make(self, spec: Spec, context: RunContext) -> Algorithm:
         def act(policy: jax.Array, memory: Any, observation: Any, key: Any) -> Any:
             return jnp.full(observation.shape[:1], 1, jnp.int32) * policy, memory, ()
 
@@ -84,7 +84,7 @@ class NoMake:
 class NoDefault:
     lr: float
 
-    def make(self, spec: Spec, context: Context) -> None:
+    def make(self, spec: Spec, context: RunContext) -> None:
         return None
 
 
@@ -92,7 +92,7 @@ class NoDefault:
 class NoPlainField(NoMake):
     table: dict[str, int] = setting(None, "a table")  # noqa: RUF009  a field, as everywhere
 
-    def make(self, spec: Spec, context: Context) -> None:
+    def make(self, spec: Spec, context: RunContext) -> None:
         return None
 
 
@@ -108,7 +108,7 @@ class Wrong(Constant):
 
     part: str = setting("action", "part that is wrong")
 
-    def make(self, spec: Spec, context: Context) -> Any:
+    def make(self, spec: Spec, context: RunContext) -> Any:
         right = Constant(self.action).make(spec, context)
         return {
             "all": (right.act, right.learn),
@@ -244,7 +244,7 @@ def test_its_checks_count_and_its_minibatches_follow_from_the_batch() -> None:
     with pytest.raises(FieldError, match="num_steps is 128; it must be at most 100"):
         registry.check(own, sizes._replace(steps=128))  # type: ignore[arg-type]
     with pytest.raises(FieldError, match="lr is -1"):
-        registry.check(settings.replaced(own, lr=-1.0), sizes)  # type: ignore[arg-type]
+        registry.check(config_fields.replaced(own, lr=-1.0), sizes)  # type: ignore[arg-type]
     run = recipes.with_algorithm(recipes.recipe("ppo"), Around)
     resolved = resolve.resolve(resolve.changed(run, {"num_steps": 64}))
     assert resolved.algorithm.num_minibatches == resolved.algorithm.update_epochs == 4

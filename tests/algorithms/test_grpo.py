@@ -14,7 +14,7 @@ import pytest
 
 from longhaul.algorithms import grpo, registry
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.replay import Sizes
@@ -160,7 +160,7 @@ def test_ratios_are_clipped_as_each_loss_says() -> None:
 def learnt() -> tuple[Any, Any, Any]:
     """Results of one update, with KL and two minibatches: from rewards, from demonstrations, from equal rewards."""
     settings = config(kl_coef=0.1, num_minibatches=2, taught=1, warmup=0, lr=1e-2, lr_taught=1e-2)
-    made = grpo.grpo(None, settings, Context(updates=2, mean=meshes.identity))
+    made = grpo.grpo(None, settings, RunContext(updates=2, mean=meshes.identity))
     params, data = completions()
     begun = quick(made.init)(jax.random.key(1))
     state = begun._replace(params=params, updates=jnp.int32(1), imitated=jnp.int32(1))
@@ -212,8 +212,8 @@ def test_two_shards_are_one_batch() -> None:
     data = data._replace(reward=jnp.array([1.0, 0, 0, 0.5, 0, 1, 1, 1]))
     mesh = meshes.make_mesh(2, 1)
     settings = config(loss="grpo", lr=1.0, warmup=0)
-    whole = grpo.grpo(None, settings, Context(updates=1, mean=meshes.identity))
-    parts = grpo.grpo(None, settings, Context(updates=1, mean=meshes.mean_over_data))
+    whole = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.identity))
+    parts = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.mean_over_data))
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
     specs = sampler.Completions(*[P("data")] * 10)

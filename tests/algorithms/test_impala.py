@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from longhaul.algorithms import actor_critic, impala, ppo, registry
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import distribution
 from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.telemetry import health
 from longhaul.telemetry.trackers import wandb
 from longhaul.types import Algorithm, Rollout
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 @cache
 def case(kind: str) -> Case:
     environment, config = KINDS[kind]
-    algorithm = impala.impala(environment.spec, config, Context(updates=10, mean=meshes.identity))
+    algorithm = impala.impala(environment.spec, config, RunContext(updates=10, mean=meshes.identity))
     state = stirred(algorithm, config)._replace(updates=jnp.int32(VERSION))
     rng = np.random.default_rng(3)
     before = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.2, size=x.shape), jnp.float32), state.params)
@@ -185,7 +185,7 @@ ONE_STEP = replace(
 def learning(config: Any) -> tuple[Algorithm, Any]:
     """The algorithm of a config in the world of "categorical", and its compiled `learn`."""
     make = impala.impala if isinstance(config, IMPALAConfig) else ppo.ppo
-    algorithm = make(Chaos(interval=4).spec, config, Context(10, meshes.identity))
+    algorithm = make(Chaos(interval=4).spec, config, RunContext(10, meshes.identity))
     return algorithm, quick(algorithm.learn)
 
 
@@ -256,7 +256,7 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns() -> None:
     data, columns, everywhere = made.old, PartitionSpec(None, "data"), PartitionSpec()
     layout = jax.tree.map(lambda _: columns, data)._replace(version=everywhere)
     layout = layout._replace(successors=layout.successors._replace(last=PartitionSpec("data")))
-    algorithm = impala.impala(made.environment.spec, config, Context(updates=10, mean=meshes.mean_over_data))
+    algorithm = impala.impala(made.environment.spec, config, RunContext(updates=10, mean=meshes.mean_over_data))
     state = jax.tree.map(lambda x: jnp.zeros_like(x), one_step())
     state = state._replace(params=made.state.params, updates=jnp.int32(VERSION))
     learn = meshes.per_shard(algorithm.learn, meshes.make_mesh(2), (everywhere, layout, everywhere), everywhere)

@@ -14,12 +14,12 @@ import pytest
 from longhaul.algorithms import minibatch, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import resolve
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.spaces import Discrete
 from longhaul.types import Rollout, Spec, Successors
 from tests.helpers.quick import quick, zeros
@@ -47,7 +47,7 @@ LEARNERS = {
 def learner(config: PPOConfig) -> tuple[Any, State, Rollout]:
     """(learn, a state, experience of which some steps do not count)."""
     spec = Spec(SEEN, Discrete(3), agents=2)
-    algorithm = ppo.ppo(spec, config, Context(updates=10, mean=meshes.identity))
+    algorithm = ppo.ppo(spec, config, RunContext(updates=10, mean=meshes.identity))
     state = zeros(algorithm.init, jax.random.key(0))
     state = state._replace(params=drawn(state.params, scale=0.3))
     rng = np.random.default_rng(3)

@@ -14,8 +14,8 @@ from longhaul import normalise
 from longhaul.algorithms import ppo, registry
 from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
 from longhaul.algorithms.ppo import Batch
+from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.networks import actor_critic as networks
@@ -24,7 +24,7 @@ from longhaul.networks.config import NetworkConfig
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Discrete, Masked
 from longhaul.types import Algorithm, Rollout, Spec
 from tests.helpers.checkable_environment import BOX, PAIR, Chaos
@@ -39,7 +39,7 @@ SMALL = PPOConfig(
 @cache
 def rolling(environment: Chaos, network: NetworkConfig) -> Any:
     """Program of a policy to the second rollout of a fresh run, which begins in the middle of episodes."""
-    algorithm = ppo.ppo(environment.spec, replace(SMALL, network=network), Context(10, meshes.identity))
+    algorithm = ppo.ppo(environment.spec, replace(SMALL, network=network), RunContext(10, meshes.identity))
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=STEPS)
 
     def second(policy: Policy) -> Rollout:
@@ -81,7 +81,7 @@ def case(kind: str) -> tuple[Chaos, PPOConfig, Algorithm, State, Rollout, Any]:
     """A kind of learner with learning rate 0, its data, and its compiled `learn`."""
     environment, config = KINDS[kind]
     config = replace(config, lr=0.0)
-    algorithm = ppo.ppo(environment.spec, config, Context(10, meshes.identity))
+    algorithm = ppo.ppo(environment.spec, config, RunContext(10, meshes.identity))
     state = stirred(algorithm, config)
     data = rolling(environment, config.network)(algorithm.policy(state))
     return environment, config, algorithm, state, data, quick(algorithm.learn)
@@ -272,7 +272,7 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
 
 
 def learning(config: PPOConfig) -> Any:
-    return quick(ppo.ppo(KINDS["categorical"][0].spec, config, Context(10, meshes.identity)).learn)
+    return quick(ppo.ppo(KINDS["categorical"][0].spec, config, RunContext(10, meshes.identity)).learn)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns(one_step):
     columns, everywhere = PartitionSpec(None, "data"), PartitionSpec()
     layout = jax.tree.map(lambda _: columns, data)._replace(version=everywhere)
     layout = layout._replace(successors=layout.successors._replace(last=PartitionSpec("data")))
-    learn = ppo.ppo(KINDS["categorical"][0].spec, ONE_STEP, Context(updates=10, mean=meshes.mean_over_data)).learn
+    learn = ppo.ppo(KINDS["categorical"][0].spec, ONE_STEP, RunContext(updates=10, mean=meshes.mean_over_data)).learn
     learn = meshes.per_shard(learn, mesh, (everywhere, layout, everywhere), everywhere)
     split, _ = quick(learn)(state, data, jax.random.key(2))
     assert_close(gradient(split), gradient(after), 1e-6)
@@ -343,7 +343,7 @@ def test_acting_without_a_key_takes_the_mode_and_normalises():
     action, memory, extras = algorithm.act(policy, (), seen, None)
     assert memory == ()
     by_hand = (np.asarray(seen) - np.asarray(state.moments.mean)) / np.sqrt(np.asarray(state.moments.variance) + 1e-8)
-    plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), Context(10, meshes.identity))
+    plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), RunContext(10, meshes.identity))
     other, _, more = plain.act(Policy(state.params, ()), (), jnp.asarray(by_hand, jnp.float32), None)
     np.testing.assert_array_equal(action, other)
     np.testing.assert_allclose(extras["log_prob"], more["log_prob"], rtol=1e-5)
@@ -397,7 +397,7 @@ SET = Spec(
 
 def test_a_model_size_decides_width_and_depth():
     config = PPOConfig(network=NetworkConfig(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9))
-    algorithm = ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
+    algorithm = ppo.ppo(SET, config, RunContext(updates=1, mean=meshes.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     assert networks.count(state.params) == pytest.approx(0.3e6, rel=0.1)
 
@@ -406,5 +406,5 @@ def test_presence_is_not_normalised():
     """An item's last feature says whether it is there: normalised, one that always is would not be."""
     config = PPOConfig(normalise_observation=True, network=NetworkConfig(torso="deepset"))
     with pytest.raises(ValueError, match="normalise_observation is on, and torso deepset reads"):
-        ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
-    ppo.ppo(SET, replaced(config, torso="mlp"), Context(updates=1, mean=meshes.identity))
+        ppo.ppo(SET, config, RunContext(updates=1, mean=meshes.identity))
+    ppo.ppo(SET, replaced(config, torso="mlp"), RunContext(updates=1, mean=meshes.identity))

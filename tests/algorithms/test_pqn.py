@@ -9,10 +9,10 @@ import pytest
 
 from longhaul.algorithms import pqn, registry
 from longhaul.algorithms.config import PQNConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from tests.helpers.quick import quick, zeros
 
 
@@ -20,7 +20,7 @@ def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
     settings: dict[str, Any] = {"hidden_dim": 8, "num_layers": 1}
     places = {name: changes.pop(name) for name in ("first", "done") if name in changes}
     config = replaced(PQNConfig(), **(settings | changes))
-    return pqn.pqn(probe.environment.spec, config, Context(updates=updates, mean=lambda x: x, **places))
+    return pqn.pqn(probe.environment.spec, config, RunContext(updates=updates, mean=lambda x: x, **places))
 
 
 def test_exploration_falls_with_the_share_of_the_run_that_is_past() -> None:

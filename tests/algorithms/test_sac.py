@@ -11,14 +11,14 @@ import pytest
 
 from longhaul.algorithms import registry, sac, td3
 from longhaul.algorithms.config import OffPolicy, SACConfig, TD3Config
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes, Transitions
 from longhaul.rollout import collector, play, starts
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Box, Discrete
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Guided, Key, Rollout, Spec, Successors, TimeStep
@@ -69,7 +69,7 @@ def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = No
     mesh = meshes.make_mesh(devices)
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
     registry.check(settings, sizes)
-    made = registry.make(probe.environment.spec, settings, Context(UPDATES, meshes.mean_over_data, sizes=sizes))
+    made = registry.make(probe.environment.spec, settings, RunContext(UPDATES, meshes.mean_over_data, sizes=sizes))
     algorithm = made if wrong is None else made._replace(learn=lambda s, data, key: made.learn(s, wrong(data), key))
     collect = collector(vectorise(probe.environment, WORLDS // devices), algorithm.act, algorithm.memory, steps=STEPS)
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
@@ -181,7 +181,9 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
     """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
     spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)
     settings = replaced(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
-    algorithm = registry.make(spec, settings, Context(updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS)))
+    algorithm = registry.make(
+        spec, settings, RunContext(updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS))
+    )
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     seen, action, flag = shape((STEPS, WORLDS, 3)), shape((STEPS, WORLDS, 2)), shape((STEPS, WORLDS), dtype=bool)
@@ -244,7 +246,7 @@ def test_imitation_that_can_not_work_is_refused() -> None:
             registry.check(replaced(SACConfig(), learning_starts=64, **changes), sizes)
     spec = replace(IMITATED, action=Discrete(3))
     with pytest.raises(ValueError, match="--actions continuous"):
-        registry.make(spec, SACConfig(imitation=1.0), Context(updates=1, mean=meshes.identity, sizes=sizes))
+        registry.make(spec, SACConfig(imitation=1.0), RunContext(updates=1, mean=meshes.identity, sizes=sizes))
     assert registry.guidance(SACConfig()) is None
     assert registry.guidance(SACConfig(imitation=0.1, expert_share=0.5)) == 0.5
 
@@ -259,7 +261,7 @@ def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
     )  # fmt: skip
     sizes = Sizes(1, columns, steps)
     registry.check(config, sizes)
-    algorithm = registry.make(IMITATED, config, Context(updates=updates, mean=meshes.identity, sizes=sizes))
+    algorithm = registry.make(IMITATED, config, RunContext(updates=updates, mean=meshes.identity, sizes=sizes))
     place = np.arange(columns * steps).reshape(steps, columns) % 4
     best = np.array([[0.5, 1.0], [-0.8, 3.5], [0.0, 2.0], [0.9, 0.4]], np.float32)
     his = np.arange(columns) < 4

@@ -8,10 +8,10 @@ import pytest
 
 from longhaul.algorithms import registry, td3
 from longhaul.algorithms.config import TD3Config
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from tests.algorithms.test_sac import SMALL, STEPS, UPDATES, learnt, steered
 
 
@@ -42,4 +42,4 @@ def test_what_can_not_work_is_refused() -> None:
             registry.check(config(PROBES["continuous"](), **changes), Sizes(1, 8, STEPS))
     probe = PROBES["action"]()
     with pytest.raises(ValueError, match="TD3 learns a vector"):
-        td3.td3(probe.environment.spec, config(probe), Context(updates=1, mean=lambda x: x))
+        td3.td3(probe.environment.spec, config(probe), RunContext(updates=1, mean=lambda x: x))

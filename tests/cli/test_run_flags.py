@@ -16,7 +16,7 @@ from longhaul.cli import train as commands
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run, to_dict
-from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, replaced, walk
+from longhaul.runtime.config_fields import CHANGEABLE, FIXED, FREE, replaced, walk
 from longhaul.telemetry import tracking
 from longhaul.training import loop, run_dir
 from longhaul.training.run_dir import save_run

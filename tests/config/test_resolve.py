@@ -19,9 +19,9 @@ from longhaul.config import resolve as runs
 from longhaul.config.run import MOST, Driving, Named, Run, from_dict, to_dict
 from longhaul.driving.sim import simulator
 from longhaul.networks.config import NetworkConfig
-from longhaul.runtime import devices, settings
+from longhaul.runtime import config_fields, devices
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.training import run_dir
 from tests.helpers import installed_recipes
 
@@ -201,7 +201,7 @@ def test_a_run_says_by_which_algorithm_and_one_that_does_not_is_of_the_first(tmp
 def test_a_run_file_from_before_the_network_was_nested_is_read(recipe: str) -> None:
     run = recipes.recipe(recipe)
     written = to_dict(run)
-    flags = {leaf.path[-1] for leaf in settings.walk(run.algorithm)}
+    flags = {leaf.path[-1] for leaf in config_fields.walk(run.algorithm)}
     network = written["algorithm"].pop("network", {})
     written["algorithm"] |= {name: value for name, value in network.items() if name in flags}
     assert from_dict(Run, run_dir.as_now(written)) == run

@@ -16,7 +16,7 @@ from longhaul.driving import inspect_logs
 from longhaul.driving.datasets import readers
 from longhaul.driving.render import log_picture
 from longhaul.driving.render.frames import COLOURS
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.shards import shard
 from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
@@ -86,7 +86,7 @@ def assert_ranges(ranges: dict[str, Any], limits: list[float] | None) -> None:
 
 def test_ranges_of_a_shard_are_those_of_its_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "a.lhs"
-    shard.write(path, [compile_log(made.make_log())])
+    shard.write(path, [scenario_from_log(made.make_log())])
     ranges = inspect_logs.inspect([str(path)])["files"][0]["scenarios"][0]["ranges"]
     assert (ranges["z"], ranges["speed_limit"], ranges["track_ids"]) == (None, None, None)
     assert ranges["duration"] == pytest.approx(8.0, abs=1e-5)
@@ -98,7 +98,7 @@ def test_ranges_of_a_shard_are_those_of_its_scenarios(tmp_path: Path) -> None:
 def test_pictures_show_every_body_and_the_whole_way(tmp_path: Path) -> None:
     """A log, and the shard made of it: in the picture there are pixels of each kind, at the ego's place its own."""
     log = made.make_log()
-    for shown in (log, compile_log(log)):
+    for shown in (log, scenario_from_log(log)):
         drawn = log_picture.sketch(shown)
         log_picture.save(shown, tmp_path / "a.png")
         with Image.open(tmp_path / "a.png") as image:

@@ -16,12 +16,12 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import AlgorithmConfig, IMPALAConfig, PPOConfig, PQNConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.topologies import fused
 from longhaul.types import Algorithm
 from tests.helpers.quick import quick
@@ -67,7 +67,7 @@ LEARNERS = {
 
 
 def make(probe: Probe, config: Config, mean: Callable) -> Algorithm:
-    return registry.make(probe.environment.spec, config(probe), Context(UPDATES, mean))
+    return registry.make(probe.environment.spec, config(probe), RunContext(UPDATES, mean))
 
 
 def run_fused(probe: Probe, config: Config, devices: int) -> tuple[Any, Algorithm]:

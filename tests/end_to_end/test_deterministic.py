@@ -29,8 +29,8 @@ from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import batch_shards
 from longhaul.runtime import devices as machine
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training.data import Feeding, feed

@@ -24,8 +24,8 @@ from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.topologies import fused
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training import data as feeds

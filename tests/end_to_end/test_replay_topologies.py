@@ -13,7 +13,7 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import OffPolicy
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.environment import vectorise
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.probes import PROBES, Probe
@@ -39,7 +39,7 @@ def made(probe: Probe, settings: OffPolicy, devices: int, *, alone: bool = False
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
     registry.check(settings, sizes)
     mean = meshes.identity if alone else meshes.mean_over_data
-    return registry.make(probe.environment.spec, settings, Context(updates=UPDATES, mean=mean, sizes=sizes))
+    return registry.make(probe.environment.spec, settings, RunContext(updates=UPDATES, mean=mean, sizes=sizes))
 
 
 def collecting(probe: Probe, algorithm: Algorithm, worlds: int) -> fused.CollectorIn:

@@ -25,8 +25,8 @@ from longhaul.config import run as runs
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.networks.config import NetworkConfig
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused

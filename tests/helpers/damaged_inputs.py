@@ -26,7 +26,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from longhaul.driving.datasets import readers, womd
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.shards import shard
 from tests.helpers import argoverse_files, nuplan_files
 from tests.helpers import log_files as made
@@ -332,7 +332,7 @@ class Sources:
         self.canary = folder / "canary"
         self.payloads = made.payloads(log)
         self.document = json.dumps(made.gpudrive(log))
-        self.record = shard.pack(compile_log(log, agents=2, route_margin=3.0))
+        self.record = shard.pack(scenario_from_log(log, agents=2, route_margin=3.0))
         where = folder / "sound"
         where.mkdir(exist_ok=True)
         argoverse = argoverse_files.write(log, where)

@@ -18,7 +18,7 @@ from longhaul.networks import actor_critic
 from longhaul.networks.config import REMATS
 from longhaul.networks.layers import POLICIES
 from longhaul.runtime import device_memory
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.training import run_dir
 from tests.helpers.quick import QUICK, quick
 from tests.helpers.small_runs import small

@@ -16,7 +16,7 @@ from longhaul.config.run import Driving
 from longhaul.networks import attention
 from longhaul.networks.attention import HEAD, NEIGHBOURS, Encoder, encoder
 from longhaul.networks.config import ENCODERS
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.telemetry import sinks
 from longhaul.training import loop
 from tests.helpers.quick import quick

@@ -13,7 +13,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.config import AlgorithmConfig, DQNConfig, PPOConfig, SACConfig
 from longhaul.networks import actor_critic
 from longhaul.networks.config import NetworkConfig
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.types import Box, Discrete, Spec
 
 HERE = "tests.networks.test_user_network"
@@ -77,8 +77,8 @@ def test_actor_and_critic_share_it_and_leading_axes_are_free(memory: int) -> Non
 )
 def test_every_kind_of_algorithm_takes_it(config: AlgorithmConfig, action: Any) -> None:
     spec = Spec(SEEN, action, max_steps=5)
-    own = settings.replaced(config, torso=f"{HERE}:joined", hidden_dim=8)
-    settings.check(own)
+    own = config_fields.replaced(config, torso=f"{HERE}:joined", hidden_dim=8)
+    config_fields.check(own)
     made = registry.network(spec, own)
     shapes = jax.eval_shape(made.init, jax.random.key(0))
     assert any("encoder" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes))
@@ -101,6 +101,6 @@ def test_what_keeps_not_the_form_is_one_line(name: str, says: str) -> None:
 
 def test_another_word_is_still_no_torso() -> None:
     with pytest.raises(ValueError, match="torso is 'mlq'"):
-        settings.check(NetworkConfig(torso="mlq"))
+        config_fields.check(NetworkConfig(torso="mlq"))
     with pytest.raises(ValueError, match="torso is 'mlq'; it must be one of mlp"):
         actor_critic.actor_critic(SEEN, 2, torso="mlq")

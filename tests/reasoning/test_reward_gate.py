@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import grpo, registry
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.reasoning import reward_gate, sampler
 from longhaul.reasoning.config import GateConfig
 from longhaul.replay import Sizes
@@ -71,7 +71,7 @@ def test_what_it_can_not_be_is_named(name: str, value: float) -> None:
 
 def learner(**changes: Any) -> Any:
     settings = config(gate=SETTINGS, taught=2, warmup=0, lr=1e-2, **changes)
-    return grpo.grpo(None, settings, Context(updates=9, mean=meshes.identity))
+    return grpo.grpo(None, settings, RunContext(updates=9, mean=meshes.identity))
 
 
 def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
@@ -110,7 +110,9 @@ def test_own_chains_are_imitated_where_there_are_enough() -> None:
     """STaR: of 8 completions 3 are verified chains and learnt, whatever the others are; 2 are too few."""
     params, data = completions()
     settings = dataclasses.replace(SETTINGS, chains="own", fewest=3)
-    made = grpo.grpo(None, config(gate=settings, warmup=0, lr_scaffold=1e-2), Context(updates=9, mean=meshes.identity))
+    made = grpo.grpo(
+        None, config(gate=settings, warmup=0, lr_scaffold=1e-2), RunContext(updates=9, mean=meshes.identity)
+    )
     state = made.init(jax.random.key(0))._replace(params=params)
     due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in (0, 1)]
     assert due == [sampler.SAMPLED, sampler.OWN]

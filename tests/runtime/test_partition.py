@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import attention
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Spec
 
@@ -69,7 +69,7 @@ def test_any_shape_is_split_once_and_evenly_where_that_can_be() -> None:
 def algorithm(**settings: Any) -> Algorithm:
     spec = Spec(jax.ShapeDtypeStruct((6,), jnp.float32), Discrete(3))
     config = replaced(PPOConfig(), **{"hidden_dim": 48, "num_layers": 3, **settings})
-    return ppo.ppo(spec, config, Context(updates=1, mean=meshes.identity))
+    return ppo.ppo(spec, config, RunContext(updates=1, mean=meshes.identity))
 
 
 @pytest.mark.parametrize("settings", [{}, {"shared": True}, {"memory": 32}, {"torso": "wayformer"}])

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.environment import vectorise
 from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import collector
@@ -203,7 +203,7 @@ def test_one_all_reduce_a_step_of_the_optimiser(agents):
     """
     environment, mesh = Chaos(agents=agents), meshes.make_mesh(2)
     config = PPOConfig(num_minibatches=3, update_epochs=2, network=NetworkConfig(hidden_dim=8, num_layers=1))
-    algorithm = ppo.ppo(environment.spec, config, Context(updates=4, mean=meshes.mean_over_data))
+    algorithm = ppo.ppo(environment.spec, config, RunContext(updates=4, mean=meshes.mean_over_data))
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=4)
     made = algorithm, lambda context: collect, mesh
     progress = jax.eval_shape(lambda: begin(made))

@@ -21,8 +21,8 @@ from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.networks.config import NetworkConfig
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.training import loop, run_dir

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import ppo
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import evaluate
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
@@ -27,7 +27,7 @@ from longhaul.driving.render import recording
 from longhaul.driving.sim import simulator
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving
@@ -41,7 +41,7 @@ from tests.helpers.small_runs import small
 
 def policy(run: Run, environment: Environment, seed: int = 0) -> Any:
     """A policy of the run before any training."""
-    algorithm = ppo.ppo(environment.spec, run.algorithm, Context(updates=1, mean=lambda tree: tree))
+    algorithm = ppo.ppo(environment.spec, run.algorithm, RunContext(updates=1, mean=lambda tree: tree))
     return algorithm.policy(algorithm.init(jax.random.key(seed)))
 
 

@@ -76,14 +76,14 @@ def test_an_onnx_model_acts_as_the_run_on_every_batch(
 def drawn(recipe: str, **settings: Any) -> api.Policy:
     """The policy of a recipe with parameters drawn at random."""
     from longhaul.algorithms import registry
-    from longhaul.algorithms.context import Context
+    from longhaul.algorithms.run_context import RunContext
     from longhaul.config import recipes
     from longhaul.config.resolve import changed, resolve
     from longhaul.runtime.mesh import identity
     from longhaul.training.data import spec
 
     run = resolve(changed(recipes.recipe(recipe), settings))
-    algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
+    algorithm = registry.make(spec(run), run.algorithm, RunContext(updates=1, mean=identity))
     draw = np.random.default_rng(0)
     params = jax.tree.map(
         lambda x: draw.normal(size=x.shape, scale=0.2).astype(np.float32) if x.dtype == np.float32 else x,

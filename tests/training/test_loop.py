@@ -20,9 +20,9 @@ import pytest
 
 from longhaul.config.run import Driving, Named
 from longhaul.driving.sim import simulator
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
-from longhaul.runtime.settings import replaced
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused

@@ -14,7 +14,7 @@ from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.bench.cases.training import Prepared, assembled
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
 from longhaul.runtime.devices import prepare_devices
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import actor_learner
@@ -73,5 +73,5 @@ def actors(
         return told | {"cpu_seconds": used, "mean_return": total / ended if ended else float("nan")}
 
     config = {"env": env, "num_envs": num_envs, "num_steps": num_steps, **dataclasses.asdict(made.acting)}
-    config |= settings.values(made.algorithm)
+    config |= config_fields.values(made.algorithm)
     return Prepared(config, updates * steps, "env steps", compiled, lambda number: None, work)

@@ -35,8 +35,8 @@ from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
+from longhaul.runtime import config_fields
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import settings
 from longhaul.runtime.devices import prepare_devices
 from longhaul.spaces import Masked
 from longhaul.topologies import fused
@@ -74,7 +74,7 @@ class Cell(NamedTuple):
             dataclasses.replace(
                 recipe, num_envs=self.num_envs, num_steps=self.num_steps, devices=self.devices,
                 total_steps=max(recipe.total_steps, 2 * steps), block=1, base_batch=recipe.base_batch or base,
-                algorithm=settings.replaced(recipe.algorithm, precision=self.precision),
+                algorithm=config_fields.replaced(recipe.algorithm, precision=self.precision),
             )
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ def serve() -> None:
     ready = prepare(cell)
     names = ("num_envs", "num_steps", "devices", "threads")
     config = {"recipe": cell.recipe} | {name: getattr(ready.run, name) for name in names}
-    config |= settings.values(ready.run.algorithm)
+    config |= config_fields.values(ready.run.algorithm)
     compiled = ready.start["trace_seconds"] + ready.start["compile_seconds"]
 
     def work(_: Any) -> dict[str, float]:

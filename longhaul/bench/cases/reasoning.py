@@ -19,7 +19,7 @@ import numpy as np
 
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.bench.cases.training import Prepared
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
@@ -38,7 +38,9 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
         sample = sampler.sampler(config, length, 1.0, ends=False)
         program: Callable[..., Any] = functools.partial(sample, budget=jnp.int32(sampler.UNBOUNDED))
     else:
-        learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), Context(updates=1, mean=meshes.identity))
+        learner = grpo.grpo(
+            None, GRPOConfig(model=config, num_minibatches=1), RunContext(updates=1, mean=meshes.identity)
+        )
         token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
         written, nothing, zero = jnp.ones(token.shape, bool), jnp.zeros(token.shape), jnp.zeros(rows, jnp.int32)
         reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)

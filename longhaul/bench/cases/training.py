@@ -29,7 +29,7 @@ from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import Log
 from longhaul.driving.scenario.bank import Bank, stack
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank, dynamics, geometry, simulator
 from longhaul.driving.sim.device_bank import DeviceBank
@@ -37,8 +37,8 @@ from longhaul.driving.sim.dynamics import Motion
 from longhaul.environment import Worlds, vectorise
 from longhaul.envs import hackmatrix
 from longhaul.envs.hackmatrix import state as world
+from longhaul.runtime import config_fields
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import settings
 from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
 from longhaul.topologies import fused
@@ -96,7 +96,7 @@ def hackmatrix_ppo(
     """The recipe `hackmatrix`; without `total_steps` a repeat is 131,072 steps, or one update where that is more."""
     recipe = recipes.recipe("hackmatrix")
     batch = num_envs * num_steps
-    algorithm = settings.replaced(recipe.algorithm, precision=precision)
+    algorithm = config_fields.replaced(recipe.algorithm, precision=precision)
     made = dataclasses.replace(
         recipe, algorithm=algorithm, num_envs=num_envs,
         num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
@@ -171,7 +171,7 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
         return {"mean_return": float(total / ended) if ended else float("nan")}
 
     names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
-    config = {name: getattr(made, name) for name in names} | more | settings.values(made.algorithm)
+    config = {name: getattr(made, name) for name in names} | more | config_fields.values(made.algorithm)
     config |= {"together": made.population.together} if made.many else {}
     steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
     return Prepared(config, steps, unit, compiled, begin, work)
@@ -212,13 +212,13 @@ def _generated(objects: int, scenarios: int, agents: int) -> list[Scenario]:
 
 
 def _of_log(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
-    made = compile_log(log, agents=agents, objects=objects)
+    made = scenario_from_log(log, agents=agents, objects=objects)
     if not (covering and made.field.size):
         return made
     places = made.pose[..., :2][made.present]
     top = made.field_origin + CELL * np.array(made.field.shape[::-1])
     missing = np.maximum(made.field_origin - places.min(0), places.max(0) - top).max()
-    return compile_log(log, agents=agents, objects=objects, route_margin=MARGIN + max(float(missing) + 5.0, 0.0))
+    return scenario_from_log(log, agents=agents, objects=objects, route_margin=MARGIN + max(float(missing) + 5.0, 0.0))
 
 
 def _bytes(tree: PyTree) -> int:

@@ -18,7 +18,7 @@ from longhaul.driving.datasets.log import Log
 from longhaul.driving.render import save as render
 from longhaul.driving.render.frames import COLOURS, KINDS, Stroke, map_strokes, stroke, visible
 from longhaul.driving.render.recording import LIGHT, box, replay, runs
-from longhaul.driving.scenario.compile import STATES, compile_log
+from longhaul.driving.scenario.from_log import STATES, scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.runtime import files as pages
 
@@ -54,7 +54,7 @@ def save(shown: Log | Scenario, path: Path) -> None:
     if suffix not in SUFFIXES:
         raise ValueError(f"cannot draw to {str(path)!r}: suffix {suffix!r} is none of {', '.join(SUFFIXES)}")
     if suffix == ".html":
-        render.save([replay(compile_log(shown) if isinstance(shown, Log) else shown)], path)
+        render.save([replay(scenario_from_log(shown) if isinstance(shown, Log) else shown)], path)
     else:
         drawn = sketch(shown)
         pages.write(path, png(drawn) if suffix == ".png" else svg(drawn))

@@ -91,7 +91,7 @@ class Scenario(NamedTuple):
     # how K vehicles that are under way when the log ends, or loses them, go on along the lanes
     onward_of: np.ndarray = np.zeros(0, np.int16)  # int16 [K], index into N
     onward: np.ndarray = np.zeros((0, 2), np.float32)  # float32 [K * ONWARD, 2]: x, y, ONWARD_SPACING apart
-    # whom compiling offered to be controlled: "vehicles" or "all", see `compile.CONTROLS`; "chosen": tracks by number
+    # tracks that may be controlled: "vehicles" or "all", see `from_log.CONTROLS`; "chosen": tracks by number
     control: str = "vehicles"
 
 

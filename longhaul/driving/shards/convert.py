@@ -34,7 +34,7 @@ from typing import NamedTuple
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.scenario.compile import ROUTES
+from longhaul.driving.scenario.from_log import ROUTES
 from longhaul.driving.scenario.scenario import CONTROLS
 from longhaul.driving.shards import shard
 from longhaul.runtime import files
@@ -212,9 +212,9 @@ def convert(
 ) -> Report:
     """Converts all logs (and shards) at `given` to shards in the folder `out`, with `workers` processes.
 
-    `agents`, `horizon`, `control` and `routes` as of `compile_log`; shards keep their routes. `progress` is called
-    after each file. `BadData` where a path means nothing, or `out` holds, or is just getting, another conversion;
-    errors of files are in the report.
+    `agents`, `horizon`, `control` and `routes` as of `scenario_from_log`; shards keep their routes. `progress` is
+    called after each file. `BadData` where a path means nothing, or `out` holds, or is just getting, another
+    conversion; errors of files are in the report.
     """
     for name, value, least in (("workers", workers, 1), ("per_shard", per_shard, 1), ("agents", agents, 1)):
         if value < least:

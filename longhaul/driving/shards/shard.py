@@ -55,7 +55,7 @@ import numpy as np
 
 from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.datasets.readers import SHARD_MAGIC, SHARD_SUFFIX
-from longhaul.driving.scenario import compile
+from longhaul.driving.scenario import from_log
 from longhaul.driving.scenario import scenario as scenarios
 from longhaul.driving.scenario.bank import Extents, extents
 from longhaul.driving.scenario.lane_graph import (
@@ -137,7 +137,7 @@ LETTERS = "TNARLHWMVBYXQKEGP"
 STORED = tuple(name for name in Road._fields if name != "near")
 """Stored fields of a road; the rest follows from it."""
 
-CONTROLS = (*scenarios.CONTROLS, compile.CHOSEN)
+CONTROLS = (*scenarios.CONTROLS, from_log.CHOSEN)
 """A record has the number of `Scenario.control` here."""
 
 RECORD_HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")

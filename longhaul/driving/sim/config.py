@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from longhaul.driving.scenario.scenario import CANDIDATES, CONTROLS
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
+from longhaul.runtime.config_fields import nested, setting
 from longhaul.runtime.errors import FieldError
-from longhaul.runtime.settings import nested, setting
 
 MAX_WAYPOINTS = 20
 
@@ -121,4 +121,4 @@ def check_settings(config: Config) -> None:
         raise FieldError("driver", repr(config.driver), f"it must be one of {', '.join(DRIVERS)}")
     if len(config.observation_noise) != 3:
         raise FieldError("observation_noise", config.observation_noise, "give three deviations: m, rad, m/s")
-    settings.check(config)
+    config_fields.check(config)

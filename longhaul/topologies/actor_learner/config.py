@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
+from longhaul.runtime.config_fields import FREE, setting
 from longhaul.runtime.errors import FieldError
-from longhaul.runtime.settings import FREE, setting
 
 if TYPE_CHECKING:
     from longhaul.topologies.staleness import Rule
@@ -69,7 +69,7 @@ def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> Acto
 
     FieldError: the number of actors does not fit.
     """
-    settings.check(acting)
+    config_fields.check(acting)
     if acting.pin and acting.staleness is None:
         raise FieldError("pin", "on and --staleness is none", "exact versions need a bound: give a --staleness")
     actors = acting.actors

@@ -6,9 +6,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longhaul.runtime import settings
+from longhaul.runtime import config_fields
+from longhaul.runtime.config_fields import FREE, setting
 from longhaul.runtime.errors import FieldError
-from longhaul.runtime.settings import FREE, setting
 
 if TYPE_CHECKING:
     from longhaul.runtime.credentials import Credentials
@@ -62,7 +62,7 @@ def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
     """Validation; raises FieldError, and ValueError for an unusable file of credentials."""
     from longhaul.runtime import credentials
 
-    settings.check(central)
+    config_fields.check(central)
     groups = actors * central.slots
     if envs % groups:
         raise FieldError(

@@ -29,14 +29,14 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import OffPolicy
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, Origin, Run, to_dict
+from longhaul.runtime import config_fields
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import settings
+from longhaul.runtime.config_fields import CHANGEABLE, FIXED
 from longhaul.runtime.devices import prepare_devices, started
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import CHANGEABLE, FIXED
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
 from longhaul.training import hub, init_from, population, reasoning_setup
@@ -219,7 +219,8 @@ def continued(folder: Path, stored: Run, given: Mapping[str, Any]) -> Run:
     What was not chosen at the run's start follows from them again. Raises RunError where a setting is fixed and says
     otherwise, and where the steps are fewer than those that are done.
     """
-    known, before = {leaf.name: leaf for leaf in settings.walk(stored)}, settings.values(stored) | {"mesh": stored.mesh}
+    known = {leaf.name: leaf for leaf in config_fields.walk(stored)}
+    before = config_fields.values(stored) | {"mesh": stored.mesh}
     free: dict[str, Any] = {}
     for name, value in given.items():
         flag = name.replace("_", "-")
@@ -231,7 +232,8 @@ def continued(folder: Path, stored: Run, given: Mapping[str, Any]) -> Run:
             free[name] = value
         elif value != before[name]:
             raise RunError(
-                f"--{flag} is {settings.plain(value)}, and run {folder.name} has {settings.plain(before[name])}; "
+                f"--{flag} is {config_fields.plain(value)}, and run {folder.name} has "
+                f"{config_fields.plain(before[name])}; "
                 f"leave --{flag} out, or start a new run without --resume"
             )
     changed = {name: value for name, value in free.items() if value != before[name]}
@@ -286,7 +288,7 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
     if run.many:
         algorithm, begun = population.begun(run, feeds.spec(run))
     else:
-        algorithm = registry.make(feeds.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
+        algorithm = registry.make(feeds.spec(run), run.algorithm, RunContext(updates=1, mean=meshes.identity))
         begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # key as in `fused.start`
         begun = reasoning_setup.loaded(run, begun)
     if (folder / hub.POLICY).is_file() and not (folder / "checkpoints").is_dir():

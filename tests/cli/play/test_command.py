@@ -21,7 +21,7 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import main
 from longhaul.cli.play import command as play
 from longhaul.cli.play import games
@@ -31,8 +31,8 @@ from longhaul.config.resolve import resolve
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.settings import replaced
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
@@ -262,7 +262,9 @@ def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> Policy:
     folder.mkdir(parents=True)
     save_run(folder, run, {})
     spec = registry.make(env).spec
-    state = jax.jit(ppo.ppo(spec, run.algorithm, Context(updates=1, mean=lambda x: x)).init)(jax.random.key(len(name)))
+    state = jax.jit(ppo.ppo(spec, run.algorithm, RunContext(updates=1, mean=lambda x: x)).init)(
+        jax.random.key(len(name))
+    )
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         checkpoints.save(1, Progress(state, (), (), jnp.int32(1)))  # type: ignore[arg-type]
     return Policy(state.params, state.moments)

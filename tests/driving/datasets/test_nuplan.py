@@ -16,8 +16,8 @@ from longhaul.driving import inspect_logs
 from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, readers
 from longhaul.driving.datasets.geopackage import transverse_mercator, utm
 from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log, Malformed
-from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
+from longhaul.driving.scenario.from_log import scenario_from_log
 from tests.helpers import log_files as made
 from tests.helpers import nuplan_files as fixture
 from tests.helpers.short_logs import sample
@@ -210,7 +210,7 @@ def test_the_map_comes_with_it(tmp_path: Path) -> None:
 def test_it_compiles_to_a_scenario(tmp_path: Path) -> None:
     """The ego drives on the road, meets its light, and the road's field has its sign."""
     (log,) = readers.read(fixture.write(made.make_log(), tmp_path))
-    scenario = compile_log(log, agents=2)
+    scenario = scenario_from_log(log, agents=2)
     assert scenario.steps == 91
     assert scenario.route_length[0] == pytest.approx(90.0, abs=0.05)
     path = scenario.pose[4:, 0, :2]  # it begins at the road's end

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import fuzz
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log, Malformed
-from longhaul.driving.scenario import compile, lane_graph
+from longhaul.driving.scenario import from_log, lane_graph
 from longhaul.driving.shards.shard import pack, unpack
 from tests.helpers import damaged_inputs
 from tests.helpers import log_files as made
@@ -114,15 +114,15 @@ def test_who_jumps_across_the_world_takes_no_memory() -> None:
     """Found by fuzzing: a distance field, and a route, as large as the way between two wrong positions."""
     log = made.make_log(STEPS, CURRENT)
     with pytest.raises(BadData, match=r"straight: the ego goes 1e\+07 m in 8 steps, beyond 20000"):
-        compile.compile_log(moved(log, log.sdc, 8, 1e7))
+        from_log.scenario_from_log(moved(log, log.sdc, 8, 1e7))
     position = moved(log, log.sdc, 8, 9000.0).tracks.position
     position[log.sdc, 8:, 1] += 9000.0
     with pytest.raises(BadData, match=r"its routes lie .* km apart, beyond 4 square km"):
-        compile.compile_log(replace(log, tracks=replace(log.tracks, position=position)))
-    other = compile.compile_log(moved(log, 0, 8, 1e7), agents=3)  # not the ego: it is not worth controlling
+        from_log.scenario_from_log(replace(log, tracks=replace(log.tracks, position=position)))
+    other = from_log.scenario_from_log(moved(log, 0, 8, 1e7), agents=3)  # not the ego: it is not worth controlling
     driven = other.controlled[other.controlled >= 0]
     assert len(driven) == 1
-    assert (compile.compile_log(log, agents=3).controlled >= 0).sum() == 2
+    assert (from_log.scenario_from_log(log, agents=3).controlled >= 0).sum() == 2
     assert np.abs(other.pose[:, driven]).max() < 1000.0
 
 
@@ -131,7 +131,7 @@ def test_a_line_across_the_world_takes_no_time() -> None:
     log = made.make_log(STEPS, CURRENT)
     far = np.concatenate([log.features[0].points, [[1e8, 0.0, 0.5]]])
     assert len(lane_graph.chop(far)) < len(far)
-    scenario = compile.compile_log(replace(log, features=(Feature(1, LANE_STREET, far), *log.features[1:])))
+    scenario = from_log.scenario_from_log(replace(log, features=(Feature(1, LANE_STREET, far), *log.features[1:])))
     assert len(scenario.road.place) < 10_000
     points = np.stack([np.arange(100.0), np.zeros(100), np.zeros(100)], -1)
     pieces = lane_graph.chop(points)
@@ -142,7 +142,7 @@ def test_a_line_across_the_world_takes_no_time() -> None:
 def test_edges_are_compared_with_the_routes_in_bounded_memory() -> None:
     rng = np.random.default_rng(0)
     points, near = rng.uniform(-100, 100, (3000, 2)), rng.uniform(-100, 100, (700, 2))
-    away, closest = compile.approach(points, near)
+    away, closest = from_log.approach(points, near)
     whole = np.hypot(*(points[:, None] - near[None]).transpose(2, 0, 1))
     np.testing.assert_array_equal(closest, whole.argmin(1))
     np.testing.assert_allclose(away, whole.min(1), rtol=1e-12)
@@ -150,7 +150,7 @@ def test_edges_are_compared_with_the_routes_in_bounded_memory() -> None:
 
 def test_a_record_beyond_any_map_is_refused() -> None:
     """Found by fuzzing: numbers that float32 holds, and that overflow wherever they are multiplied."""
-    scenario = compile.compile_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
+    scenario = from_log.scenario_from_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
     assert unpack(pack(scenario)).steps == scenario.steps
     for changes in (
         {"field_origin": np.full(2, 1e30, np.float32)},
@@ -163,7 +163,7 @@ def test_a_record_beyond_any_map_is_refused() -> None:
 
 
 def test_ways_after_the_logs_keep_to_their_agents() -> None:
-    scenario = compile.compile_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
+    scenario = from_log.scenario_from_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
     assert len(scenario.onward_of) >= 2  # the vehicles that drive on lanes
     again = unpack(pack(scenario))
     np.testing.assert_array_equal(again.onward_of, scenario.onward_of)

@@ -10,7 +10,7 @@ import pytest
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.evaluation import realism
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.spaces import Measure
 from tests.helpers import driving_scenarios as worlds
@@ -193,7 +193,7 @@ def test_weights_are_shares_of_what_is_known() -> None:
 
 @pytest.fixture(scope="module")
 def generated() -> list[Scenario]:
-    return [compile_log(generate(seed), agents=4, horizon=60) for seed in (3, 8)]
+    return [scenario_from_log(generate(seed), agents=4, horizon=60) for seed in (3, 8)]
 
 
 def drive(made: Scenario, how: str, rollouts: int = 8) -> np.ndarray:

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
-from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import distance_field, make_edges, signed_distance, simplify
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CELL
 from tests.helpers import polygons
 from tests.helpers.short_logs import make_log, polyline, sample, straight
@@ -63,19 +63,19 @@ def test_the_road_is_left_of_its_edge_and_a_bridge_above_does_not_count() -> Non
     here = Feature(1, EDGE_BOUNDARY, polyline((-60, -4), (150, -4)))
     across = Feature(2, EDGE_BOUNDARY, polyline((25, 60), (25, -60), z=6.0))
     far_climb = Feature(3, EDGE_BOUNDARY, polyline((-60, 60, 4.0), (150, 60, 4.0))[::-1])
-    scenario = compile_log(make_log(straight(), features=(here, across, far_climb)))
+    scenario = scenario_from_log(make_log(straight(), features=(here, across, far_climb)))
     points = np.array([[20.0, 0.0], [30.0, 0.0], [30.0, -5.0], [30.0, 25.0]])
     got = sample(scenario.field, scenario.field_origin, points)
     np.testing.assert_allclose(got, [-4.0, -4.0, 1.0, -29.0], atol=0.02)
     level = dataclasses.replace(across, points=across.points - np.array([0.0, 0.0, 6.0]))
-    crossed = compile_log(make_log(straight(), features=(here, level)))
+    crossed = scenario_from_log(make_log(straight(), features=(here, level)))
     beside = np.array([[24.0, 10.0], [26.0, 10.0]])
     np.testing.assert_allclose(sample(crossed.field, crossed.field_origin, beside), [1.0, -1.0], atol=0.02)
 
 
 def test_the_field_covers_the_route_and_its_margin() -> None:
     edge = Feature(1, EDGE_BOUNDARY, polyline((-60, -4), (150, -4)))
-    scenario = compile_log(make_log(straight(10.0, 41), features=(edge,)), route_margin=30.0)
+    scenario = scenario_from_log(make_log(straight(10.0, 41), features=(edge,)), route_margin=30.0)
     high = scenario.field_origin + CELL * (np.array(scenario.field.shape[::-1]) - 1)
     assert (scenario.field_origin <= -30.0).all()
     assert high[0] >= 40.0 + 15.0 + 30.0 - 1.0

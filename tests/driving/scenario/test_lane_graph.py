@@ -15,8 +15,8 @@ from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import Feature, Log, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import lane_graph
-from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import segment_distance
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CANDIDATES, NO_ROAD, Road, Scenario
 from longhaul.driving.shards import shard
 from tests.helpers import log_files as made
@@ -38,7 +38,7 @@ def case(name: str, agents: int = 16) -> tuple[Log, Scenario]:
         if not (DATA / name).exists():
             pytest.skip(f"no real log {name}: set LONGHAUL_DATA")
         found = next(readers.read(DATA / name))
-    return found, compile_log(found, agents=agents)
+    return found, scenario_from_log(found, agents=agents)
 
 
 def polyline(feature: Feature, log: Log) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_what_is_known_of_lanes() -> None:
     log = made.make_log()
     freeway = Feature(120, logs.LANE_FREEWAY, log.features[0].points + np.array([0.0, -3.5, 0.0]))
     bike = Feature(121, logs.LANE_BIKE, log.features[0].points + np.array([0.0, -6.0, 0.0]))
-    road = compile_log(dataclasses.replace(log, features=(*log.features, freeway, bike))).road
+    road = scenario_from_log(dataclasses.replace(log, features=(*log.features, freeway, bike))).road
     # the five lanes in the order of the features
     assert road.lane.max() == 4
     assert (np.diff(road.lane[road.lane >= 0]) >= 0).all()
@@ -136,14 +136,14 @@ def test_other_levels_are_left_out(height: float, kept: bool) -> None:
     own = np.stack([x, 0.0 * x, 0.0 * x], 1)
     across = np.stack([0.0 * x + 10.0, x, np.full(len(x), height)], 1)
     features = tuple(Feature(i, logs.LANE_STREET, line + ORIGIN) for i, line in enumerate((own, across)))
-    road = compile_log(make_log(straight(), features=features)).road
+    road = scenario_from_log(make_log(straight(), features=features)).road
     assert len(road.lane_limit) == 1 + kept
 
 
 def test_the_overpass_keeps_the_level_of_the_route() -> None:
     """Below the ego's road another one passes: its lanes are not there, though they are as near as others that are."""
     log = dataclasses.replace(case(OVERPASS, 1)[0], sdc=21)  # who drives right past the crossing
-    scenario = compile_log(log)
+    scenario = scenario_from_log(log)
     ego = (log.tracks.position[log.sdc] - log.tracks.position[log.sdc, log.current])[log.current :]
     start, vector = segments(scenario.road)
     lane = scenario.road.lane >= 0
@@ -204,7 +204,7 @@ def test_long_sparse_and_broken_lines() -> None:
         Feature(5, logs.DRIVEWAY, np.repeat(point, 3, 0) + ORIGIN),
         Feature(6, logs.LANE_STREET, np.array([[1e6, 0.0, 0.0], [1e6, 9.0, 0.0]]) + ORIGIN),
     )
-    scenario = compile_log(make_log(straight(), features=features))
+    scenario = scenario_from_log(make_log(straight(), features=features))
     road = scenario.road
     assert road.lane_limit.shape == (1,)
     start, vector = segments(road)

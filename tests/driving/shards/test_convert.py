@@ -21,7 +21,7 @@ import pytest
 from longhaul.driving import inspect_logs, scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData, Log
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import convert, shard
 from tests.driving.shards.test_shard import assert_close
@@ -40,11 +40,11 @@ def compiled_once() -> Iterator[None]:
     def remember(log: Log, **how: Any) -> Scenario:
         key = log.id, log.source, len(log.features[0].exit), *how.items()
         if key not in known:
-            known[key] = compile_log(log, **how)
+            known[key] = scenario_from_log(log, **how)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scenario_source, "compile_log", remember)
+        patch.setattr(scenario_source, "scenario_from_log", remember)
         yield
 
 
@@ -89,7 +89,7 @@ def test_scenarios_keep_their_order_and_fill_the_shards(given: list[str], tmp_pa
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert (index["scenarios"], index["bytes"], index["agents"], index["errors"]) == (12, report.bytes, 1, [])
     assert sum(each["bytes"] for each in index["shards"]) == report.bytes
-    assert_close(shard.open(tmp_path / "out" / "shard-00001.lhs")[1], compile_log(replace(LOG, id="2-2")))
+    assert_close(shard.open(tmp_path / "out" / "shard-00001.lhs")[1], scenario_from_log(replace(LOG, id="2-2")))
 
 
 @pytest.mark.parametrize("per_shard", [1, 3, 4, 12, 100])
@@ -287,8 +287,8 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     assert list(first) == list(inspect_logs.inspect([str(folder / "1.json")])["files"][0]["scenarios"][0])
 
 
-def test_settings_are_those_of_compiling(given: list[str], tmp_path: Path) -> None:
-    """Whom to control and where routes run: each as `compile_log` has it, and no shard of one passes for the other."""
+def test_settings_are_those_of_scenario_from_log(given: list[str], tmp_path: Path) -> None:
+    """Agents to control and routes are those of `scenario_from_log`, and no shard of one passes for the other."""
     base = {"control": "vehicles", "routes": "log"}
     for changes in ({}, {"control": "all"}, {"routes": "lanes"}):
         settings = base | changes
@@ -297,7 +297,7 @@ def test_settings_are_those_of_compiling(given: list[str], tmp_path: Path) -> No
         index = json.loads((out / "index.json").read_text())
         assert {name: index[name] for name in base} == settings
         found = shard.open(out / "shard-00000.lhs")[0]
-        expected = compile_log(replace(LOG, id=IDS[0]), agents=4, **settings)  # type: ignore[arg-type]
+        expected = scenario_from_log(replace(LOG, id=IDS[0]), agents=4, **settings)  # type: ignore[arg-type]
         assert found.control == settings["control"]
         assert_close(found, expected)
     with pytest.raises(BadData, match="made with control = all: name another folder"):

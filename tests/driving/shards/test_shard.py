@@ -16,7 +16,7 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import Road, Scenario
 from longhaul.driving.shards import shard as shards
 from tests.helpers import log_files as made
@@ -37,7 +37,7 @@ BOUNDS = {
 
 @functools.cache
 def small(agents: int = 2, name: str = "straight") -> Scenario:
-    return compile_log(replace(made.make_log(), id=name), agents=agents)
+    return scenario_from_log(replace(made.make_log(), id=name), agents=agents)
 
 
 def assert_close(found: Scenario, given: Scenario) -> None:
@@ -70,7 +70,11 @@ def assert_close(found: Scenario, given: Scenario) -> None:
 
 @pytest.mark.parametrize("agents", [1, 4])
 def test_a_round_trip_keeps_the_bounds(tmp_path: Path, agents: int) -> None:
-    given = [small(agents), compile_log(generate(3), agents=agents), compile_log(generate(4), agents=agents, horizon=9)]
+    given = [
+        small(agents),
+        scenario_from_log(generate(3), agents=agents),
+        scenario_from_log(generate(4), agents=agents, horizon=9),
+    ]
     size = shards.write(tmp_path / "a.lhs", given)
     shard = shards.open(tmp_path / "a.lhs")
     assert size == (tmp_path / "a.lhs").stat().st_size
@@ -260,7 +264,7 @@ def test_real_logs_keep_the_bounds_and_the_size(logs: Path, tmp_path: Path, name
         pytest.skip(f"no {name} among the real logs")
     (log,) = readers.read(logs / name)
     for agents in (1, 64):
-        given = compile_log(log, agents=agents)
+        given = scenario_from_log(log, agents=agents)
         size = shards.write(tmp_path / "a.lhs", [given])
         assert size <= 250_000
         assert_close(shards.open(tmp_path / "a.lhs")[0], given)

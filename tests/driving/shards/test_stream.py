@@ -14,13 +14,13 @@ import pytest
 
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario import bank
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.shards import shard, stream
 from longhaul.driving.shards.shard import pack
 from tests.helpers import log_files as made
 
 COUNT = 37
-SCENARIO = compile_log(made.make_log(21, 5), agents=2)
+SCENARIO = scenario_from_log(made.make_log(21, 5), agents=2)
 
 PINNED = [0, 5, 3, 7, 6, 1, 9, 8, 4, 2]
 

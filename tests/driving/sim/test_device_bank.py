@@ -19,7 +19,7 @@ from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE, BadData
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.bank import Bank, stack
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.scenario_source import cut
 from longhaul.driving.shards import shard, stream
@@ -41,7 +41,9 @@ def size(known: DeviceBank) -> float:
 
 @pytest.fixture(scope="module")
 def made() -> list[Scenario]:
-    return [compile_log(generate(seed), agents=8, horizon=horizon) for seed, horizon in ((3, None), (5, 30), (8, 50))]
+    return [
+        scenario_from_log(generate(seed), agents=8, horizon=horizon) for seed, horizon in ((3, None), (5, 30), (8, 50))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
 @pytest.mark.parametrize(("agents", "objects"), [(64, 64), (1, 128)])
 def test_a_real_scenario_takes_at_most_350_kilobytes(agents: int, objects: int) -> None:
     (log,) = readers.read(EXAMPLE)
-    scenarios = [compile_log(log, agents=agents, objects=objects)]
+    scenarios = [scenario_from_log(log, agents=agents, objects=objects)]
     assert size(device_bank.tabulate(stack(scenarios, agents=agents), agents, False)) <= 350_000
 
 

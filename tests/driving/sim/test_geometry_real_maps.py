@@ -11,9 +11,9 @@ import pytest
 
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN, Log
-from longhaul.driving.scenario import compile
+from longhaul.driving.scenario import from_log
 from longhaul.driving.scenario.bank import stack
-from longhaul.driving.scenario.compile import Route
+from longhaul.driving.scenario.from_log import Route
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.geometry import Relative, clearance, into, separation
@@ -35,7 +35,7 @@ ALL = 100_000
 
 
 def edges(log: Log, near: np.ndarray, origin: np.ndarray) -> list[np.ndarray]:
-    """The road edges [P, 2] of the level on which the route points `near` [R, 3] are, as docs and `compile` define it:
+    """The road edges [P, 2] of the level on which the route points `near` [R, 3] are, as docs and `from_log` define it:
     a vertex counts if its height differs from the nearest route point's by at most 3 m and 8 % of their distance, and
     by at most 5 m."""
     lines = []
@@ -120,15 +120,15 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
     """Of sampled boxes: whether the simulator's verdict, any corner off the road, is another one than the reference's;
     and whether this is so farther than 0.1 m from an edge. There, the exact sign itself jumps within a cell."""
     near: list[np.ndarray] = []
-    whole = compile.road_field
+    whole = from_log.road_field
 
     def spy(log: Log, routes: list[Route], origin: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
-        near.extend(each.points[: int(each.length + compile.FIELD_BEYOND) + 1 : 5, :3] for each in routes)
+        near.extend(each.points[: int(each.length + from_log.FIELD_BEYOND) + 1 : 5, :3] for each in routes)
         return whole(log, routes, origin, margin)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "road_field", spy)
-        made = compile.compile_log(log, agents=agents)
+        patch.setattr(from_log, "road_field", spy)
+        made = from_log.scenario_from_log(log, agents=agents)
     lines = joined(edges(log, np.concatenate(near), log.tracks.position[log.sdc, log.current]))
     boxes = sample_boxes(made, lines, count, np.random.default_rng(agents))
     points = polygons.corners(boxes)

@@ -14,7 +14,7 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature, Log
 from longhaul.driving.scenario.bank import stack
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.lane_graph import BLOCK, lay_grid, make_road
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim.config import Config, Weights
@@ -404,7 +404,7 @@ def lanes_of(log: Log, made: Scenario) -> list[reference.Lane]:
 def test_real_logs_agree_with_the_reference(logs: Path, driver: str) -> None:
     folders, agents = [str(logs / name) for name in ("womd", "gpudrive", "scenarionet")], 2
     real = [log for path in readers.expand(folders) for log in readers.read(path)]
-    scenarios = [compile_log(log, agents=agents) for log in real]
+    scenarios = [scenario_from_log(log, agents=agents) for log in real]
     environment = driving(stack(scenarios, agents=agents), Config(agents=agents, driver=driver, terminations=()))
     motion, playing, metrics = drive_all(environment, 5)
     compared = vague = inside = 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.sim import road_lookup
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.dynamics import Drive, Motion
@@ -153,7 +153,7 @@ class Ridden(NamedTuple):
 
 @lru_cache
 def ride(**settings: Any) -> Ridden:
-    made = bank(compile_log(generate(3), agents=2), agents=2)
+    made = bank(scenario_from_log(generate(3), agents=2), agents=2)
     environment = driving(made, Config(agents=2, terminations=(), **settings))
 
     def program(key: Any) -> Ridden:

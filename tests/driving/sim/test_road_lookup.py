@@ -11,7 +11,7 @@ import pytest
 
 from longhaul.driving.datasets.log import LANE_BIKE, LANE_STREET, Feature
 from longhaul.driving.scenario import lane_graph
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.lane_graph import Roadmap
 from longhaul.driving.scenario.scenario import NO_ROAD, Road
 from longhaul.driving.sim import road_lookup
@@ -106,7 +106,7 @@ def features() -> tuple[Feature, ...]:
 
 
 def test_what_a_lane_tells() -> None:
-    road = compile_log(make_log(straight(), features=features())).road
+    road = scenario_from_log(make_log(straight(), features=features())).road
     found = query(on_device(road), np.array([[3.0, 0.7], [43.0, 4.0], [3.0, 3.5]]))
     order = np.argsort(found.lane, axis=1)[:, ::-1][:, 2::-1]
     assert (np.take_along_axis(found.lane, order, 1) == [0, 1, 2]).all()
@@ -127,7 +127,7 @@ def test_what_a_lane_tells() -> None:
 
 
 def test_far_away_and_without_a_road() -> None:
-    road = compile_log(make_log(straight(), features=features())).road
+    road = scenario_from_log(make_log(straight(), features=features())).road
     both = on_device(NO_ROAD, road)
     nothing = query(both, np.array([[0.0, 0.0], [1e5, -1e5]]), 0)
     assert (nothing.distance == FREE).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.scenario.bank import stack
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.sim import metrics, reward
 from longhaul.driving.sim.config import MAX_WAYPOINTS, Config, Weights
 from longhaul.driving.sim.observation import waypoint_offsets
@@ -393,7 +393,7 @@ def test_real_logs_replayed_are_clean(logs: Path) -> None:
     from longhaul.driving.datasets import readers
 
     found = [log for path in readers.expand([str(logs / "womd"), str(logs / "gpudrive")]) for log in readers.read(path)]
-    worlds = driving(stack([compile_log(log) for log in found]), Config(driver="log"))
+    worlds = driving(stack([scenario_from_log(log) for log in found]), Config(driver="log"))
 
     def whole(index: jax.Array) -> dict[str, Measure]:
         state, _ = worlds.start(index)

@@ -15,7 +15,7 @@ from longhaul.config.recipes import recipe
 from longhaul.config.resolve import resolve
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
-from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim import reward, simulator
 from longhaul.driving.sim.config import Config, Weights
@@ -135,7 +135,7 @@ def test_control_says_who_may_be_controlled() -> None:
     tracks = log.tracks
 
     def kinds_of(**chosen: Any) -> list[int]:
-        made = compile_log(log, agents=8, **chosen)
+        made = scenario_from_log(log, agents=8, **chosen)
         return [int(made.kind[i]) for i in made.controlled if i >= 0]
 
     assert set(kinds_of()) == {VEHICLE}
@@ -146,8 +146,8 @@ def test_control_says_who_may_be_controlled() -> None:
     assert set(kinds_of(control=some)[1:]) <= {PEDESTRIAN, CYCLIST}
     assert len(kinds_of(control=())) == 1  # the ego is always driven
     with pytest.raises(ValueError, match="control is 'people': choose from vehicles, all"):
-        compile_log(log, control="people")
-    made = compile_log(log, agents=8, control="all")
+        scenario_from_log(log, control="people")
+    made = scenario_from_log(log, agents=8, control="all")
     with pytest.raises(ValueError, match="cyclists and pedestrians to control; choose all"):
         driving(bank(made, agents=8), Config(agents=8))
 

@@ -17,7 +17,7 @@ import pytest
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config import recipes
 from longhaul.environment import vectorise
 from longhaul.envs import registry
@@ -28,7 +28,7 @@ from longhaul.envs.hackmatrix.state import CELLS, CORNERS, State
 from longhaul.networks import actor_critic
 from longhaul.networks.config import NetworkConfig
 from longhaul.rollout import collector
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Masked
 from longhaul.types import Environment
 from tests.helpers.hackmatrix_games import LANES, World, about, game, looker, stepper
@@ -546,7 +546,7 @@ SMALL = PPOConfig(num_minibatches=2, update_epochs=2, chunk=16, anneal=False, ne
 
 def _trained(environment: Environment, config: PPOConfig = SMALL) -> Any:
     """(rollout, state after two updates of PPO)."""
-    learner = ppo.ppo(environment.spec, config, Context(updates=2, mean=lambda x: x))
+    learner = ppo.ppo(environment.spec, config, RunContext(updates=2, mean=lambda x: x))
     gather = collector(vectorise(environment, 4), learner.act, learner.memory, steps=16)
 
     @jax.jit
@@ -646,4 +646,4 @@ def test_without_a_learning_rate_the_policy_stays_what_acted() -> None:
 
 def test_packed_observations_cannot_be_normalised() -> None:
     with pytest.raises(ValueError, match="stored packed"):
-        ppo.ppo(hackmatrix(8).spec, PPOConfig(normalise_observation=True), Context(updates=1, mean=lambda x: x))
+        ppo.ppo(hackmatrix(8).spec, PPOConfig(normalise_observation=True), RunContext(updates=1, mean=lambda x: x))

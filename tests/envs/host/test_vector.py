@@ -15,7 +15,7 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.envs import registry
 from longhaul.envs.host import gymnasium_vector, numpy_cartpole, torch_vector
 from longhaul.envs.host import registry as host
@@ -328,7 +328,7 @@ def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
 
 def test_an_algorithm_acts_on_what_a_vector_gives() -> None:
     vector = made("gymnasium/Taxi-v4", 2, mask="action_mask")
-    algorithm = ppo.ppo(vectors.specification(vector.spec), PPOConfig(), Context(updates=1, mean=identity))
+    algorithm = ppo.ppo(vectors.specification(vector.spec), PPOConfig(), RunContext(updates=1, mean=identity))
     policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
     seen, act = vector.reset(1), jax.jit(algorithm.act)
     for t in range(8):

@@ -14,14 +14,14 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, LostState, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import heartbeat
-from longhaul.runtime.settings import replaced
+from longhaul.runtime.config_fields import replaced
 from longhaul.topologies.inference_server import wire
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
@@ -39,13 +39,13 @@ def poles(actor: int, slot: int) -> HostVector:
 @cache
 def of_poles() -> tuple[Any, Algorithm]:
     spec = specification(poles(0, 0).spec)
-    return spec, ppo.ppo(spec, SMALL, Context(updates=100, mean=lambda tree: tree))
+    return spec, ppo.ppo(spec, SMALL, RunContext(updates=100, mean=lambda tree: tree))
 
 
 @cache
 def of_poles_remembered() -> tuple[Any, Algorithm]:
     spec = specification(poles(0, 0).spec)
-    return spec, ppo.ppo(spec, replaced(SMALL, memory=8), Context(updates=100, mean=lambda tree: tree))
+    return spec, ppo.ppo(spec, replaced(SMALL, memory=8), RunContext(updates=100, mean=lambda tree: tree))
 
 
 def learnt(
@@ -216,7 +216,7 @@ def check_chaos(data: Any) -> tuple[int, int]:
 @cache
 def of_chaos() -> tuple[Any, Algorithm]:
     spec = checkable_environment.Chaos(interval=INTERVAL).spec
-    return spec, ppo.ppo(spec, SMALL, Context(updates=100, mean=lambda tree: tree))
+    return spec, ppo.ppo(spec, SMALL, RunContext(updates=100, mean=lambda tree: tree))
 
 
 @pytest.mark.parametrize(("lane", "staleness"), [("shm", 0), ("shm", 2), ("grpc", 1), ("shm", None)])

@@ -16,7 +16,7 @@ import pytest
 
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
+from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import flags, run_flags, train
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
@@ -367,7 +367,7 @@ def test_in_a_stream_other_lengths_begin_anew() -> None:
 def test_a_schedule_in_two_parts_is_the_schedule() -> None:
     """100 updates in one go, or 40 and then 120 of half the size: the same learning rate at the same step."""
     whole, second = (
-        actor_critic.annealing(Context(updates, mesh.identity, first=first, done=done))(2.5e-4, 0.0)
+        actor_critic.annealing(RunContext(updates, mesh.identity, first=first, done=done))(2.5e-4, 0.0)
         for updates, first, done in ((100, 0, 0.0), (160, 40, 0.4))
     )
     for update in range(40, 161):

@@ -25,10 +25,10 @@ from longhaul.driving.datasets.log import (
     Path,
 )
 from longhaul.driving.generator.generate import corners, generate
-from longhaul.driving.scenario import compile
+from longhaul.driving.scenario import from_log
 from longhaul.driving.scenario.bank import bucket, stack
-from longhaul.driving.scenario.compile import compile_log, lights_disputed
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
+from longhaul.driving.scenario.from_log import lights_disputed, scenario_from_log
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.simulator import driving
 from tests.helpers.short_logs import ORIGIN, lights_at, make_log, on_route, polyline, sample, straight
@@ -40,7 +40,7 @@ DATA = FilePath(os.environ.get("LONGHAUL_DATA", FilePath(__file__).resolve().par
 def disputes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many lights each route disputes of the logs that a test compiles; the ego's is the first of a log."""
     counts: list[int] = []
-    signals_of = compile.signals_of
+    signals_of = from_log.signals_of
 
     def begins(*known: Any) -> Any:
         counts.append(0)
@@ -50,15 +50,15 @@ def disputes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts[-1] += int(lights_disputed(*known).sum())
         return lights_disputed(*known)
 
-    monkeypatch.setattr(compile, "signals_of", begins)
-    monkeypatch.setattr(compile, "lights_disputed", counted)
+    monkeypatch.setattr(from_log, "signals_of", begins)
+    monkeypatch.setattr(from_log, "lights_disputed", counted)
     return counts
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_generated_logs_come_back_from_their_scenarios(seed: int, disputes: list[int]) -> None:
     log = generate(seed)
-    scenario = compile_log(log, agents=4)
+    scenario = scenario_from_log(log, agents=4)
     for a, i in enumerate(scenario.controlled[scenario.controlled >= 0]):
         there = scenario.present[:, i]
         error = on_route(scenario, scenario.expert_s[a], a) - scenario.pose[:, i, :2]
@@ -83,24 +83,24 @@ def test_agents_are_the_ego_then_the_nearest_and_far_standing_ones_are_left_out(
     valid = np.ones((6, 60), bool)
     valid[order.index(1), :5] = False
     log = make_log(xy[order], np.zeros((6, 60)), sdc=2, valid=valid)
-    scenario = compile_log(log, agents=4)
+    scenario = scenario_from_log(log, agents=4)
     np.testing.assert_allclose(scenario.pose[10, :, 1], [0.0, 3.5, 4.0, -7.0, 30.0], atol=1e-4)
     assert scenario.controlled.tolist() == [0, 1, -1, -1]  # not: too slow, standing, not there from the start
     assert scenario.route_points[2:].tolist() == [0, 0]
     np.testing.assert_allclose(scenario.route_length, [29.5, 35.4, 0, 0], atol=0.01)
     assert not scenario.present[:5, 4].any()
     assert scenario.present[5:, 4].all()
-    assert compile_log(log, objects=3).kind.shape == (3,)
+    assert scenario_from_log(log, objects=3).kind.shape == (3,)
     np.testing.assert_allclose(scenario.size, np.broadcast_to([4.0, 2.0], (5, 2)))
 
 
 def test_the_scenario_ends_with_the_horizon_or_the_ego() -> None:
-    assert compile_log(make_log(straight()), horizon=20).steps == 20
+    assert scenario_from_log(make_log(straight()), horizon=20).steps == 20
     valid = np.ones((1, 50), bool)
     valid[0, 31:33] = False
     log = make_log(straight(), valid=valid, current=10)
-    assert compile_log(log).steps == 21
-    assert compile_log(log, horizon=40).pose.shape[0] == 21
+    assert scenario_from_log(log).steps == 21
+    assert scenario_from_log(log, horizon=40).pose.shape[0] == 21
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_log_that_cannot_be_driven_is_refused_with_its_name(first: int, curren
     valid = np.ones((1, 50), bool)
     valid[0, :first] = False
     with pytest.raises(BadData, match=f"made: .*{word}"):
-        compile_log(make_log(straight(), valid=valid, current=current))
+        scenario_from_log(make_log(straight(), valid=valid, current=current))
 
 
 def test_logs_without_a_map_or_with_broken_features_compile() -> None:
@@ -120,7 +120,7 @@ def test_logs_without_a_map_or_with_broken_features_compile() -> None:
         Feature(4, LANE_STREET, np.repeat(single, 3, 0)), Feature(5, STOP_SIGN, single), Feature(6, 12, empty),
     )  # fmt: skip
     for features in ((), broken):
-        scenario = compile_log(make_log(straight(), features=features))
+        scenario = scenario_from_log(make_log(straight(), features=features))
         assert scenario.field.shape == (0, 0)
         assert scenario.light_s.shape == (1, 0)
         np.testing.assert_allclose(scenario.route_length, 49.0, atol=1e-3)
@@ -129,8 +129,8 @@ def test_logs_without_a_map_or_with_broken_features_compile() -> None:
 
 def test_a_bank_holds_each_scenario_and_pads_the_rest() -> None:
     light = lights_at([(1, (60.0, 0.0), LIGHT_STOP)], 50)
-    plain = compile_log(make_log(straight(), lights=light))
-    rich = compile_log(generate(4), agents=3)
+    plain = scenario_from_log(make_log(straight(), lights=light))
+    rich = scenario_from_log(generate(4), agents=3)
     bank = stack([plain, rich, plain], agents=2)
     steps, n = max(plain.steps, rich.steps), len(rich.kind)
     assert bank.pose.shape == (3, steps, bucket(n), 3)
@@ -158,7 +158,7 @@ def test_a_bank_holds_each_scenario_and_pads_the_rest() -> None:
 def test_a_bank_that_is_empty_or_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="0 scenarios"):
         stack([])
-    scenario = compile_log(make_log(straight()))
+    scenario = scenario_from_log(make_log(straight()))
     huge = scenario._replace(field=np.broadcast_to(np.int16(0), (46341, 46341)))
     with pytest.raises(ValueError, match=r"2\^31"):
         stack([huge])
@@ -178,7 +178,7 @@ def test_the_egos_of_real_logs_stay_on_the_road_and_on_their_routes(folder: str,
         pytest.skip(f"no real logs of {folder}: set LONGHAUL_DATA")
     for log in [log for path in readers.expand([str(DATA / folder)]) for log in readers.read(path)]:
         disputes.clear()
-        scenario = compile_log(log, agents=8)
+        scenario = scenario_from_log(log, agents=8)
         assert disputes[0] == 0
         for a, i in enumerate(scenario.controlled[scenario.controlled >= 0]):
             there = scenario.present[:, i]
@@ -196,7 +196,7 @@ def test_the_egos_of_real_logs_stay_on_the_road_and_on_their_routes(folder: str,
 def test_a_route_is_the_logged_path_by_arc_length() -> None:
     radius, angle = 30.0, np.linspace(0.0, 1.5, 70)
     xy = radius * np.stack([np.sin(angle), 1.0 - np.cos(angle)], -1)
-    scenario = compile_log(make_log(xy, angle[None], current=10))
+    scenario = scenario_from_log(make_log(xy, angle[None], current=10))
     length = radius * (angle[-1] - angle[10])
     assert scenario.steps == 60
     np.testing.assert_allclose(scenario.route_length, [length], rtol=1e-4)
@@ -211,7 +211,7 @@ def test_a_route_is_the_logged_path_by_arc_length() -> None:
 
 
 def test_without_lanes_a_route_goes_straight_on() -> None:
-    scenario = compile_log(make_log(straight()))
+    scenario = scenario_from_log(make_log(straight()))
     count = scenario.route_points[0]
     np.testing.assert_allclose(scenario.route[0, :count, 0], np.arange(count), atol=1e-4)
     np.testing.assert_allclose(scenario.route[0, :count, 1:], 0.0, atol=1e-4)
@@ -228,7 +228,7 @@ def test_a_route_goes_on_along_lanes_and_their_straightest_exit() -> None:
         Feature(4, LANE_STREET, polyline((100, 21), (100, 90))),
         Feature(5, LANE_STREET, polyline((200, 0.2), (-50, 0.2))),  # nearer, but against the direction of travel
     )
-    scenario = compile_log(make_log(straight(15.0), features=lanes))
+    scenario = scenario_from_log(make_log(straight(15.0), features=lanes))
     route = scenario.route[0, : scenario.route_points[0], :2]
     assert np.abs(route[: int(scenario.route_length[0]), 1]).max() < 1e-3
     beyond = route[int(scenario.route_length[0]) + 16 :]
@@ -241,7 +241,7 @@ def test_a_route_goes_on_along_lanes_and_their_straightest_exit() -> None:
 def test_a_standing_vehicle_has_a_straight_route_and_no_progress_to_make() -> None:
     rng = np.random.default_rng(0)
     xy = rng.normal(0.0, 0.04, (50, 2))
-    scenario = compile_log(make_log(xy, np.full((1, 50), 0.7)))
+    scenario = scenario_from_log(make_log(xy, np.full((1, 50), 0.7)))
     assert scenario.route_length[0] < 0.5
     assert scenario.expert_s.max() < 0.5
     route = scenario.route[0, : scenario.route_points[0]]
@@ -254,7 +254,7 @@ def test_noise_at_rest_adds_no_length_and_no_turn() -> None:
     x = np.concatenate([np.linspace(0.0, 20.0, 40), np.full(60, 20.0), np.linspace(20.0, 40.0, 40)])
     xy = np.stack([x, np.zeros_like(x)], -1)
     xy[40:100] += rng.normal(0.0, 0.05, (60, 2))
-    scenario = compile_log(make_log(xy, np.zeros((1, 140))))
+    scenario = scenario_from_log(make_log(xy, np.zeros((1, 140))))
     np.testing.assert_allclose(scenario.route_length, 40.0, atol=0.1)
     assert np.abs(scenario.route[0, :, 2]).max() < 0.2
     assert (np.diff(scenario.expert_s[0]) >= 0.0).all()
@@ -262,12 +262,12 @@ def test_noise_at_rest_adds_no_length_and_no_turn() -> None:
 
 def test_reversing_makes_no_progress() -> None:
     back = np.stack([-0.3 * np.arange(60), np.zeros(60)], -1)
-    scenario = compile_log(make_log(back, np.zeros((1, 60))))
+    scenario = scenario_from_log(make_log(back, np.zeros((1, 60))))
     assert scenario.route_length[0] == 0.0
     assert (scenario.expert_s == 0.0).all()
     assert np.abs(scenario.route[0, :, 2]).max() == 0.0
     x = np.concatenate([-0.2 * np.arange(30), -5.8 + 0.5 * np.arange(60)])
-    scenario = compile_log(make_log(np.stack([x, np.zeros(90)], -1), np.zeros((1, 90))))
+    scenario = scenario_from_log(make_log(np.stack([x, np.zeros(90)], -1), np.zeros((1, 90))))
     assert (np.diff(scenario.expert_s[0]) >= 0.0).all()
     np.testing.assert_allclose(scenario.route_length, x[-1], atol=0.05)
 
@@ -291,12 +291,12 @@ def test_the_lights_of_a_route_are_those_whose_lanes_follow_it() -> None:
         (4, (60.0, -3.5), LIGHT_STOP),
     ]
     log = make_log(straight(8.0), features=features, lights=lights_at(stops, 50))
-    scenario = compile_log(log)
+    scenario = scenario_from_log(log)
     np.testing.assert_allclose(scenario.light_s, [[60.0]], atol=0.01)
     assert (scenario.light_state == 3).all()
     # a light of an unknown lane counts by its stop point
     log = make_log(straight(8.0), lights=lights_at([(99, (55.0, 1.0), LIGHT_CAUTION), (98, (55.0, 9.0), LIGHT_GO)], 50))
-    scenario = compile_log(log)
+    scenario = scenario_from_log(log)
     np.testing.assert_allclose(scenario.light_s, [[55.0]], atol=0.01)
     assert (scenario.light_state == 2).all()
 
@@ -307,7 +307,7 @@ def test_light_states_are_mapped_from_the_current_step_on() -> None:
     known = np.ones((1, 50), bool)
     known[0, 20] = False
     lights = Lights(np.array([7]), polyline((70.0, 0.0)), states, known)
-    scenario = compile_log(make_log(straight(10.0), lights=lights, current=2))
+    scenario = scenario_from_log(make_log(straight(10.0), lights=lights, current=2))
     assert scenario.light_state[0, 0, :9].tolist() == [0, 1, 2, 3, 1, 2, 3, 1, 2]
     assert scenario.light_state[0, 0, 18] == 0
     assert scenario.light_state[0, 0, 19] == 1
@@ -317,7 +317,7 @@ def test_light_states_are_mapped_from_the_current_step_on() -> None:
 @pytest.mark.parametrize(("x", "disputed"), [(20.0, True), (60.0, False)])
 def test_a_red_light_that_the_log_itself_passes_is_unknown(x: float, disputed: bool, disputes: list[int]) -> None:
     log = make_log(straight(10.0), lights=lights_at([(1, (x, 0.0), LIGHT_STOP)], 50))
-    scenario = compile_log(log)
+    scenario = scenario_from_log(log)
     assert scenario.light_s.shape == (1, 1)
     assert (scenario.light_state == (0 if disputed else 1)).all()
     assert disputes == [int(disputed)]
@@ -355,7 +355,7 @@ def lanes() -> tuple[Feature, ...]:
 
 def compiled(lateral: np.ndarray, routes: str = "lanes", **more: Any) -> Any:
     log = make_log(drift(lateral), features=lanes())
-    return compile_log(dataclasses.replace(log, **more), routes=routes)
+    return scenario_from_log(dataclasses.replace(log, **more), routes=routes)
 
 
 WOBBLE = 0.8 * np.sin(np.arange(60) / 8.0)
@@ -413,17 +413,17 @@ def test_after_the_log_a_route_goes_on_along_the_path_of_the_source() -> None:
     path = np.concatenate([line(np.arange(0.0, 50.0), 0.0), line(np.full(60, 50.0), 0.0) + turn[:, None] * [[0, 1, 0]]])
     log = make_log(drift(np.zeros(60)), features=lanes())
     onward = dataclasses.replace(log, paths=(Path(path, on_route=True),))
-    end = compile_log(onward).route[0, compile_log(onward).route_points[0] - 1]
+    end = scenario_from_log(onward).route[0, scenario_from_log(onward).route_points[0] - 1]
     assert end[1] > 35.0
-    assert compile_log(log).route[0, -1, 1] == pytest.approx(0.0, abs=1e-3)
+    assert scenario_from_log(log).route[0, -1, 1] == pytest.approx(0.0, abs=1e-3)
     other = dataclasses.replace(log, paths=(Path(path, on_route=False),))
-    assert compile_log(other).route[0, -1, 1] == pytest.approx(0.0, abs=1e-3)
+    assert scenario_from_log(other).route[0, -1, 1] == pytest.approx(0.0, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_replayed_logs_still_reach_their_goals() -> None:
     """All agents of generated logs, on lanes' centres: nobody misses its goal, and progress is whole."""
-    made = [compile_log(generate(seed), agents=8, routes="lanes") for seed in (1, 2)]
+    made = [scenario_from_log(generate(seed), agents=8, routes="lanes") for seed in (1, 2)]
     environment = driving(stack(made, agents=8), Config(agents=8, driver="log", terminations=()))
 
     def roll(index: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from longhaul.runtime.config_fields import check as checked
+from longhaul.runtime.config_fields import nested, replaced, setting, values
+from longhaul.runtime.config_fields import walk as walked
 from longhaul.runtime.errors import FieldError
-from longhaul.runtime.settings import check as checked
-from longhaul.runtime.settings import nested, replaced, setting, values
-from longhaul.runtime.settings import walk as walked
 
 
 @dataclass(frozen=True)

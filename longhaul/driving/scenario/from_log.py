@@ -418,7 +418,7 @@ class Signals(NamedTuple):
     state: np.ndarray  # int8 [L, T], unknown throughout where disputed
 
 
-def compile_log(
+def scenario_from_log(
     log: Log,
     *,
     agents: int = 1,

@@ -12,7 +12,7 @@ Isolate = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of one shard -> the same function, compiled in isolation from its surroundings (batch_shards.py)."""
 
 
-class Context(NamedTuple):
+class RunContext(NamedTuple):
     """Context of an algorithm; whatever a shard computes between two means goes through `isolated`.
 
     A run that continues from update `first` with batches of another size has the share `done` of its steps behind it.
