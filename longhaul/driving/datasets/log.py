@@ -21,9 +21,6 @@ STOP_SIGN, CROSSWALK, SPEED_BUMP, DRIVEWAY = 17, 18, 19, 20
 """Kinds of road feature, likewise."""
 
 LIGHT_UNKNOWN, LIGHT_STOP, LIGHT_CAUTION, LIGHT_GO = 0, 4, 5, 6
-LIGHT_RED = (1, 4, 7)
-LIGHT_YELLOW = (2, 5, 8)
-LIGHT_GREEN = (3, 6)
 """States of a light, likewise: 1-3 arrow stop, caution, go; 4-6 the same without arrow; 7, 8 flashing stop, caution."""
 
 STEP = 0.1

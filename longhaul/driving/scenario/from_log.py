@@ -46,9 +46,9 @@ LANE_SHARED, LANE_SCORE, LANE_TIE, SAME_STOP = 20.0, 2.0, 0.5, 8.0
 """Metres: how far a light's lane is compared with the route; the mean deviation allowed; how much worse than the best
 one another light at the same stop may be; how far apart along the route lights belong to the same stop."""
 
-STATES = np.zeros(9, np.int8)
-STATES[list(kinds.LIGHT_RED)], STATES[list(kinds.LIGHT_YELLOW)], STATES[list(kinds.LIGHT_GREEN)] = 1, 2, 3
-"""From a log's states to `Scenario.light_state`."""
+STATES = np.array([0, 1, 2, 3, 1, 2, 3, 0, 0], np.int8)
+"""`Scenario.light_state` of a log's states. A flashing light has no phase to wait for: a flashing stop is a stop
+sign, and a flashing caution asks for care. As red and yellow they would hold traffic for ever."""
 
 
 class Lane(NamedTuple):

@@ -14,7 +14,6 @@ from longhaul.driving.datasets.log import (
     EDGE_BOUNDARY,
     EDGE_MEDIAN,
     LANE_STREET,
-    LIGHT_RED,
     LIGHT_STOP,
     PEDESTRIAN,
     VEHICLE,
@@ -85,8 +84,8 @@ def test_the_ego_never_passes_a_red_light(logs: list[Log]) -> None:
             beside = np.abs((front - stop[:2]) @ np.array([-ahead[1], ahead[0]]))
             for t in np.flatnonzero((along[:-1] < 0) & (along[1:] >= 0) & (beside[1:] < 1.5)):
                 crossings += 1
-                assert state[t] not in LIGHT_RED
-                assert state[t + 1] not in LIGHT_RED
+                assert state[t] != LIGHT_STOP
+                assert state[t + 1] != LIGHT_STOP
     assert crossings > 10
 
 

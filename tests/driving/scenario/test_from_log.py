@@ -302,13 +302,14 @@ def test_the_lights_of_a_route_are_those_whose_lanes_follow_it() -> None:
 
 
 def test_light_states_are_mapped_from_the_current_step_on() -> None:
+    """States 7 and 8 flash: a stop sign, and a warning. Neither is a light to wait for."""
     states = np.array([[0, 9, *range(9)] + [4] * 39], np.int8)
     states[0, 1] = 4
     known = np.ones((1, 50), bool)
     known[0, 20] = False
     lights = Lights(np.array([7]), polyline((70.0, 0.0)), states, known)
     scenario = scenario_from_log(make_log(straight(10.0), lights=lights, current=2))
-    assert scenario.light_state[0, 0, :9].tolist() == [0, 1, 2, 3, 1, 2, 3, 1, 2]
+    assert scenario.light_state[0, 0, :9].tolist() == [0, 1, 2, 3, 1, 2, 3, 0, 0]
     assert scenario.light_state[0, 0, 18] == 0
     assert scenario.light_state[0, 0, 19] == 1
     np.testing.assert_allclose(scenario.light_s, [[68.0]], atol=0.01)
