@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Driving, Named, Run
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.telemetry import forecast, sinks, tracking
 from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training.run_dir import called, read_run
@@ -28,7 +27,7 @@ def status(words: Sequence[str]) -> int:
     parsed = flags.parse("status", "Progress of a run.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
     folder = folder_of(parsed, "longhaul status RUN")
     run = read_run(folder)
-    about = json.loads((folder / "run.json").read_text())
+    about = bounded_json.read(folder / "run.json")
     metrics = folder / "metrics.jsonl"
     found = sinks.read(metrics) if metrics.is_file() else []
     last, lines = (found[-1] if found else {}), len(found)
@@ -62,7 +61,7 @@ def status(words: Sequence[str]) -> int:
     tables.listing(rows)
     show_live(folder)
     if result.is_file():
-        show_result(json.loads(result.read_text()))
+        show_result(bounded_json.read(result))
     return 0
 
 
@@ -91,7 +90,7 @@ def show_result(result: dict[str, Any]) -> None:
 def show_live(folder: Path) -> None:
     """Prints the state of a run's actors: staleness, queue, waits, bottleneck; nothing where none are at work."""
     try:
-        state: dict[str, Any] = json.loads((folder / LIVE).read_text())
+        state: dict[str, Any] = bounded_json.read(folder / LIVE)
     except (OSError, ValueError):
         return
     metrics, bound, age = state["metrics"], state["staleness"], max(0.0, time.time() - state["time"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,16 +30,24 @@ from longhaul.runtime.user_modules import is_named
 
 FORMATS = (".yaml", ".yml", ".toml", ".json")
 
+MOST_BYTES, MOST_VALUES = 1 << 18, 1 << 15
+"""Bytes of a file, of which YAML's parser reads some 100,000 a second, and values that it may stand for. A run.json has
+some kB and some hundred values."""
+
 
 def load(path: Path) -> dict[str, Any]:
     """Content of a file, without what run.json has beside the Run. Raises RunError where it can't be read."""
     if path.suffix not in FORMATS:
         raise RunError(f"--config is {path}; its suffix must be one of {', '.join(FORMATS)}")
     try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size:,} bytes; settings have at most {MOST_BYTES:,}")
         text = path.read_text("utf-8")
         content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except (OSError, ValueError) as error:
         raise RunError(f"--config {path} can't be read: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise RunError(f"--config {path} can't be read: its parts are within one another without an end") from error
     if not isinstance(content, dict):
         raise RunError(f"--config {path} holds a {type(content).__name__}; it must be settings by name")
     if "format" in content and isinstance(content.get("run"), dict):  # run.json
@@ -54,14 +63,16 @@ def _yaml(text: str) -> Any:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    return _numbers(content)
+    return _numbers(content, itertools.count())
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: Any, counted: Iterator[int]) -> Any:
+    if next(counted) > MOST_VALUES:  # an alias of aliases stands for any number of values
+        raise ValueError(f"it stands for more than {MOST_VALUES:,} values")
     if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
+        return {key: _numbers(inner, counted) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
+        return [_numbers(inner, counted) for inner in value]
     if isinstance(value, str) and "e" in value.lower():
         try:
             return float(value)

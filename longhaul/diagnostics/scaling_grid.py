@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_law
 from longhaul.diagnostics.scaling_law import Law
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import pages
@@ -103,7 +102,7 @@ def save_grid(folder: Path, grid: Grid) -> None:
 def load_grid(folder: Path) -> Grid:
     """Grid of a folder. Raises RunError if there is none, or one of another version."""
     try:
-        stored = json.loads((folder / "grid.json").read_text())
+        stored = bounded_json.read(folder / "grid.json")
         if stored["format"] != FORMAT:
             raise TypeError(f"format {stored['format']}, and this version reads {FORMAT}")
         grid: Grid = from_dict(Grid, stored["grid"] | {"base": as_now(stored["grid"]["base"])})
@@ -160,7 +159,7 @@ def _rows(folder: Path, grid: Grid) -> Iterator[dict[str, Any]]:
     for cell in cells(grid):
         path = folder / cell.name / "result.json"
         if path.exists():
-            result = json.loads(path.read_text())
+            result = bounded_json.read(path)
             scores = result["evaluation"]["trained"]
             yield {
                 "run": cell.name, "size": cell.size, "parameters": result["parameters"], "scenarios": cell.scenarios,

@@ -18,11 +18,15 @@ import numpy as np
 
 from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
-from longhaul.reasoning.transformer import check, shapes
+from longhaul.reasoning.transformer import check, shapes, size
+from longhaul.runtime import bounded_json
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
 """Approximate size of a written file in bytes."""
+
+MOST_JSON = 64 << 20
+"""Bytes of memory of a config.json or an index; an index of a hundred thousand arrays takes a third of it."""
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -49,6 +53,10 @@ WHOLE = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.wei
 DTYPES = {name: np.dtype(getattr(jnp, name)) for name in ("float32", "float16", "bfloat16")}
 
 
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""Fields of a config.json that are counts, and that each has."""
+
+
 class HubError(ValueError):
     """Error of files that hold no readable model; the message is one line."""
 
@@ -72,6 +80,9 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     for name, odd in refused.items():
         if odd:
             raise HubError(f"{name} is {fields[name]!r}; models with it are not supported")
+    for name in COUNTS:
+        if name in fields and not (type(fields[name]) is int and 0 < fields[name] < 1 << 31):
+            raise HubError(f"{name} is {fields[name]!r:.80}; it must be a whole number, 1 or more")
     try:
         heads = fields["num_attention_heads"]
         theta, scaling = _rope(fields)
@@ -94,15 +105,22 @@ def config(folder: Path | str) -> ModelConfig:
     """Architecture in a folder's config.json. Raises HubError where there is none, or for an unsupported one."""
     path = Path(folder) / "config.json"
     try:
-        fields = json.loads(path.read_text())
+        found = config_of(bounded_json.read(path, MOST_JSON))
+    except HubError as error:
+        raise HubError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
-        raise HubError(f"{path}: {error}; give a folder with config.json and *.safetensors") from error
-    return config_of(fields)
+        raise HubError(f"{error}; give a folder with config.json and *.safetensors") from error
+    stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
+    if (wanted := size(found)) > stored:  # a number takes a byte or more
+        raise HubError(f"{path} asks for {wanted:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
+    return found
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling: transformers 5 has both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise TypeError(f"rope_scaling is {rope!r:.80}, and no object")
     theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -198,7 +216,7 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX).exists():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        files = sorted(set(_weight_map(folder).values()))
     else:
         files = [ONE]
     for file in files:
@@ -208,6 +226,20 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise HubError(f"{folder / file}: {error}") from error
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File of each array, by the index of a model in several files."""
+    try:
+        found = bounded_json.read(folder / INDEX, MOST_JSON)["weight_map"]
+    except KeyError as error:
+        raise HubError(f"{folder / INDEX} has no weight_map; fetch it again") from error
+    except (OSError, ValueError) as error:
+        raise HubError(f"{error}; fetch it again") from error
+    names = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise HubError(f"{folder / INDEX}: weight_map is not a file's name for each array; fetch it again")
+    return found
 
 
 def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -282,9 +314,12 @@ def tokeniser(folder: Path | str) -> Tokeniser:
 def _ends(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         try:
-            ends = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+            ends = bounded_json.read(folder / name, MOST_JSON).get("eos_token_id")
+        except (OSError, ValueError):
             continue
         if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (int(ends),)
+            found = tuple(ends) if isinstance(ends, list) else (ends,)
+            if not all(type(each) is int for each in found):
+                raise HubError(f"{folder / name}: eos_token_id is {ends!r:.80}; it must be a number, or a list of them")
+            return found
     return ()

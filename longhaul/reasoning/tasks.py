@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
-import json
 import operator
 import re
 from collections import Counter
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from longhaul.runtime import bounded_json
 
 SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -39,6 +40,13 @@ MARK = "####"
 
 CALCULATIONS = re.compile(r"<<([^<>]*)>>")
 """Calculations of GSM8K's format: <<48/2=24>>."""
+
+NUMBERS = re.compile(r"(?:-|(?<!,))[\d,]*\.?\d+", re.ASCII)
+"""Numbers in a text. None begins behind a comma: the commas before a digit belong to it, and of many commas without
+one only the first is a beginning, so that the time is linear."""
+
+MOST_FILE, MOST_LINE = 256 << 20, 64 << 20
+"""Bytes of a file of questions, and of the memory that a line of it takes."""
 
 ATTEMPTS = 100
 """Most draws for each wanted problem; after them the task is taken to have no more."""
@@ -339,6 +347,8 @@ def questions(path: Path | str, *, check: str = "numeric", template: str = QUEST
     reward = checker(check)
     known: dict[str, tuple[Problem, str]] = {}
     try:
+        if (size := Path(path).stat().st_size) > MOST_FILE:
+            raise ValueError(f"{path}: has {size:,} bytes; {MOST_FILE:,} are possible: give fewer questions")
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; give a JSONL file") from error
@@ -376,7 +386,7 @@ def questions(path: Path | str, *, check: str = "numeric", template: str = QUEST
 
 def _question(line: str, where: str) -> tuple[Problem, str]:
     try:
-        fields = json.loads(line)
+        fields = bounded_json.parse(line, MOST_LINE)
         question, solution = fields["question"], fields["answer"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: {error!r}; each line is an object with question and answer") from error
@@ -418,7 +428,7 @@ def _final(completion: str) -> str | None:
 def _answer(completion: str) -> str:
     """Text after the last `MARK`, else the last number; "" where there is none."""
     final = _final(completion)
-    return final if final is not None else (re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII) or [""])[-1]
+    return final if final is not None else ([found[0] for found in NUMBERS.finditer(completion)] or [""])[-1]
 
 
 def reading(completion: str) -> Written:
@@ -432,7 +442,7 @@ def reading(completion: str) -> Written:
 def number(text: str) -> Decimal | None:
     """Number in a common notation: "$1,000.50" is 1000.50; None for anything else."""
     plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
-    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII) else None
+    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain, re.ASCII) else None
 
 
 def calculated(problem: Problem, completion: str) -> float:
@@ -440,7 +450,7 @@ def calculated(problem: Problem, completion: str) -> float:
 
     Each has two numbers, both of the question or earlier results. 0 without any calculation.
     """
-    known = {number(found) for found in re.findall(r"[\d,]*\.?\d+", problem.prompt, re.ASCII)}
+    known = {number(found[0].removeprefix("-")) for found in NUMBERS.finditer(problem.prompt)}
     written = CALCULATIONS.findall(completion)
     sound = 0
     for each in written:

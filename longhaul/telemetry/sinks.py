@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from longhaul.runtime import bounded_json
 from longhaul.telemetry.health import of_learning
 
 Record = Mapping[str, Any]
@@ -177,7 +178,7 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
+                record = bounded_json.parse(line)
             except ValueError:
                 record = None
             if not isinstance(record, dict):

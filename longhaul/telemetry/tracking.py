@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import Record, Sink
@@ -108,7 +108,7 @@ def load(folder: Path, name: str = "wandb") -> Tracking | None:
     """Settings of a tracker of the run in `folder`; None if it never had it. TrackingError for a damaged file."""
     path = file(folder, name)
     try:
-        return Tracking(**json.loads(path.read_text()))
+        return Tracking(**bounded_json.read(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import sys
 import time
@@ -30,8 +29,8 @@ from longhaul.config.run import Driving, Named, Origin, Run
 from longhaul.driving.render.recording import Recording
 from longhaul.envs import external
 from longhaul.networks import actor_critic
+from longhaul.runtime import bounded_json, files, heartbeat, partition, process_group, user_modules
 from longhaul.runtime import device_memory as footprints
-from longhaul.runtime import files, heartbeat, partition, process_group, user_modules
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
@@ -149,7 +148,7 @@ def _train(
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     done = folder / "result.json"
     if resumed and done.exists():
-        result: dict[str, Any] = json.loads(done.read_text())
+        result: dict[str, Any] = bounded_json.read(done)
         steps = result.get("agent_steps", 0)
         if run.total_steps < steps:
             raise RunError(f"--total-steps is {run.total_steps}, and {steps} are done; give more, or leave it out")
@@ -174,7 +173,7 @@ def _train(
         with stop.at_once():
             source = source or feed(run, now.origin)
             if resumed:
-                stored = json.loads((folder / "run.json").read_text())
+                stored = bounded_json.read(folder / "run.json")
                 feeds.check(run, source, stored, folder.name)
                 begun = {"env": stored.get("module"), **stored.get("modules", {})}
                 for flag, origin in origins.items():
@@ -553,11 +552,11 @@ def finish(
         "sps": steps * max(1, len(assembly.members)) / max(seconds.train, 1e-9),
         "params_sha256": params_sha256(policy.params),
         "parameters": parameters,
-        "memory": json.loads(measured.read_text()) if measured.exists() else None,
+        "memory": bounded_json.read(measured) if measured.exists() else None,
         **outcome,
     }
     report.write_report(
-        folder / "report.html", run=json.loads((folder / "run.json").read_text()),
+        folder / "report.html", run=bounded_json.read(folder / "run.json"),
         records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings,
         findings=health_log.read(folder), runs=members.section(run, folder, result) if run.many else "",
     )  # fmt: skip

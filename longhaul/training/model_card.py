@@ -11,7 +11,6 @@ anew from the settings that the user gave.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from longhaul.config.population import Population
 from longhaul.config.run import Driving, Run, to_dict
+from longhaul.runtime import bounded_json
 from longhaul.training import api, export
 from longhaul.training.evaluate import Estimate
 from longhaul.training.hub import Address
@@ -37,7 +37,7 @@ def write(policy: api.Policy, source: Path, folder: Path, address: Address, lice
     """Writes what `longhaul push` uploads of a run's folder `source`. Raises RunError where a part can't be made."""
     for kind in ("safetensors", "jax"):
         export.save(policy, kind, folder)
-    stored = json.loads((source / "run.json").read_text())
+    stored = bounded_json.read(source / "run.json")
     run = dataclasses.replace(
         policy.run,
         population=Population(),
@@ -65,7 +65,7 @@ def without_paths(value: Any) -> Any:
 
 def _result(source: Path) -> dict[str, Any]:
     path = source / "result.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found: dict[str, Any] = bounded_json.read(path) if path.is_file() else {}
     return found
 
 

@@ -10,7 +10,6 @@ update.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -25,8 +24,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longhaul.config.run import Run
+from longhaul.runtime import bounded_json, pytree_serialization
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
@@ -68,7 +67,7 @@ def look(rows: Mapping[str, np.ndarray], n: int, update: int, progress: Progress
 
 def detours(folder: Path) -> int:
     """Number of detours of a run so far."""
-    return len(json.loads((folder / "run.json").read_text()).get("detours", ()))
+    return len(bounded_json.read(folder / "run.json").get("detours", ()))
 
 
 def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) -> Progress:
@@ -85,7 +84,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     Raises RunError after `run.rollbacks` detours.
     """
     path = folder / "run.json"
-    about: dict[str, Any] = json.loads(path.read_text())
+    about: dict[str, Any] = bounded_json.read(path)
     made, since = about.get("detours", []), poisoned.before
     where = _new_folder(folder / FOLDER, poisoned.update)
     back = since.step if since else 0

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longhaul.runtime import credentials, files, process_group
+from longhaul.runtime import bounded_json, credentials, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.types import Params, PyTree
@@ -96,7 +96,7 @@ def address(word: str) -> str:
 def load(folder: Path) -> Publishing | None:
     """Publication of the run in `folder`; None for none. Raises RunError where its file is damaged."""
     try:
-        found = json.loads((folder / FILE).read_text())
+        found = bounded_json.read(folder / FILE)
         return Publishing(tuple(found.pop("to")), **found)
     except FileNotFoundError:
         return None

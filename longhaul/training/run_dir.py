@@ -22,7 +22,7 @@ from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
-from longhaul.runtime import config_fields, files, process_group
+from longhaul.runtime import bounded_json, config_fields, files, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
@@ -160,7 +160,7 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
 def load_asked(folder: Path) -> dict[str, Any]:
     """Settings that a run's user gave, by field; empty for a run that an older version wrote, or that has no folder."""
     path = folder / "run.json"
-    given: dict[str, Any] = json.loads(path.read_text()).get("asked", {}) if path.is_file() else {}
+    given: dict[str, Any] = bounded_json.read(path).get("asked", {}) if path.is_file() else {}
     return given
 
 
@@ -206,9 +206,10 @@ def read_run(folder: Path) -> Run:
     """Run of a folder as `load_run` has it, without JAX: bounds are checked, but not that sizes fit each other."""
     path = folder / "run.json"
     try:
-        data = json.loads(path.read_text())
+        data = bounded_json.read(path)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} can't be read ({error}); it was not written by longhaul, or is damaged") from error
+        why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+        raise RunError(f"{path} can't be read: {why}; it was not written by longhaul, or is damaged") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
@@ -229,7 +230,7 @@ def read_run(folder: Path) -> Run:
 def own_algorithm(folder: Path) -> str | None:
     """Name of a run's algorithm where it is the user's own, whose module is not imported."""
     try:
-        kind = json.loads((folder / "run.json").read_text())["run"]["algorithm"]["kind"]
+        kind = bounded_json.read(folder / "run.json")["run"]["algorithm"]["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(kind) if is_named(str(kind)) else None

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from longhaul.runtime import cache_dir, files
+from longhaul.runtime import bounded_json, cache_dir, files
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.files import MANIFEST
 
@@ -268,7 +268,7 @@ def _reason(url: str, error: Exception) -> str:
 def of(folder: Path) -> str | None:
     """Address that a run's folder is mirrored to."""
     try:
-        return str(json.loads((folder / MARK).read_text())["address"])
+        return str(bounded_json.read(folder / MARK)["address"])
     except FileNotFoundError:
         return None
 
@@ -370,7 +370,7 @@ def _whole(path: Path) -> bool:
 def _intact(path: Path) -> bool:
     """True if each file of a checkpoint that was fetched has the size and digest of its manifest."""
     try:
-        wanted = json.loads((path / MANIFEST).read_text())["contents"]["files"]
+        wanted = bounded_json.read(path / MANIFEST)["contents"]["files"]
         for name, (size, digest) in wanted.items():
             with open(path / name, "rb") as file:
                 if os.fstat(file.fileno()).st_size != size or hashlib.file_digest(file, "sha256").hexdigest() != digest:

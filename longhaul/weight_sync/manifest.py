@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.runtime import bounded_json
 from longhaul.weight_sync.digest import digest
 
 LINE = 64
@@ -37,6 +38,10 @@ DIGEST = 16
 """Bytes of a digest."""
 
 LONGEST_NAME = 1024
+
+METADATA = "__metadata__"
+"""Name that no tensor may have: in a safetensors file it stands for a table of texts."""
+
 MOST_DIMENSIONS = 32
 LARGEST = 1 << 62
 """Bytes of an image, at most; a larger number is no honest one."""
@@ -149,8 +154,8 @@ def from_bytes(data: bytes) -> Manifest:
     if digest(body) != root:
         raise ValueError("a manifest whose text is not what its root says: it was damaged")
     try:
-        manifest = _parsed(json.loads(body))
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        manifest = _parsed(bounded_json.parse(body))
+    except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"a manifest whose text means nothing: {error}") from error
     check(manifest)
     if text(manifest) != body:
@@ -182,6 +187,8 @@ def _whole(number: Any) -> int:
 
 def _check_tensor(tensor: Tensor) -> None:
     where = f"tensor {tensor.name!r:.120}"
+    if tensor.name == METADATA:
+        raise ValueError(f"{where}: safetensors keeps that name for a file's own notes; give it another")
     if not _is_text(tensor.name, LONGEST_NAME) or not tensor.name:
         raise ValueError(f"{where}: a name has 1 to {LONGEST_NAME} printable characters")
     if tensor.dtype not in ITEMSIZES:

@@ -74,6 +74,9 @@ def test_settings_stand_alone_or_inside_their_config(name: str, text: str, tmp_p
         ("g.yaml", "algorithm: {lrr: 3}", "algorithm.lrr is no setting of recipe ppo; did you mean lr"),
         ("h.yaml", "optimizer: {lr: 3}", "optimizer is no part of recipe ppo"),
         ("i.yaml", "num_envs: many", "--num-envs is 'many', and must be of type"),
+        ("k.yaml", "[" * 2000 + "]" * 2000, "k.yaml can't be read: its parts are within one another without an end"),
+        ("l.yaml", f"a: &a [{'0,' * 99}]\nb: &b [{'*a,' * 99}]\nc: [{'*b,' * 99}]", "for more than 32,768 values"),
+        ("m.json", " " * 300_000, "it has 300,000 bytes; settings have at most 262,144"),
         ("j.yaml", "mesh: all of them", "mesh is .*; write data=2 or data=2,model=2"),
     ],
 )

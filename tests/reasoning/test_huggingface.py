@@ -51,6 +51,41 @@ def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], w
         huggingface.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "[]", "holds a list, and an object is needed; give a folder with"),
+        ("config.json", "", "it is no JSON from character 0"),
+        ("config.json", "[" * 100_000, "it is no usable JSON: "),
+        ("config.json", {"num_hidden_layers": 100_000_000}, "asks for .* parameters, and the .* beside it have"),
+        ("config.json", {"num_hidden_layers": "12"}, "config.json: "),
+        ("config.json", {"num_attention_heads": 0}, "config.json: "),
+        ("config.json", {"vocab_size": 1e30}, "config.json: "),
+        ("config.json", {"hidden_size": None}, "config.json: "),
+        ("config.json", {"rope_scaling": 3}, "config.json: "),
+        ("config.json", {"rope_theta": [1]}, "config.json: "),
+        ("config.json", {"model_type": ["qwen3"]}, r"model_type is \['qwen3'\]"),
+        ("model.safetensors.index.json", "{}", "has no weight_map; fetch it"),
+        ("model.safetensors.index.json", '{"weight_map": []}', "weight_map is not a file's name for each array"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "../b"}}', "weight_map is not a file's name for each"),
+        ("model.safetensors.index.json", "[" * 100_000, "it is no usable JSON: "),
+        ("model.safetensors", "no such file", "model.safetensors: "),
+    ],
+)
+def test_a_bad_folder_is_refused_by_one_line(tmp_path: Path, name: str, content: Any, words: str) -> None:
+    config = reference.CONFIGS["qwen3"]
+    huggingface.save(tmp_path, config, reference.params(config))
+    file = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_text()) | content)
+    elif name == huggingface.ONE:
+        content = content.ljust(file.stat().st_size, ".")
+    file.write_text(content)
+    with pytest.raises(huggingface.HubError, match=words) as caught:
+        huggingface.load(tmp_path)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
     told = huggingface.fields_of(reference.CONFIGS["llama3-rope"])
     five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}

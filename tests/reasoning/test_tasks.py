@@ -198,3 +198,20 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, text: str, words: 
 def test_a_checker_that_is_not_there_is_named(check: str) -> None:
     with pytest.raises(ValueError, match=f"check is '{check}'"):
         tasks.checker(check)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("3-5", "-5"), ("1.2,5", "5"), ("1.2.3", "0.3"), ("5,,.5 ,,", "5.5"), ("x ,-,5", "-5"), ("7.", "7"), (",,", None)],
+)
+def test_the_last_number_of_a_text(text: str, wanted: str | None) -> None:
+    assert tasks.reading(text).answer == wanted
+
+
+@pytest.mark.parametrize("text", ["," * 60_000, "-," * 60_000, f"#### {'1' * 60_000}x", "<<" * 60_000, "1." * 60_000])
+def test_no_completion_takes_long_to_read(text: str) -> None:
+    """Expressions with two ways to match the same letters took half a minute for each of these."""
+    problem = tasks.Problem(text, "1")
+    assert tasks.checker("numeric")(problem, text) == 0.0
+    tasks.reading(text)
+    tasks.calculated(problem, text)

@@ -90,6 +90,7 @@ A = Tensor("a", (4,), "float32", 0)
     ("change", "words"),
     [
         ({"tensors": (A, A._replace(offset=64))}, "two tensors are named"),
+        ({"tensors": (A._replace(name="__metadata__"),)}, "safetensors keeps that name"),
         ({"tensors": (A._replace(shape=(17,)), A._replace(name="b", offset=64))}, "within"),
         ({"tensors": (A._replace(offset=128),)}, "past the image"),
         ({"tensors": (A._replace(offset=4),)}, "multiple of 64"),

@@ -8,7 +8,6 @@ the stretches where two areas meet.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from longhaul.driving.datasets.gpudrive import coordinates, number
 from longhaul.driving.datasets.lane_boundaries import edges, flat
 from longhaul.driving.datasets.log import BadData, Feature, Log, Malformed, Tracks, check, no_lights
 from longhaul.driving.datasets.safe_pickle import WRONG
+from longhaul.runtime import bounded_json
 
 MAP_PREFIX = "log_map_archive_"
 
@@ -71,7 +71,11 @@ COLUMNS = (
     *("velocity_x", "velocity_y", "observed", "scenario_id"),
 )
 
-MOST_STEPS, MOST_STATES, MOST_ROWS = 1 << 16, 1 << 24, 1 << 22
+MOST_STEPS, MOST_STATES, MOST_ROWS = 1 << 16, 1 << 22, 1 << 18
+"""A real scenario has 110 steps, some 100,000 states and as many rows at most."""
+
+MOST_TEXT = 64 << 20
+"""Bytes of the text of all rows; a parquet stores a text once for any number of them."""
 
 
 def read(path: Path) -> Log:
@@ -99,9 +103,13 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
         raise BadData(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul-rl[data]"') from error
     try:
         with parquet.ParquetFile(path) as file:
-            if file.metadata.num_rows > MOST_ROWS:  # few bytes can stand for many equal rows
-                raise Malformed(f"it has {file.metadata.num_rows} rows; {MOST_ROWS} are possible")
-            columns = file.read(columns=list(COLUMNS), use_threads=False).to_pydict()
+            _check_sizes(file)
+            texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:  # so that a repeated text is held once
+            table = file.read(columns=list(COLUMNS), use_threads=False)
+        if (size := sum(map(_text_bytes, table.columns))) > MOST_TEXT:
+            raise Malformed(f"its rows have {size:,} bytes of text; {MOST_TEXT:,} are possible")
+        columns = table.to_pydict()
     except Malformed:
         raise
     except (pa.ArrowException, MemoryError, OSError, *WRONG) as error:
@@ -112,16 +120,45 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
     return columns
 
 
+def _check_sizes(file: Any) -> None:
+    """`Malformed` where a parquet's own numbers are beyond any scenario's: few bytes can stand for many equal rows."""
+    from pyarrow import types
+
+    if (rows := file.metadata.num_rows) > MOST_ROWS:
+        raise Malformed(f"it has {rows} rows; {MOST_ROWS} are possible")
+    nested = [field.name for field in file.schema_arrow if field.name in COLUMNS and types.is_nested(field.type)]
+    if nested:
+        raise Malformed(f"its column {nested[0]} holds lists, and no values")
+    size = sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+    if size > MOST_TEXT:
+        raise Malformed(f"it has {size:,} bytes before compression; {MOST_TEXT:,} are possible")
+
+
+def _text_bytes(column: Any) -> int:
+    """Bytes of a column's texts, a repeated one counted each time."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    total = 0
+    for chunk in column.chunks:
+        if pa.types.is_dictionary(chunk.type):
+            lengths = compute.binary_length(chunk.dictionary)
+            total += compute.sum(lengths.take(chunk.indices)).as_py() or 0
+        elif chunk.type in (pa.binary(), pa.large_binary(), pa.large_string()):
+            total += compute.sum(compute.binary_length(chunk)).as_py() or 0
+    return int(total)
+
+
 def _map(path: Path, identity: str) -> dict[str, Any]:
     where = path.with_name(f"{MAP_PREFIX}{identity}.json")
     try:
-        return json.loads(where.read_bytes())
+        return bounded_json.read(where)
     except OSError as error:
         raise BadData(
             f"{path}: its map {where.name} cannot be read: {error.strerror}; put it beside the parquet"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise BadData(f"{where}: is no usable JSON: {error}; fetch it again") from error
+    except ValueError as error:
+        raise BadData(f"{error}; fetch it again") from error
 
 
 def _log(columns: dict[str, list[Any]], identity: str, document: dict[str, Any]) -> Log:

@@ -1,8 +1,9 @@
 """SQLite files that others made, and the shapes in GeoPackages: read-only, without trust, with Python's own sqlite3.
 
 Sources: sqlite.org/c3ref, the OGC GeoPackage encoding standard 1.3 (clause 2.1.3: the blob of a geometry), OGC 06-103r4
-(well-known binary). A file may hold views, triggers and loops of pages; so only real tables are read, and the time and
-the rows that a file can cost are bounded by its size.
+(well-known binary). A file may hold views, triggers, loops of pages, columns that it computes and defaults that no row
+stores; so only real tables without computed columns are read, and the time, the rows and the bytes of text that a file
+can cost are bounded by its size.
 
 Projection of longitude and latitude to metres: the universal transverse Mercator projection (UTM) on WGS 84, by
 Krueger's series in the third flattening n, to n^4, as in Karney, "Transverse Mercator with an accuracy of a few
@@ -86,13 +87,22 @@ def rows(connection: sqlite3.Connection, names: Sequence[str], query: str) -> It
     if missing:
         raise Malformed(f"it has no table {', '.join(sorted(missing))}")
     try:
+        for name in names:
+            about = connection.execute("SELECT name FROM pragma_table_xinfo(?) WHERE hidden > 1", (name,)).fetchone()
+            if about is not None:
+                raise Malformed(f"table {name} computes its column {about[0]}; such tables are not read")
         (pages,), (page,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
-        most = pages * page  # a row takes a byte, and more
-        cursor = connection.execute(query)
-        while part := cursor.fetchmany(ROWS_PER_CALL):
-            most -= len(part)
-            if most < 0:
-                raise Malformed(f"table {names[0]} has more rows than the file has bytes")
+        room = 2 * pages * page  # a stored row takes a byte, and more; a join repeats the other table's names
+        part: list[tuple] = []
+        for row in connection.execute(query):
+            room -= 1 + sum([len(value) for value in row if value.__class__ in (str, bytes)])
+            if room < 0:
+                raise Malformed(f"table {names[0]} has more rows or text than the file has bytes")
+            part.append(row)
+            if len(part) == ROWS_PER_CALL:
+                yield part
+                part = []
+        if part:
             yield part
     except BROKEN as error:
         raise Malformed(f"table {names[0]} cannot be read: {error}") from error

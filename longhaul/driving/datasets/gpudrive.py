@@ -9,7 +9,6 @@ one a step, is read too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from longhaul.driving.datasets import log
 from longhaul.driving.datasets.log import Feature, Lights, Log, Malformed, Tracks, by_lane, check, no_lights
 from longhaul.driving.datasets.safe_pickle import WRONG
+from longhaul.runtime import bounded_json
 
 CURRENT = 10
 """The current step of a WOMD scenario, which the format does not repeat."""
@@ -47,11 +47,9 @@ ROADS: dict[str, tuple[int, ...]] = {
 def read(text: bytes, path: Path) -> Log:
     """The log of one JSON document; `Malformed` where it is none. Its id is the file's name where it has none."""
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise Malformed(f"it is no JSON from byte {error.pos} on (line {error.lineno}): {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is no usable JSON: {error}") from error
+        document = bounded_json.parse(text)
+    except ValueError as error:
+        raise Malformed(str(error)) from error
     if not isinstance(document, dict) or not isinstance(document.get("objects"), list):
         raise Malformed("it is JSON, but has no list `objects` as GPUDrive's has")
     try:

@@ -278,7 +278,7 @@ MARGIN = 200.0
 
 FRAMES = (
     "SELECT p.token, p.scene_token, p.timestamp, e.x, e.y, e.qw, e.qx, e.qy, e.qz, e.vx, e.vy, e.angular_rate_z "
-    "FROM lidar_pc AS p JOIN ego_pose AS e ON e.token = p.ego_pose_token ORDER BY p.timestamp"
+    "FROM lidar_pc AS p JOIN ego_pose AS e ON e.token = p.ego_pose_token"
 )
 BOXES = "SELECT lidar_pc_token, track_token, x, y, yaw, length, width, height, vx, vy FROM lidar_box"
 CATEGORIES = "SELECT t.token, c.name FROM track AS t JOIN category AS c ON c.token = t.category_token"
@@ -349,6 +349,8 @@ def _frames(connection: sqlite3.Connection) -> Frames:
     values = _numbers(rows, slice(2, None), "lidar_pc or ego_pose")
     if not np.isfinite(values).all() or np.abs(values[:, 1:3]).max() > 1e8:
         raise Malformed("a time or pose of the ego is not finite, or far beyond any map")
+    order = np.argsort(values[:, 0], kind="stable")  # by SQLite it could fill the disk
+    rows, values = [rows[index] for index in order], values[order]
     time = (values[:, 0] - values[0, 0]) * 1e-6
     chosen: list[int] = []
     bounds: list[int] = []

@@ -27,10 +27,6 @@ WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowEr
 """Errors of Python and NumPy where a document has another structure than expected."""
 
 
-def _no_state(self: object, state: object) -> None:
-    raise Malformed(f"{type(self).__name__}: a dictionary, a name or bytes with attributes of its own")
-
-
 class Bag(dict):
     """Stands for defaultdict and OrderedDict; what they are made with is passed over."""
 
@@ -38,8 +34,6 @@ class Bag(dict):
 
     def __init__(self, *_: object) -> None:
         super().__init__()
-
-    __setstate__ = _no_state
 
 
 class Blank:
@@ -49,8 +43,6 @@ class Blank:
 
     def __init__(self, *_: object) -> None:
         pass
-
-    __setstate__ = _no_state
 
 
 class Latin(bytes):
@@ -62,8 +54,6 @@ class Latin(bytes):
         if not isinstance(text, str):
             raise Malformed("bytes made of something else than text")
         return super().__new__(cls, text.encode("latin1"))
-
-    __setstate__ = _no_state
 
 
 class Dtype:
@@ -151,8 +141,6 @@ class Frozen(dict):
     def __init__(self, content: object = (), *_: object) -> None:
         super().__init__(content if isinstance(content, dict) else ())
 
-    __setstate__ = _no_state
-
 
 class Record(Blank):
     """Stands for a named tuple, whose content is passed over: the state of an optimiser."""
@@ -185,6 +173,18 @@ PARAMETERS: dict[tuple[str, str], type] = NAMES | {
 MOST_VALUES = 1 << 24
 """Values that a pickle may stand for; a file of real logs has some 100,000."""
 
+MOST_BYTES = 384 << 20
+"""Bytes of memory that a pickle's values may take, estimated by its instructions; other bytes look like them, so that
+arrays count about seven times. Files of real logs have some MB."""
+
+MEMORY: dict[int, int] = {
+    **dict.fromkeys(b"])}(tld\x85\x86\x87" + pickle.MEMOIZE + pickle.REDUCE + pickle.NEWOBJ, 64),
+    **dict.fromkeys(pickle.BINPUT + pickle.LONG_BINPUT + pickle.PUT, 64),
+    **dict.fromkeys(pickle.EMPTY_SET + pickle.FROZENSET, 224),
+    **dict.fromkeys(pickle.BININT2 + pickle.BINFLOAT + pickle.NONE + pickle.DUP + pickle.BINGET, 32),
+}
+"""Bytes of memory of what an instruction makes, at most about."""
+
 PLAIN_KEYS = (str, int, float, bytes, type(None), Array)
 """Types that may be a key or an element of a set."""
 
@@ -202,6 +202,15 @@ def _load_record(unpickler: Any) -> None:
     if len(unpickler.stack) < 2 or unpickler.stack[-2] is not Record:
         raise Malformed("an object of a class")
     unpickler.stack[-2:] = [Record()]
+
+
+def _load_state(unpickler: Any) -> None:
+    """The instruction BUILD, for the stand-ins that take a state: of anything else it would set attributes."""
+    made, state = unpickler.stack[-2:]
+    if not isinstance(made, (Dtype, Array)):
+        raise Malformed("attributes for something else than an array")
+    made.__setstate__(state)
+    unpickler.stack.pop()
 
 
 def _load_bytes(unpickler: Any) -> None:
@@ -230,13 +239,15 @@ class Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar = (
         {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
-        | {pickle.BYTEARRAY8[0]: _load_bytes, pickle.NEWOBJ[0]: _load_record}
+        | {pickle.BYTEARRAY8[0]: _load_bytes, pickle.NEWOBJ[0]: _load_record, pickle.BUILD[0]: _load_state}
         | {code[0]: _hashing(code, slice(None, None, 2)) for code in (pickle.SETITEMS, pickle.DICT)}
         | {code[0]: _hashing(code, slice(None)) for code in (pickle.ADDITEMS, pickle.FROZENSET)}
         | {pickle.SETITEM[0]: _hashing(pickle.SETITEM, slice(-2, -1))}
     )
 
     def __init__(self, data: bytes, names: Mapping[tuple[str, str], type]):
+        if (memory := len(data) + sum(size * data.count(code) for code, size in MEMORY.items())) > MOST_BYTES:
+            raise Malformed(f"its values take {memory >> 20:,} MB; {MOST_BYTES >> 20} MB are possible")
         super().__init__(io.BytesIO(data))
         self.names = names
         self.room = 4 * len(data) + 1024  # of bytes made of text: once for each text, and some
@@ -262,7 +273,10 @@ class Unpickler(pickle._Unpickler):
 
 
 def weigh(document: Any) -> int:
-    """Number of values that `document` stands for, with repetitions; `Malformed` where a container holds itself."""
+    """Number of values that `document` stands for, with repetitions.
+
+    `Malformed` where they are more than `MOST_VALUES`, or a container holds itself.
+    """
     weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
     open_: set[int] = set()
     left: list[tuple[Any, bool]] = [(document, False)]
@@ -273,9 +287,11 @@ def weigh(document: Any) -> int:
             continue
         if finished:
             open_.discard(id(value))
-            weights[id(value)] = 1 + sum(
+            weights[id(value)] = total = 1 + sum(
                 weights.get(id(each)) or 1 + (len(each) // 8 if isinstance(each, str | bytes) else 0) for each in inner
             )
+            if total > MOST_VALUES:  # at once: doubled further, the number itself would fill the memory
+                raise Malformed(f"it stands for more than {MOST_VALUES} values")
             continue
         if id(value) in open_:
             raise Malformed("a value that holds itself")
@@ -300,8 +316,7 @@ def unpickle(data: bytes, names: Mapping[tuple[str, str], type] = NAMES) -> Any:
     """The plain values of a pickle, arrays as `Array`; `Malformed` where it holds anything else."""
     try:
         document = Unpickler(data, names).load()
-        if (total := weigh(document)) > MOST_VALUES:
-            raise Malformed(f"it stands for {total:.3g} values; {MOST_VALUES} are possible")
+        weigh(document)
         return document
     except Malformed:
         raise

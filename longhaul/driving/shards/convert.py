@@ -37,7 +37,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.from_log import ROUTES
 from longhaul.driving.scenario.scenario import CONTROLS
 from longhaul.driving.shards import shard
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.runtime.worker_pool import pool
 
 STATE = "state.jsonl"
@@ -99,7 +99,7 @@ def resume(out: Path, settings: Settings, stamps: list[Stamp]) -> list[Line]:
         return []
     try:
         first, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True) or ["{}"]
-        before = dict(json.loads(first)["settings"])
+        before = dict(bounded_json.parse(first)["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadData(f"{path}: is no state of a conversion: remove the folder, or name another") from error
     if before != asdict(settings):
@@ -131,7 +131,7 @@ def _parse(text: str) -> Line | None:
     if not text.endswith("\n"):
         return None
     try:
-        line = Line(**json.loads(text))
+        line = Line(**bounded_json.parse(text))
         begun = line.partial and (str(line.partial[0]), int(line.partial[1]), int(line.partial[2]))
         return line._replace(inputs=[Input(*each) for each in line.inputs], partial=begun)
     except (ValueError, TypeError, IndexError):

@@ -71,6 +71,7 @@ from longhaul.driving.scenario.lane_graph import (
     look_around,
 )
 from longhaul.driving.scenario.scenario import NO_ROAD, ONWARD, Road, Scenario
+from longhaul.runtime import bounded_json
 
 LEVEL = 6
 """zlib's: 9 takes 1 % less room and several times as long."""
@@ -453,8 +454,8 @@ def _index(path: Path, head: bytes, size: int, view: mmap.mmap) -> tuple[tuple[s
         raise BadData(f"{path}: the checksum of its index is wrong: the file is damaged; copy it again, or {REMEDY}")
     try:
         entries = np.frombuffer(index, ENTRY, count)
-        ids = json.loads(index[count * ENTRY.itemsize :])
-    except (ValueError, RecursionError) as error:
+        ids = bounded_json.parse(index[count * ENTRY.itemsize :])
+    except ValueError as error:
         raise BadData(f"{path}: its index is no index: {error}; {REMEDY}") from error
     named = isinstance(ids, list) and len(ids) == count and all(isinstance(each, str) for each in ids)
     # the offsets of a shard follow from its lengths, which leaves nothing that could point elsewhere

@@ -7,11 +7,11 @@ record's time is the same each time, so that the store recognises what it has.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from longhaul.runtime import bounded_json
 from longhaul.telemetry.sinks import Record
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def begin(session: Session) -> Tracker:
 
     set_tracking_uri(get_tracking_uri())
     client, folder, tracked = MlflowClient(), session.folder, session.tracked
-    about = json.loads((folder / "run.json").read_text())
+    about = bounded_json.read(folder / "run.json")
     experiment = client.get_experiment_by_name(tracked.project)
     place = experiment.experiment_id if experiment else client.create_experiment(tracked.project)
     there = client.search_runs([place], f"tags.`{TAG}` = '{tracked.id}'", max_results=1)

@@ -7,13 +7,14 @@ and SwanLab ignores the steps that it has. The step is the number of updates.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longhaul.runtime import bounded_json
 
 if TYPE_CHECKING:
     from longhaul.telemetry.tracking import Row, Session, Tracker
@@ -42,7 +43,7 @@ def begin(session: Session) -> Tracker:
     from longhaul.telemetry.tracking import Tracker
 
     folder, tracked, mode = session.folder, session.tracked, resolved()
-    about = json.loads((folder / "run.json").read_text())
+    about = bounded_json.read(folder / "run.json")
     where = Path(os.environ.get("SWANLAB_LOG_DIR") or folder / "swanlab").resolve()
     own = folder / OWN
     if mode != "cloud" and own.is_file():  # each of this run's records is written again

@@ -8,7 +8,6 @@ before. W&B's step is the number of updates.
 from __future__ import annotations
 
 import configparser
-import json
 import netrc
 import os
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from longhaul.runtime import bounded_json
 from longhaul.telemetry.health import of_learning
 from longhaul.telemetry.sinks import Record
 
@@ -162,7 +162,7 @@ def begin(session: Session) -> Tracker:
         options["x_stats_pid"] = session.pid  # machine metrics of the run's process
     common: dict[str, Any] = {
         "id": tracked.id, "name": folder.name, "project": tracked.project, "entity": tracked.entity,
-        "config": config(json.loads((folder / "run.json").read_text())), "dir": str(where),
+        "config": config(bounded_json.read(folder / "run.json")), "dir": str(where),
         "settings": wandb.Settings(**options),
     }  # fmt: skip
     run, sent = None, 0

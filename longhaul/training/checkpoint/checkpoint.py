@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.runtime import files, process_group, pytree_serialization
+from longhaul.runtime import bounded_json, files, process_group, pytree_serialization
 from longhaul.runtime.files import MANIFEST
 from longhaul.types import PyTree
 
@@ -409,9 +409,9 @@ def _render(contents: dict[str, Any]) -> bytes:
 def _parse(data: bytes) -> dict[str, Any]:
     """Contents of a manifest. Raises Damaged if a byte differs from `_render`'s."""
     try:
-        contents: dict[str, Any] = json.loads(data)["contents"]
+        contents: dict[str, Any] = bounded_json.parse(data)["contents"]
         intact = _render(contents) == data
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise Damaged(f"{MANIFEST} is not what was written")

@@ -32,7 +32,7 @@ from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, Origin, Run, to_dict
-from longhaul.runtime import config_fields
+from longhaul.runtime import bounded_json, config_fields
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import CHANGEABLE, FIXED
 from longhaul.runtime.devices import prepare_devices, started
@@ -161,7 +161,7 @@ def edits(folder: Path, found: Found) -> dict[str, list[Any]]:
     if "run" not in found.metadata:
         return {}
     known: dict[str, Any] = {}  # by the last resume that changed it
-    for entry in json.loads((folder / "run.json").read_text()).get("history", ()):
+    for entry in bounded_json.read(folder / "run.json").get("history", ()):
         known |= {name: after for name, (_, after) in entry["changed"].items()}
     now = json.loads(json.dumps(to_dict(load_run(folder))))
     pairs = changes(as_now(found.metadata["run"]), now)
@@ -200,7 +200,7 @@ def record(
     if not changed:  # or recorded already, by a process killed before it saved
         return
     path = folder / "run.json"
-    before: dict[str, Any] = json.loads(path.read_text())
+    before: dict[str, Any] = bounded_json.read(path)
     entry = {
         "update": now.updates,
         "agent_steps": now.agent_steps,

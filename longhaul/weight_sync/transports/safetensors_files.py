@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.weight_sync import manifest as manifests
 from longhaul.weight_sync.digest import digest, hasher
 from longhaul.weight_sync.manifest import Manifest, Tensor
@@ -250,14 +250,14 @@ def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) 
             if length > LONGEST_HEADER:
                 raise Damaged(f"{name} has no header")
             try:
-                table = json.loads(file.read(length))
-                places = {tensor.name: table[tensor.name] for tensor in tensors}
-            except (ValueError, KeyError, TypeError) as error:
+                table = bounded_json.parse(file.read(length))
+                places = [table[tensor.name] for tensor in tensors]
+                forms = [(place["dtype"], tuple(place["shape"])) for place in places]
+                begins = [int(place["data_offsets"][0]) for place in places]
+            except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise Damaged(f"{name} has another header: {error}") from error
-            for tensor in tensors:
-                place = places[tensor.name]
-                begin = int(place["data_offsets"][0])
-                if place["dtype"] != DTYPES[tensor.dtype] or tuple(place["shape"]) != tensor.shape:
+            for tensor, form, begin in zip(tensors, forms, begins, strict=True):
+                if form != (DTYPES[tensor.dtype], tensor.shape) or not 0 <= begin < manifests.LARGEST:
                     raise Damaged(f"{name}: {tensor.name} has another form")
                 file.seek(8 + length + begin)
                 into = image[tensor.offset : tensor.end]
@@ -273,7 +273,7 @@ def _where(folder: Path, manifest: Manifest) -> Sequence[tuple[str, list[Tensor]
     if not (folder / INDEX).exists():
         return [("model.safetensors", ordered)]
     try:
-        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        weights = bounded_json.read(folder / INDEX)["weight_map"]
         of_file: dict[str, list[Tensor]] = {}
         for tensor in ordered:
             of_file.setdefault(Path(weights[tensor.name]).name, []).append(tensor)

@@ -24,6 +24,7 @@ from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, F
 from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
 from tests.helpers.log_files import encode
+from tests.helpers.resource_attacks import ATTACKS
 
 
 def some(folder: FilePath) -> dict[str, FilePath]:
@@ -109,7 +110,7 @@ def test_the_format_is_told_by_content(tmp_path: FilePath) -> None:
     [
         ("a.bin", b"\x7fELF and so on", "is none of: a TFRecord .* GPUDrive JSON"),
         ("a.json", b"", "is empty"),
-        ("a.json", b"{", "it is no JSON from byte 1"),
+        ("a.json", b"{", "it is no JSON from character 1"),
         ("a.json", b'{"a": 1}', "has no list `objects`"),
         ("a.json", b"[1, 2]", "has no list `objects`"),
         ("a.json", b'{"objects": []}', "it has no objects"),
@@ -132,6 +133,28 @@ def test_files_that_are_no_logs(tmp_path: FilePath, name: str, content: bytes, m
         list(readers.read(path))
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        ("generated-columns", "table log computes its column location"),
+        ("added-defaults", "table log has more rows or text than the file has bytes"),
+        ("doubled-pickle", "it stands for more than 16777216 values"),
+        ("empty-sets", "its values take .* MB; 384 MB are possible"),
+        ("many-rows", "it has 4000000 rows; 262144 are possible"),
+        ("dictionary-text", "its rows have 1,.* bytes of text; 67,108,864 are possible"),
+        ("empty-objects", "it takes .* MB of memory; 384 MB are possible"),
+        ("nested-lists", "it takes .* MB of memory; 384 MB are possible"),
+    ],
+)
+def test_small_files_that_would_take_all_memory(tmp_path: FilePath, attack: str, message: str) -> None:
+    """Seconds and megabytes of each: `python -m tests.helpers.resource_attacks`."""
+    pytest.importorskip("pyarrow")
+    path = ATTACKS[attack].make(tmp_path)
+    with pytest.raises(BadData, match=message) as caught:
+        list(readers.read(path))
+    assert str(caught.value).startswith(str(path))
 
 
 def test_records_that_are_no_scenarios(tmp_path: FilePath) -> None:

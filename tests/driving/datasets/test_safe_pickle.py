@@ -15,7 +15,7 @@ import pytest
 
 from longhaul.driving.datasets import readers, safe_pickle, scenarionet
 from longhaul.driving.datasets.log import BadData, Malformed
-from longhaul.driving.datasets.safe_pickle import Array, unpickle, weigh
+from longhaul.driving.datasets.safe_pickle import Array, Unpickler, unpickle, weigh
 from tests.helpers import log_files as made
 from tests.helpers.damaged_inputs import Call, bomb
 
@@ -220,6 +220,26 @@ def test_what_holds_itself_and_text_made_bytes_again_and_again_are_refused() -> 
     with pytest.raises(Malformed, match="again and again"):
         unpickle(b"\x80\x04](" + encode + calls + b"e.")
     assert len(unpickle(b"\x80\x04](" + encode + b"h\x00h\x01\x85Re.")[-1]) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        b"c_codecs\nencode\n",
+        b"cnumpy\nndarray\n",
+        b"cnumpy\ndtype\n",
+        b"ccollections\nOrderedDict\n)R",
+        b"}",
+        b"]",
+        b"K\x00",
+    ],
+)
+def test_only_arrays_take_a_state(made: bytes) -> None:
+    """Of a function or a class of ours, BUILD would set attributes."""
+    state = {"__setstate__": 1, "answer": 42}
+    with pytest.raises(Malformed, match="attributes for something else than an array"):
+        unpickle(b"\x80\x04" + made + pickle.dumps(state, 4)[2:-1] + b"b.")
+    assert not hasattr(Unpickler._latin, "answer")
 
 
 def test_a_document_weighs_what_it_stands_for() -> None:
