@@ -67,7 +67,7 @@ NO_JAX = (
 
 CORE = {
     *("jax", "optax", "orbax", "numpy", "rich", "google_crc32c", "tensorboardX", "PIL"),
-    *("ml_dtypes", "psutil", "scipy", "yaml"),
+    *("ml_dtypes", "numba", "psutil", "scipy", "yaml"),
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
@@ -76,11 +76,14 @@ OPTIONAL = {
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("fsspec", "obstore", "mlflow", "swanlab", "IPython"),
     *("imageio_ffmpeg", "minari", "shapely"),
-    *("numba", "llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),
+    *("llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 
-COMPILED = ("weight_sync/delta/numba_kernels", "weight_sync/xxh3_kernels")
+COMPILED = (
+    *("weight_sync/delta/numba_kernels", "weight_sync/xxh3_kernels"),
+    *("driving/generator/kernels", "driving/scenario/kernels"),
+)
 """Files of numba's functions: they load numba at import, so they are themselves imported inside functions alone."""
 
 

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "driving/datasets/lane_boundaries.py": "driving/datasets/test_nuplan.py",
     "driving/datasets/log.py": "driving/generator/test_generate.py",
     "driving/datasets/scenarionet.py": "driving/datasets/test_safe_pickle.py",
+    "driving/generator/kernels.py": "driving/generator/test_generate.py",
     "driving/generator/roads.py": "driving/generator/test_generate.py",
     "driving/generator/traffic.py": "driving/generator/test_generate.py",
     "driving/render/log_picture.py": "driving/test_inspect_logs.py",

@@ -2,8 +2,8 @@
 
 Every vehicle keeps to its path and drives by the Intelligent Driver Model (Treiber, Hennecke, Helbing, "Congested
 traffic states", 2000) behind the nearest of: the vehicle ahead on its path, a red light, a stretch shared with
-another path that it must leave to others, somebody on the road. One loop over time; all vehicles at once, N of them,
-on P paths sampled each metre.
+another path that it must leave to others, somebody on the road. One loop over time (`kernels.drive`); N vehicles on P
+paths sampled each metre.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets import log
 from longhaul.driving.generator.roads import World
 
 DT = 0.1
@@ -101,14 +100,12 @@ def meetings(xy: np.ndarray, bound: np.ndarray, lane: np.ndarray) -> tuple[np.nd
     enter, leave, shared = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf), np.zeros((paths, paths))
     if not np.isfinite(bound).all():
         return enter, leave, shared
+    from longhaul.driving.generator import kernels
+
     spans = [np.arange(int(a), int(b) + 1) for a, b in bound]
-    starts = np.cumsum([0, *(len(span) for span in spans[:-1])])
+    starts = np.cumsum([0, *(len(span) for span in spans)])
     points = np.concatenate([line[span] for line, span in zip(xy, spans, strict=True)])
-    s = np.concatenate(spans).astype(float)
-    gap2 = ((points[:, None] - points[None]) ** 2).sum(-1)
-    hit = np.logical_or.reduceat(gap2 < CLOSE**2, starts, axis=1)
-    enter = np.minimum.reduceat(np.where(hit, s[:, None], np.inf), starts, axis=0)
-    leave = np.maximum.reduceat(np.where(hit, s[:, None], -np.inf), starts, axis=0)
+    enter, leave = kernels.meetings(points, np.concatenate(spans).astype(float), starts, CLOSE)
     same = lane[:, :1] == lane[:, :1].T
     for p, q in zip(*np.nonzero(same), strict=True):
         size = min(len(spans[p]), len(spans[q]))
@@ -142,86 +139,11 @@ def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
 
 def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Arc length and speed [N, T] of vehicles; `lights` [legs, T] as in a log. Past its path's end one waits unseen."""
-    n, steps = cars.urge.shape
-    s, v = cars.s.copy(), cars.speed.copy()
-    path, half = cars.path, cars.length / 2
-    pair = path[:, None], path[None]
-    shared, enter, leave = net.shared[pair], net.enter[pair], net.leave[pair]
-    senior = net.priority[path][None] - net.priority[path][:, None]  # > 0: j has right of way over i
-    both = half[:, None] + half[None]
-    other = ~np.eye(n, dtype=bool)
-    ahead_of = np.arange(n)[None] < np.arange(n)[:, None]
-    stop = net.bound[path, 0]
-    walk = foresee(net, walkers)
-    track, speeds = np.zeros((n, steps)), np.zeros((n, steps))
-    for t in range(steps):
-        track[:, t], speeds[:, t] = s, v
-        front, rear = s + half, s - half
-        there = s < net.length[path]
-        # the vehicle ahead on one's own path
-        part = (s >= net.bound[path, 0]).astype(int) + (s >= net.bound[path, 1])
-        lane = net.lane[path, part]
-        place = net.offset[path][:, lane] + (s - net.offset[path, lane])[None]
-        together = (rear[None] < shared) & (part[None] == 1)
-        place = np.where(together, s[None], place)
-        gap = np.where((place > s[:, None]) & other & there[None], place - s[:, None] - both, np.inf)
-        leader = gap.argmin(1)
-        gap_ahead = gap[np.arange(n), leader]
-        # lines to stop at: a light, a stretch to leave to others, people
-        brakes2 = v * v / 2
-        line = np.full(n, np.inf)
-        held = np.zeros(n, bool)
-        if lights is not None:
-            state = lights[net.leg[path], t]
-            limit = np.where(state == log.LIGHT_CAUTION, 2.8, 6.0)
-            held = (state != log.LIGHT_GO) & (front <= stop) & (brakes2 <= limit * np.maximum(stop - front, 0.05))
-            line = np.where(held, stop - front, np.inf)
-        wait = yields(front, rear, v, enter, leave, held, there, senior, ahead_of)
-        line = np.minimum(line, np.where(wait, enter - 1.0 - front[:, None], np.inf).min(1))
-        if len(walkers):
-            room = walk[path, :, t] - 2.5 - front[:, None]
-            room = np.where((room > -0.5) & (brakes2[:, None] <= 6.0 * np.maximum(room, 0.05)), room, np.inf)
-            line = np.minimum(line, room.min(1))
-        here, soon = (np.minimum((s + later * v).astype(int), net.speed.shape[1] - 1) for later in (0.0, PREVIEW))
-        wanted = np.minimum(net.speed[path, here], net.speed[path, soon]) * cars.urge[:, t]
-        push = acceleration(v, wanted, gap_ahead, v[leader], line)
-        faster = np.maximum(v + push * DT, 0.0)
-        s, v = s + (v + faster) / 2 * DT, faster
-    return track, speeds
+    from longhaul.driving.generator import kernels
 
-
-def yields(
-    front: np.ndarray, rear: np.ndarray, v: np.ndarray, enter: np.ndarray, leave: np.ndarray, held: np.ndarray,
-    there: np.ndarray, senior: np.ndarray, ahead_of: np.ndarray,
-) -> np.ndarray:  # fmt: skip
-    """bool [N, N]: whether i leaves to j the stretch that their paths share.
-
-    Who is on it, or cannot stop before it, has it. Else i waits for a j of higher right of way, or of equal right and
-    earlier arrival, that arrives before i would be through.
-    """
-    margin = enter - 1.0 - front[:, None]
-    inside = (margin < -0.3) | ((v * v / 2)[:, None] > 3.5 * np.maximum(margin, 0.05))
-    passed = rear[:, None] > leave
-    arrival = np.maximum(enter - front[:, None], 0.0) / np.maximum(v, 1.5)[:, None]
-    through = np.maximum(leave - rear[:, None], 0.0) / np.maximum(v, 4.0)[:, None]
-    earlier = (arrival > arrival.T) | ((arrival == arrival.T) & ahead_of)
-    first = (senior > 0) | ((senior == 0) & earlier)
-    coming = first & ~held[None] & (through + PATIENCE > arrival.T)
-    meet = np.isfinite(enter) & ~passed & ~passed.T & there[None]
-    both_in = inside & inside.T & first  # two that can no longer both pass: the junior one still brakes
-    return meet & ((~inside & (inside.T | coming)) | (both_in & (margin > -0.3)))
-
-
-def acceleration(
-    v: np.ndarray, wanted: np.ndarray, gap: np.ndarray, leader: np.ndarray, line: np.ndarray
-) -> np.ndarray:
-    """The driver model's acceleration, m/s^2 [N], at `gap` behind one of speed `leader`, and before a line."""
-    share = v / np.maximum(wanted, 0.1)
-    slower = -COMFORT * np.minimum(4.0 * (share - 1.0), 1.2)
-    free = np.where(share > 1.0, slower, PUSH * (1.0 - np.square(np.square(share))))
-    scale = 2.0 * np.sqrt(PUSH * COMFORT)
-    behind = ROOM + np.maximum(v * HEADWAY + v * (v - leader) / scale, 0.0)
-    before = LINE_ROOM + np.maximum(v * 0.5 + v * v / scale, 0.0)
-    vehicle = free - PUSH * (behind / np.maximum(gap, 0.1)) ** 2
-    halt = free - PUSH * (before / np.maximum(line, 0.1)) ** 2
-    return np.clip(np.minimum(vehicle, halt), -HARDEST, PUSH)
+    shown = np.zeros((0, cars.urge.shape[1]), np.int8) if lights is None else lights
+    return kernels.drive(
+        cars.path, cars.s, cars.speed, cars.length, cars.urge, shown, net.leg, foresee(net, walkers), net.speed,
+        net.length, net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
+        DT, PUSH, COMFORT, HARDEST, HEADWAY, ROOM, LINE_ROOM, PREVIEW, PATIENCE,
+    )  # fmt: skip

@@ -31,9 +31,7 @@ MERGE = 0.002
 JOIN = 0.1
 """Metres within which one edge's end is taken for another one's start."""
 SAMPLES, COARSE_SAMPLES = 8, 64
-"""Samples along a side of a patch, fine and coarse."""
-CHUNK = 1 << 13
-"""Pairs of sample and segment at a time: few enough to stay in the cache (three times as fast as 1 << 17)."""
+"""Samples along a side of a patch, and of a block of patches."""
 
 
 class Edges(NamedTuple):
@@ -125,39 +123,11 @@ def vertex_normal(normal: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
 
 def signed_distance(points: np.ndarray, edges: Edges) -> np.ndarray:
     """Signed distance, m [...], of points [..., 2] to the nearest of `edges`; minus infinity without any."""
-    flat = points.reshape(-1, 2)
     if not len(edges.start):
         return np.full(points.shape[:-1], -np.inf)
-    block = max(1, CHUNK // len(edges.start))
-    whole = np.arange(len(edges.start))[None]
-    parts = [nearest(flat[None, i : i + block], edges, whole)[0] for i in range(0, len(flat), block)]
-    return np.concatenate(parts).reshape(points.shape[:-1])
+    from longhaul.driving.scenario import kernels
 
-
-def nearest(points: np.ndarray, edges: Edges, candidates: np.ndarray) -> np.ndarray:
-    """Signed distance [G, P] of points [G, P, 2] to the nearest of each group's `candidates`, indices [G, K]."""
-    start, vector = edges.start[candidates], edges.vector[candidates]
-    x = points[:, :, None, 0] - start[:, None, :, 0]
-    y = points[:, :, None, 1] - start[:, None, :, 1]
-    vx, vy = vector[:, None, :, 0], vector[:, None, :, 1]
-    along = np.clip((x * vx + y * vy) / (vx * vx + vy * vy), 0.0, 1.0)
-    dx, dy = x - along * vx, y - along * vy
-    best = (dx * dx + dy * dy).argmin(-1)[..., None]
-    dx, dy, along = (np.take_along_axis(a, best, -1)[..., 0] for a in (dx, dy, along))
-    every = np.broadcast_to(candidates[:, None], (*along.shape, candidates.shape[-1]))
-    chosen = np.take_along_axis(every, best, -1)[..., 0]
-    left = np.stack([-edges.vector[chosen][..., 1], edges.vector[chosen][..., 0]], -1)
-    toward = np.where((along <= 0.0)[..., None], edges.start_normal[chosen], left)
-    toward = np.where((along >= 1.0)[..., None], edges.end_normal[chosen], toward)
-    distance = np.sqrt(dx * dx + dy * dy)
-    return np.where(dx * toward[..., 0] + dy * toward[..., 1] > 0.0, -distance, distance)
-
-
-def narrow(centres: np.ndarray, radius: float, edges: Edges, candidates: np.ndarray) -> list[np.ndarray]:
-    """For each tile's centre [G, 2], those of `candidates` [K] that can be nearest to a point within `radius` of it."""
-    away = segment_distance(centres[:, None], edges.start[candidates][None], edges.vector[candidates][None])
-    near = away <= away.min(1, keepdims=True) + 2.0 * radius + 1e-6
-    return [candidates[row] for row in near]
+    return kernels.signed_distances(points.reshape(-1, 2), *edges).reshape(points.shape[:-1])
 
 
 def distance_field(edges: Edges, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,38 +138,13 @@ def distance_field(edges: Edges, low: np.ndarray, high: np.ndarray) -> tuple[np.
     origin = np.floor(np.asarray(low, np.float64) / CELL) * CELL
     if not len(edges.start):
         return np.zeros((0, 0), np.int16), origin
+    from longhaul.driving.scenario import kernels
+
     width, height = (np.ceil((np.asarray(high) - origin) / CELL).astype(int) + 1).clip(2)
-    tiles_x, tiles_y = -(-width // SAMPLES), -(-height // SAMPLES)
-    ix, iy = np.meshgrid(np.arange(tiles_x), np.arange(tiles_y))
-    corner = np.stack([ix.reshape(-1), iy.reshape(-1)], -1) * SAMPLES
-    middle = origin + CELL * (corner + (SAMPLES - 1) / 2)
-    block = corner // COARSE_SAMPLES
-    order = np.lexsort((block[:, 0], block[:, 1]))
-    edges_of_block = np.flatnonzero(np.append(True, (np.diff(block[order], axis=0) != 0).any(-1)))
-    groups = np.split(order, edges_of_block[1:])
-    coarse = origin + CELL * (np.stack([block[g[0]] for g in groups]) * COARSE_SAMPLES + (COARSE_SAMPLES - 1) / 2)
-    reach = CELL * (COARSE_SAMPLES - 1) / np.sqrt(2.0)
-    radius = CELL * (SAMPLES - 1) / np.sqrt(2.0)
-    near: list[np.ndarray] = [np.zeros(0, int)] * len(corner)
-    for group, few in zip(groups, narrow(coarse, reach, edges, np.arange(len(edges.start))), strict=True):
-        for patch, fewer in zip(group, narrow(middle[group], radius, edges, few), strict=True):
-            near[patch] = fewer
-    grid = CELL * np.stack(np.meshgrid(np.arange(SAMPLES), np.arange(SAMPLES)), -1).reshape(-1, 2)
-    values = np.zeros((tiles_y * tiles_x, SAMPLES * SAMPLES))
-    counts = np.array([len(n) for n in near])
-    flat, first = np.concatenate(near), np.cumsum(counts) - counts
-    ranked = np.argsort(counts, kind="stable")
-    begin = 0
-    while begin < len(ranked):
-        end = begin + max(1, CHUNK // (SAMPLES * SAMPLES * int(counts[ranked[begin]])))
-        rows = ranked[begin:end]
-        table = flat[first[rows, None] + np.minimum(np.arange(counts[rows[-1]]), counts[rows, None] - 1)]
-        values[rows] = nearest(origin + CELL * corner[rows][:, None] + grid, edges, table)
-        begin = end
-    field = values.reshape(tiles_y, tiles_x, SAMPLES, SAMPLES).transpose(0, 2, 1, 3).reshape(tiles_y * SAMPLES, -1)
+    field = kernels.field(origin, CELL, width, height, SAMPLES, COARSE_SAMPLES, *edges)
     # never 0: so that the rounded distance keeps its sign
-    centimetres = np.clip(np.rint(np.abs(field[:height, :width]) * 100.0), 1, 32000)
-    return np.where(field[:height, :width] > 0.0, centimetres, -centimetres).astype(np.int16), origin
+    centimetres = np.clip(np.rint(np.abs(field) * 100.0), 1, 32000)
+    return np.where(field > 0.0, centimetres, -centimetres).astype(np.int16), origin
 
 
 BITS = 3

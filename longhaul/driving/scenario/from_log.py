@@ -19,6 +19,7 @@ float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class Lane(NamedTuple):
     points: np.ndarray  # [P, 3], P >= 2, no point repeated
     s: np.ndarray  # [P], arc length in the plane
     exit: tuple[int, ...]
+    box: tuple[float, float, float, float]  # least x and y, most x and y
 
 
 class Route(NamedTuple):
@@ -92,7 +94,8 @@ def make_lane(identity: int, points: np.ndarray, exit: tuple[int, ...] = ()) -> 
         return None
     step = np.hypot(*np.diff(points[:, :2], axis=0).T)
     points = points[np.append(True, step > 1e-3)]
-    return Lane(identity, points, arc_length(points), exit) if len(points) > 1 else None
+    box = tuple(points[:, :2].min(0).tolist() + points[:, :2].max(0).tolist())
+    return Lane(identity, points, arc_length(points), exit, box) if len(points) > 1 else None
 
 
 def make_route(
@@ -186,10 +189,10 @@ def continuation(end: np.ndarray, heading: float, lanes: dict[int, Lane]) -> np.
 
 def lane_at(place: np.ndarray, heading: float, lanes: dict[int, Lane]) -> tuple[Lane, float] | None:
     """The lane nearest to `place` [3] that runs along `heading`, and the arc length there; None if none is near."""
-    best, found = LANE_AWAY, None
+    best, found, (x, y) = LANE_AWAY, None, place[:2].tolist()
     for lane in lanes.values():
-        low, high = lane.points[:, :2].min(0) - LANE_AWAY, lane.points[:, :2].max(0) + LANE_AWAY
-        if not ((place[:2] >= low) & (place[:2] <= high)).all():
+        low_x, low_y, high_x, high_y = lane.box
+        if x < low_x - LANE_AWAY or x > high_x + LANE_AWAY or y < low_y - LANE_AWAY or y > high_y + LANE_AWAY:
             continue
         s, away, turn, i = project(lane.points, lane.s, place)
         if away < best and abs(wrap(turn - heading)) < LANE_TURN and abs(lane.points[i, 2] - place[2]) < 3.0:
@@ -199,13 +202,11 @@ def lane_at(place: np.ndarray, heading: float, lanes: dict[int, Lane]) -> tuple[
 
 def project(line: np.ndarray, s: np.ndarray, place: np.ndarray) -> tuple[float, float, float, int]:
     """The point of a polyline [P, 2+] nearest to `place` [2+]: (arc length, distance, direction, segment's index)."""
-    start, chord = line[:-1, :2], np.diff(line[:, :2], axis=0)
-    relative = place[:2] - start
-    share = np.clip((relative * chord).sum(-1) / np.maximum((chord**2).sum(-1), 1e-12), 0.0, 1.0)
-    away = np.hypot(*(relative - share[:, None] * chord).T)
-    i = int(away.argmin())
-    direction = float(np.arctan2(chord[i, 1], chord[i, 0]))
-    return float(s[i] + share[i] * (s[i + 1] - s[i])), float(away[i]), direction, i
+    from longhaul.driving.scenario import kernels
+
+    i, share, x, y = kernels.project(line, place)
+    direction = math.atan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+    return float(s[i] + share * (s[i + 1] - s[i])), math.hypot(x, y), direction, i
 
 
 def wrap(angle: float) -> float:
@@ -406,10 +407,6 @@ error of the source, and would take the memory of thousands of scenarios."""
 
 UNDER_WAY = 0.3
 """Metres within the last half second before a vehicle is lost, above which it goes on."""
-
-PAIRS = 1 << 20
-"""Pairs of points that are looked at together."""
-
 
 class Signals(NamedTuple):
     """The lights that one route meets."""
@@ -629,10 +626,10 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
 
 
 def approach(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distance of `points` [P, 2] from the nearest of `near` [R, 2], and its index; in bounded memory."""
-    block = max(1, PAIRS // len(near))
-    parts = [points[begin : begin + block] for begin in range(0, len(points), block)]
-    closest = np.concatenate([((part[:, None] - near[None]) ** 2).sum(-1).argmin(1) for part in parts])
+    """Distance of `points` [P, 2] from the nearest of `near` [R, 2], and its index."""
+    from longhaul.driving.scenario import kernels
+
+    closest = kernels.nearest_points(points, near)
     return np.hypot(*(points - near[closest]).T), closest
 
 

@@ -261,8 +261,10 @@ def lay_grid(road: Road, route: np.ndarray, route_length: np.ndarray, route_poin
         return NO_ROAD
     around = (along[:, None] + MARGIN * np.array([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)])).reshape(-1, 2)
     corner = np.floor(around.min(0) / BLOCK) * BLOCK
-    cells, first = np.unique(((around - corner) / BLOCK).astype(np.int64), axis=0, return_index=True)
-    cells, shape = cells[np.argsort(first)][:MOST_BLOCKS], cells.max(0) + 1
+    cells = ((around - corner) / BLOCK).astype(np.int64)
+    shape = cells.max(0) + 1
+    _, first = np.unique(cells[:, 0] * shape[1] + cells[:, 1], return_index=True)
+    cells = cells[np.sort(first)][:MOST_BLOCKS]
     every = np.stack(np.meshgrid(*(np.arange(n) for n in shape)), -1).reshape(-1, 2)  # row by row
     nearest = np.concatenate(
         [((part[:, None] - cells) ** 2).sum(-1).argmin(1) for part in np.array_split(every, 1 + len(every) // 256)]
@@ -309,51 +311,20 @@ def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.n
 
 def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre: np.ndarray) -> np.ndarray:
     """The lanes' rows nearest to each cell of each block: int16 [G, FINE * FINE, NEAREST], -1 is none."""
-    out = np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
     count = int((lane >= 0).sum())
+    if not count:
+        return np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
+    from longhaul.driving.scenario import kernels
+
     size = BLOCK / FINE
     offsets = size * (np.arange(FINE) - 0.5 * (FINE - 1))
     cell = np.stack(np.meshgrid(offsets, offsets), -1).reshape(-1, 1, 2)  # row by row
-    spots = np.array(PROBES) * 0.5 * size
-    probes = (cell + spots).astype(np.float32)  # [16, 5, 2]
-    diagonal = BLOCK * np.sqrt(2.0)
-    start, vector = (middle - half)[:count], 2 * half[:count]
-    for g, place in enumerate(centre if count else ()):
-        away = segment_distance(place, start, vector)
-        rows = np.flatnonzero(away <= away.min() + diagonal)
-        if len(rows) > MOST_LANES:
-            rows = rows[nearest_first(away[rows], MOST_LANES)]
-        gap = segment_distance((place + probes)[:, :, None], start[rows], vector[rows])  # [cells, probes, rows]
-        most = min(NEAREST, len(rows))
-        best = nearest_first(np.where(of_its_lane(gap, lane[rows]), gap, gap + FARTHEST), most)
-        rank = np.full(gap.shape, NEAREST, np.float32)
-        np.put_along_axis(rank, best, np.broadcast_to(np.arange(most, dtype=np.float32), best.shape), -1)
-        # the best rank at any probe counts, and of equal ones the distance from the middle; a second row of a lane
-        # is worth less than the first of another one
-        worth = rank.min(1) * FARTHEST + np.minimum(gap[:, 0], 0.9 * FARTHEST)
-        chosen = nearest_first(np.where(of_its_lane(worth, lane[rows]), worth, worth + SECOND * FARTHEST), most)
-        out[g, :, :most] = rows[chosen]
-    return out
-
-
-def of_its_lane(gap: np.ndarray, lane: np.ndarray) -> np.ndarray:
-    """bool [..., rows]: which rows are the nearest of their `lane` [rows], by their distances `gap` [..., rows]."""
-    order = np.argsort(lane, kind="stable")
-    _, first, number = np.unique(lane[order], return_index=True, return_inverse=True)
-    least = np.minimum.reduceat(gap[..., order], first, axis=-1)
-    each = np.empty(len(lane), np.int64)
-    each[order] = number
-    return gap <= least[..., each]
-
-
-def nearest_first(values: np.ndarray, count: int) -> np.ndarray:
-    """The indices [..., count] of the smallest `values` [..., M], in order."""
-    if count < values.shape[-1]:
-        some = np.argpartition(values, count - 1, axis=-1)[..., :count]
-    else:
-        some = np.broadcast_to(np.arange(count), values.shape)
-    order = np.take_along_axis(values, some, -1).argsort(-1, kind="stable")
-    return np.take_along_axis(some, order, -1)
+    probes = (cell + np.array(PROBES) * 0.5 * size).astype(np.float32)
+    _, number = np.unique(lane[:count], return_inverse=True)
+    return kernels.nearest_lanes(
+        (middle - half)[:count], 2 * half[:count], number, int(number.max()) + 1, centre, probes,
+        BLOCK * np.sqrt(2.0), MOST_LANES, NEAREST, np.float32(SECOND), np.float32(FARTHEST),
+    )  # fmt: skip
 
 
 def join(roads: Sequence[Road]) -> Roadmap:

@@ -20,7 +20,7 @@ from longhaul.driving.datasets.log import (
     Log,
 )
 from longhaul.driving.generator import generate as generator
-from longhaul.driving.generator import roads, traffic
+from longhaul.driving.generator import kernels, roads, traffic
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.helpers import polygons
@@ -164,13 +164,13 @@ def test_density_is_obeyed() -> None:
 
 
 def test_the_driver_model_at_rest_and_at_its_speed() -> None:
-    far = np.array([np.inf])
-    assert traffic.acceleration(np.array([10.0]), np.array([10.0]), far, np.array([10.0]), far)[0] == 0.0
-    assert traffic.acceleration(np.array([0.0]), np.array([10.0]), far, np.array([0.0]), far)[0] == traffic.PUSH
+    model = traffic.PUSH, traffic.COMFORT, traffic.HARDEST, traffic.HEADWAY, traffic.ROOM, traffic.LINE_ROOM
+    assert kernels.acceleration(10.0, 10.0, np.inf, 10.0, np.inf, *model) == 0.0
+    assert kernels.acceleration(0.0, 10.0, np.inf, 0.0, np.inf, *model) == traffic.PUSH
     # behind a leader of equal speed v the gap settles where 1 - (v/v0)^4 = (s*/s)^2
     v, wanted = 6.0, 12.0
     gap = (traffic.ROOM + traffic.HEADWAY * v) / np.sqrt(1 - (v / wanted) ** 4)
-    settled = traffic.acceleration(np.array([v]), np.array([wanted]), np.array([gap]), np.array([v]), far)
+    settled = kernels.acceleration(v, wanted, gap, v, np.inf, *model)
     np.testing.assert_allclose(settled, 0.0, atol=1e-12)
 
 
@@ -196,7 +196,9 @@ def test_the_box_check_agrees_with_the_oracle() -> None:
     rng = np.random.default_rng(1)
     pose = np.concatenate([rng.uniform(-4, 4, (400, 2, 2)), rng.uniform(-4, 4, (400, 2, 1))], -1)
     size = rng.uniform(0.5, 5.0, (400, 2, 2))
-    got = generator.touch(pose[:, 0], size[:, 0], pose[:, 1], size[:, 1])
+    places = np.stack([pose[..., 0], pose[..., 1], np.cos(pose[..., 2]), np.sin(pose[..., 2])], -1)
+    boxes = np.concatenate([places, size / 2.0], -1)
+    got = np.array([kernels.touch(*one, *other) for one, other in boxes])
     corners = generator.corners(pose, size)[..., [0, 3, 2, 1], :]  # counter-clockwise
     np.testing.assert_array_equal(got, polygons.overlap(corners[:, 0], corners[:, 1]))
     assert 50 < got.sum() < 350

@@ -1,0 +1,186 @@
+"""Numba kernels of the generator: vehicles driven along their paths, where paths meet, and boxes that touch.
+
+The rules stand beside the functions of `traffic` and `generate` that call these. Compiled code is cached beside this
+file, or in NUMBA_CACHE_DIR. Imported inside functions only: numba takes a second to load.
+"""
+
+# mypy: disable-error-code="no-untyped-def, call-arg"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from longhaul.driving.datasets import log
+
+jit = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+
+GO, CAUTION = int(log.LIGHT_GO), int(log.LIGHT_CAUTION)
+CAUTION_BRAKING, RED_BRAKING, INSIDE_BRAKING = 2.8, 6.0, 3.5
+"""m/s^2 of braking that would be needed, above which a driver goes on: at yellow; at red and before people; and before
+a stretch shared with another path."""
+
+
+@jit
+def meetings(points, s, starts, near):
+    """Where paths come `near` each other: enter, leave [P, P], arc lengths on the first; inf, -inf where never.
+
+    Path p has the points starts[p] .. starts[p + 1] of `points` [K, 2], at arc lengths `s` [K].
+    """
+    paths = len(starts) - 1
+    enter, leave = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf)
+    for p in range(paths):
+        for a in range(starts[p], starts[p + 1]):
+            for q in range(paths):
+                for b in range(starts[q], starts[q + 1]):
+                    dx, dy = points[a, 0] - points[b, 0], points[a, 1] - points[b, 1]
+                    if dx * dx + dy * dy < near * near:
+                        enter[p, q], leave[p, q] = min(enter[p, q], s[a]), max(leave[p, q], s[a])
+                        break
+    return enter, leave
+
+
+@jit
+def drive(
+    path, start, speed, length, urge, lights, leg, walk, allowed, ends, bound, lane, offset, shared, enter, leave,
+    priority, dt, push, comfort, hardest, headway, room, line_room, preview, patience,
+):  # fmt: skip
+    """Arc lengths and speeds [N, T] of vehicles on their paths, as `traffic.run` says; `lights` may be [0, T]."""
+    n, steps = urge.shape
+    s, v, half = start.copy(), speed.copy(), length / 2.0
+    track, speeds = np.zeros((n, steps)), np.zeros((n, steps))
+    held, part, own, faster = np.zeros(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
+    for t in range(steps):
+        for i in range(n):
+            p = path[i]
+            track[i, t], speeds[i, t] = s[i], v[i]
+            part[i] = (s[i] >= bound[p, 0]) + (s[i] >= bound[p, 1])
+            own[i] = lane[p, part[i]]
+            held[i] = False
+            if len(lights):
+                state, away = lights[leg[p], t], bound[p, 0] - (s[i] + half[i])
+                most = CAUTION_BRAKING if state == CAUTION else RED_BRAKING
+                held[i] = state != GO and away >= 0.0 and v[i] * v[i] / 2.0 <= most * max(away, 0.05)
+        for i in range(n):
+            p, front, brakes2 = path[i], s[i] + half[i], v[i] * v[i] / 2.0
+            gap, leader, line = np.inf, 0.0, np.inf
+            for j in range(n):  # the vehicle ahead on one's own path
+                q = path[j]
+                if j == i or not s[j] < ends[q]:
+                    continue
+                if s[j] - half[j] < shared[p, q] and part[j] == 1:
+                    place = s[j]
+                else:
+                    place = offset[p, own[j]] + (s[j] - offset[q, own[j]])
+                if place > s[i] and place - s[i] - (half[i] + half[j]) < gap:
+                    gap, leader = place - s[i] - (half[i] + half[j]), v[j]
+            # lines to stop at: a light, a stretch to leave to others, people
+            if held[i]:
+                line = bound[p, 0] - front
+            for j in range(n):
+                if np.isfinite(enter[p, path[j]]) and waits(
+                    i, j, path, s, v, half, held, ends, enter, leave, priority, patience
+                ):
+                    line = min(line, enter[p, path[j]] - 1.0 - front)
+            for m in range(walk.shape[1]):
+                free = walk[p, m, t] - 2.5 - front
+                if free > -0.5 and brakes2 <= RED_BRAKING * max(free, 0.05):
+                    line = min(line, free)
+            here = min(int(s[i]), allowed.shape[1] - 1)
+            soon = min(int(s[i] + preview * v[i]), allowed.shape[1] - 1)
+            wanted = min(allowed[p, here], allowed[p, soon]) * urge[i, t]
+            change = acceleration(v[i], wanted, gap, leader, line, push, comfort, hardest, headway, room, line_room)
+            faster[i] = max(v[i] + change * dt, 0.0)
+        for i in range(n):
+            s[i], v[i] = s[i] + (v[i] + faster[i]) / 2.0 * dt, faster[i]
+    return track, speeds
+
+
+@jit
+def acceleration(v, wanted, gap, leader, line, push, comfort, hardest, headway, room, line_room):
+    """Acceleration of the driver model, m/s^2, at `gap` metres behind one of speed `leader`, and before a line."""
+    share, scale = v / max(wanted, 0.1), 2.0 * np.sqrt(push * comfort)
+    if share > 1.0:
+        free = -comfort * min(4.0 * (share - 1.0), 1.2)
+    else:
+        free = push * (1.0 - share * share * (share * share))
+    behind = (room + max(v * headway + v * (v - leader) / scale, 0.0)) / max(gap, 0.1)
+    before = (line_room + max(v * 0.5 + v * v / scale, 0.0)) / max(line, 0.1)
+    change = min(free - push * (behind * behind), free - push * (before * before))
+    return min(max(change, -hardest), push)
+
+
+@jit
+def waits(i, j, path, s, v, half, held, ends, enter, leave, priority, patience):
+    """True if vehicle i leaves to j the stretch that their paths share.
+
+    Who is on it, or cannot stop before it, has it. Else i waits for a j of higher right of way, or of equal right and
+    earlier arrival, that arrives before i would be through.
+    """
+    p, q = path[i], path[j]
+    front, other_front, rear, other_rear = s[i] + half[i], s[j] + half[j], s[i] - half[i], s[j] - half[j]
+    if not s[j] < ends[q] or rear > leave[p, q] or other_rear > leave[q, p]:
+        return False
+    margin, other_margin = enter[p, q] - 1.0 - front, enter[q, p] - 1.0 - other_front
+    inside = margin < -0.3 or v[i] * v[i] / 2.0 > INSIDE_BRAKING * max(margin, 0.05)
+    other_inside = other_margin < -0.3 or v[j] * v[j] / 2.0 > INSIDE_BRAKING * max(other_margin, 0.05)
+    arrival = max(enter[p, q] - front, 0.0) / max(v[i], 1.5)
+    other_arrival = max(enter[q, p] - other_front, 0.0) / max(v[j], 1.5)
+    senior = priority[q] - priority[p]
+    earlier = arrival > other_arrival or (arrival == other_arrival and j < i)
+    first = senior > 0 or (senior == 0 and earlier)
+    if not inside:
+        through = max(leave[p, q] - rear, 0.0) / max(v[i], 4.0)
+        return other_inside or (first and not held[j] and through + patience > other_arrival)
+    return other_inside and first and margin > -0.3  # two that can no longer both pass: the junior one still brakes
+
+
+@jit
+def touch(x, y, cos, sin, length, width, other_x, other_y, other_cos, other_sin, other_length, other_width):
+    """True if two boxes, given by half lengths and widths, overlap: the separating axis theorem."""
+    dx, dy = other_x - x, other_y - y
+    c, d = abs(cos * other_cos + sin * other_sin), abs(cos * other_sin - sin * other_cos)
+    return (
+        abs(dx * cos + dy * sin) <= length + other_length * c + other_width * d
+        and abs(dy * cos - dx * sin) <= width + other_length * d + other_width * c
+        and abs(dx * other_cos + dy * other_sin) <= other_length + length * c + width * d
+        and abs(dy * other_cos - dx * other_sin) <= other_width + length * d + width * c
+    )
+
+
+@jit
+def meet(i, j, pose, cos, sin, size, valid, clearance):
+    """True if bodies i and j come within `clearance` metres of each other at some step."""
+    length, width = size[i, 0] / 2.0 + clearance, size[i, 1] / 2.0 + clearance
+    reach = np.hypot(size[i, 0], size[i, 1]) / 2.0 + np.hypot(size[j, 0], size[j, 1]) / 2.0 + 1.5 * clearance
+    for t in range(pose.shape[1]):
+        if not (valid[i, t] and valid[j, t]):
+            continue
+        dx, dy = pose[j, t, 0] - pose[i, t, 0], pose[j, t, 1] - pose[i, t, 1]
+        if dx * dx + dy * dy < reach * reach and touch(
+            pose[i, t, 0], pose[i, t, 1], cos[i, t], sin[i, t], length, width,
+            pose[j, t, 0], pose[j, t, 1], cos[j, t], sin[j, t], size[j, 0] / 2.0, size[j, 1] / 2.0,
+        ):  # fmt: skip
+            return True
+    return False
+
+
+@jit
+def any_near_first(pose, cos, sin, size, valid, clearance):
+    """True if any body comes within `clearance` of the first one."""
+    for j in range(1, len(pose)):  # noqa: SIM110 (numba compiles no generator)
+        if meet(0, j, pose, cos, sin, size, valid, clearance):
+            return True
+    return False
+
+
+@jit
+def sifted(pose, cos, sin, size, valid):
+    """bool [N]: the bodies that stay when each that touches an earlier one is left out."""
+    keep = np.ones(len(pose), np.bool_)
+    for i in range(1, len(pose)):
+        for j in range(i):
+            if keep[j] and meet(i, j, pose, cos, sin, size, valid, 0.0):
+                keep[i] = False
+                break
+    return keep
