@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from longhaul.cli.tables import FAILED
 from longhaul.runtime import credentials
 from longhaul.weight_sync import cost_model, model_shapes, transports
 from longhaul.weight_sync.cost_model import Cost, Setting
+from longhaul.weight_sync.receiver import SHARE
 from longhaul.weight_sync.relay import Relay
 from longhaul.weight_sync.transports.base import Source
 from longhaul.weight_sync.transports.folder import FolderTransport
@@ -36,6 +38,11 @@ CHECKPOINTS = "checkpoints"
 
 WHERE = "the sender: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
 
+BUDGET = Flag(
+    "budget", FLOAT, None, "GB that versions may take in memory, whatever the sender says",
+    shown=f"{SHARE:.0%} of this machine's",
+)  # fmt: skip
+
 TOKEN = Flag("token-file", flags.optional(PATH), None, "file with the token that both sides know")
 
 
@@ -46,7 +53,7 @@ def serve(words: Sequence[str]) -> int:
     host = Flag("host", TEXT, "127.0.0.1", "address to listen at; beyond this machine it needs --token-file")
     name = Flag("shm", TEXT, None, "also serve processes of this machine: a socket's path, or @NAME")
     about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
-    given = flags.parse("sync serve", about, {"": [source, port, host, name, TOKEN, DEBUG]}, words).values
+    given = flags.parse("sync serve", about, {"": [source, port, host, name, BUDGET, TOKEN, DEBUG]}, words).values
     if given["SOURCE"] is None:
         raise FlagError("a source is missing: longhaul sync serve FOLDER --port N, or an address, as tcp:HOST:PORT")
 
@@ -62,7 +69,9 @@ def serve(words: Sequence[str]) -> int:
 
     with (
         _stopped() as stop,
-        Relay(lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say) as relay,
+        Relay(
+            lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say, budget=_budget(given)
+        ) as relay,
     ):
         for transport in opened:
             print(transport.address, flush=True)
@@ -80,7 +89,8 @@ def pull(words: Sequence[str]) -> int:
     follow = Flag("follow", ALONE, False, "fetch each newer version too, until stopped")
     keep = Flag("keep", INT, 3, "versions that are kept in the folder")
     about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
-    given = flags.parse("sync pull", about, {"": [address, out, seconds, follow, keep, TOKEN, DEBUG]}, words).values
+    known = [address, out, seconds, follow, keep, BUDGET, TOKEN, DEBUG]
+    given = flags.parse("sync pull", about, {"": known}, words).values
     if given["ADDRESS"] is None or given["out"] is None:
         raise FlagError("ADDRESS or --out is missing: longhaul sync pull ADDRESS --out FOLDER")
     if given["keep"] < 1 or not given["timeout"] > 0:
@@ -94,7 +104,8 @@ def pull(words: Sequence[str]) -> int:
     except OSError as error:
         raise FlagError(f"--out is {given['out']}; it must be a writable folder: {error.strerror}") from error
     folder = FolderTransport(given["out"], keep=given["keep"])
-    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder]) as relay:
+    budget = _budget(given)
+    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder], budget=budget) as relay:
         shown = None
         while not stop.is_set():
 
@@ -113,6 +124,15 @@ def pull(words: Sequence[str]) -> int:
             if not given["follow"]:
                 break
     return 0
+
+
+def _budget(given: Mapping[str, Any]) -> int | None:
+    """Bytes of --budget."""
+    if given["budget"] is None:
+        return None
+    if not 0 < given["budget"] < 1e9:
+        raise FlagError(f"--budget is {given['budget']:g}; it must be gigabytes, above 0")
+    return int(1e9 * given["budget"])
 
 
 def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
@@ -273,12 +293,12 @@ def _stopped() -> Iterator[threading.Event]:
 
 def _until(what: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
     """True once `what` holds; False after `seconds`, or when stopped."""
-    for _ in range(max(1, int(seconds / 0.05))):
-        if what():
-            return True
-        if stop.wait(0.05):
+    until = time.monotonic() + seconds
+    while not what():
+        left = until - time.monotonic()
+        if left <= 0.0 or stop.wait(min(0.05, left)):
             return False
-    return what()
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from longhaul.runtime.launch.process import Process, Restarts
+from longhaul.runtime.launch.process import TIED, Process, Restarts
 
 FEW = {
     "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
@@ -126,6 +126,6 @@ def _closed(actor: int) -> ActorHandle:
 
 
 def process(module: str, payload: bytes, descriptors: Sequence[int] = ()) -> Process:
-    """Actor in its own process, `python -m MODULE`. `payload` is its standard input; it inherits `descriptors`."""
-    command = [sys.executable, "-m", module]
+    """Actor in its own process, of a module. `payload` is its standard input; it inherits `descriptors`."""
+    command = [sys.executable, "-m", TIED, module]
     return Process(command, variables=os.environ | FEW, payload=payload, descriptors=descriptors)

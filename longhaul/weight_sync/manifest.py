@@ -154,7 +154,7 @@ def from_bytes(data: bytes) -> Manifest:
     if digest(body) != root:
         raise ValueError("a manifest whose text is not what its root says: it was damaged")
     try:
-        manifest = _parsed(bounded_json.parse(body))
+        manifest = _parsed(bounded_json.parse(body, max(bounded_json.MOST_BYTES, 16 * len(body))))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"a manifest whose text means nothing: {error}") from error
     check(manifest)

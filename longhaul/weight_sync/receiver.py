@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.runtime.devices import machine_memory
 from longhaul.weight_sync import manifest, packing, protocol, shared_verification
 from longhaul.weight_sync.buffers import Block, Pool
 from longhaul.weight_sync.manifest import Manifest
@@ -25,6 +26,12 @@ from longhaul.weight_sync.transports.base import DAMAGED, Parcel, Source
 
 IMAGES = 3.5
 """Images of a receiver by default: one served, one staged, one that readers hold, and room for changes on their way."""
+
+SHARE = 0.75
+"""Share of the machine's memory that images may take by default, whatever size a sender names."""
+
+LEAVE = 0.5
+"""Seconds that `close` waits: a receiver that still connects can't be interrupted, and ends by itself."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds before a receiver connects again; the pause doubles each time."""
@@ -46,7 +53,8 @@ class Receiver:
     `sources` are functions that connect, each to a sender of the same run: the first is followed, the others (peers, a
     folder) are used where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is
     called after each swap (to flush a prefix cache, say); an exception there is kept in `errors`, and undoes nothing.
-    `budget` bounds the bytes of images in the receiver's memory; mapped images are the sender's. Every byte that is
+    `budget` bounds the bytes of images in the receiver's memory, by default to `SHARE` of the machine's; mapped images
+    are the sender's. Every byte that is
     served was verified on this host: of the receivers that map one image, by one of them (`shared_verification`).
     """
 
@@ -105,13 +113,13 @@ class Receiver:
         return 0 if self._pool is None else max(self._peak, self._pool.peak)
 
     def close(self) -> None:
-        """Stops following; arrays that were taken stay valid. Idempotent."""
+        """Stops following within about `LEAVE` seconds; arrays that were taken stay valid. Idempotent."""
         self._closed.set()
         current = self._current
         if current is not None:
             current.interrupt()
-        self._thread.join()
-        self._hashers.shutdown()
+        self._thread.join(LEAVE)
+        self._hashers.shutdown(wait=False, cancel_futures=True)
         if self._pool is not None:
             self._pool.close()
 
@@ -246,7 +254,8 @@ class Receiver:
 
     def _memory(self, size: int) -> Pool:
         if self._pool is None or self._pool.size < size:
-            self._pool = Pool(size, int(IMAGES * size) if self._budget is None else self._budget)
+            usual = min(int(IMAGES * size), int(SHARE * machine_memory()))
+            self._pool = Pool(size, usual, least=1) if self._budget is None else Pool(size, self._budget)
         return self._pool
 
     def _spare(self, taken: int) -> int:

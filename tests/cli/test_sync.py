@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from longhaul.cli import main, sync
 from longhaul.weight_sync import cost_model
 from longhaul.weight_sync.cost_model import Setting
 from longhaul.weight_sync.publisher import Publisher
-from longhaul.weight_sync.transports import safetensors_files
+from longhaul.weight_sync.transports import safetensors_files, sockets
 from longhaul.weight_sync.transports.folder import FolderTransport
 from tests.helpers.command_line import assert_refused
 from tests.helpers.weight_sync_transports import is_whole, tensors, until
@@ -96,6 +97,7 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         (f"{PLAN} --nic 400", "--nic is '400'; it must be a rate with its unit, as 400Gb/s or 50GB/s"),
         (f"{PLAN} --hbm 3.35e12", "--hbm is '3.35e12'; it must be a rate with its unit"),
         (f"{PLAN} --receivers 16y16", "16x16"),
+        ("sync pull tcp:127.0.0.1:9 --out . --budget 0", "--budget is 0; it must be gigabytes, above 0"),
         (f"{PLAN} --cores 0", "cores is 0; it must be at least 1"),
     ],
 )
@@ -109,6 +111,21 @@ def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.Captur
     words = ["sync", "pull", "tcp:127.0.0.1:9", "--out", str(tmp_path), "--timeout", "0.2"]
     assert main.main(words) == 1
     assert "no version came from tcp:127.0.0.1:9 in 0.2 s" in capsys.readouterr().err
+
+
+def test_a_sender_that_says_nothing_is_left_when_the_time_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PATIENCE", 3600.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        spoke = threading.Event()
+        guard = threading.Timer(60, lambda: (spoke.set(), mute.shutdown(socket.SHUT_RDWR)))
+        guard.start()
+        words = ["sync", "pull", f"tcp:127.0.0.1:{mute.getsockname()[1]}", "--out", str(tmp_path), "--timeout", "0.5"]
+        assert main.main(words) == 1
+        assert not spoke.is_set()
+        guard.cancel()
+    assert "in 0.5 s" in capsys.readouterr().err
 
 
 def test_who_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,12 @@ from contextlib import closing
 
 import pytest
 
+from longhaul.weight_sync import receiver as receivers
 from longhaul.weight_sync.protocol import NOTHING, ProtocolError
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
-from longhaul.weight_sync.transports import shared_memory
-from tests.helpers.weight_sync_transports import is_whole, tensors
+from longhaul.weight_sync.transports import connect, shared_memory, tcp
+from tests.helpers.weight_sync_transports import is_whole, tensors, until
 
 
 def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> None:
@@ -29,3 +30,15 @@ def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> Non
                     with pytest.raises(ProtocolError):
                         receiver._take(source, bent)
             assert is_whole(*receiver.latest())
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_receiver_bounds_the_size_that_a_sender_names(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receivers, "machine_memory", lambda: 100)
+    transport = tcp.serve()
+    with Publisher("run", epoch=4, transports=[transport]) as sender:
+        sender.publish(5, tensors(5))
+        with Receiver(lambda: connect(transport.address), budget=1000 if given else None) as receiver:
+            until(lambda: bool(receiver.errors))
+            assert f"a budget of {1000 if given else 75:,} bytes" in receiver.errors[0]
+            assert receiver.served is None and receiver.peak_bytes == 0

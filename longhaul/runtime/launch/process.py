@@ -1,13 +1,15 @@
 """Child processes: start, supervision, end, and restarts with growing pauses.
 
 Launched training processes, actors, the W&B follower and benchmarks are all a `Process`. A child that calls
-`end_with_parent` never outlives its parent.
+`end_with_parent` never outlives its parent. `python -m longhaul.runtime.launch.process MODULE` does so before it runs a
+module whose imports take seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,6 +21,9 @@ from longhaul.runtime import heartbeat
 
 LIFELINE = "LONGHAUL_LIFELINE"
 """Environment variable: file descriptor that reaches its end when the parent ends; the child then ends too."""
+
+TIED = "longhaul.runtime.launch.process"
+"""Module that runs another one, tied to its parent from the first moment on."""
 
 INHERIT, DROP, PIPE = None, subprocess.DEVNULL, subprocess.PIPE
 """Destination of a child's output: the parent's own, none, or a stream that the parent reads."""
@@ -196,3 +201,9 @@ class Restarts(NamedTuple):
     def pause(self) -> float:
         """Seconds until the next start."""
         return min(self.most, self.first * 2.0 ** (self.failures - 1))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -41,6 +41,9 @@ MANIFEST, INDEX, LATEST = "manifest.longhaul", "model.safetensors.index.json", "
 LONGEST_HEADER = 100 << 20
 """Bytes of a header, at most: safetensors' own limit."""
 
+LONGEST_MANIFEST = 256 << 20
+"""Bytes of a manifest, at most: a million tensors' fits."""
+
 Arrived = Callable[[np.ndarray, int], None]
 """Callback: this many bytes of an image are in place."""
 
@@ -239,7 +242,10 @@ def _numbers(name: str) -> tuple[int, int] | None:
 
 def read_manifest(folder: Path) -> Manifest:
     """Manifest in a version's folder. OSError, ValueError."""
-    return manifests.from_bytes((folder / MANIFEST).read_bytes())
+    path = folder / MANIFEST
+    if (size := path.stat().st_size) > LONGEST_MANIFEST:
+        raise ValueError(f"{path} has {size:,} bytes; a manifest has at most {LONGEST_MANIFEST:,}")
+    return manifests.from_bytes(path.read_bytes())
 
 
 def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from longhaul.runtime import bounded_json
 from longhaul.weight_sync import manifest
 from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.digest import hasher
@@ -501,7 +502,7 @@ class SocketSource:
         self._asked("done", PATIENCE, "ok", words=_words(held))
 
     def status(self) -> dict[str, Any]:
-        return json.loads(self._asked("status", PATIENCE, "status").blob)
+        return bounded_json.parse(self._asked("status", PATIENCE, "status").blob)
 
     def close(self) -> None:
         if self._open:

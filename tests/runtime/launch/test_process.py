@@ -62,6 +62,30 @@ def test_a_child_ends_with_a_parent_that_is_killed(stopped: bool) -> None:
     assert not _lives(child)
 
 
+IMPORTING = """
+import sys, time
+from longhaul.topologies.actor_process import process
+print(process("slow_to_import", b"").id, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_actor_ends_with_its_learner_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text("open('begun', 'w').close()\nimport time\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    variables = os.environ | {"PYTHONPATH": path}
+    parent = Process([sys.executable, "-c", IMPORTING], out=PIPE, error=DROP, variables=variables, folder=str(tmp_path))
+    assert parent.out is not None
+    child = int(parent.out.readline())
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    parent.end()
+    deadline = time.monotonic() + 20.0
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _lives(child)
+
+
 def _lives(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
