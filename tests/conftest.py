@@ -49,12 +49,15 @@ DEVICES = 4
 
 import jax  # noqa: E402  (the environment must be set first)
 
+from longhaul.telemetry import screen  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes objects by the million, and the collector looks at all of them again and again: a fifth of what tests
 # take (test_ppo.py and test_actor_critic.py: 34 CPU-seconds, 27 with these two lines).
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
+screen.PLAIN_SOON = 600.0  # a line after some seconds would depend on the machine
 assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes must not be the one that decides
 
 TOGETHER = {

@@ -13,6 +13,7 @@ from longhaul.bench.cases import hackmatrix_grid
 from longhaul.bench.cases.hackmatrix_grid import Cell
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, Flag, FlagError, choice
+from longhaul.telemetry import screen
 
 NAME = "hackmatrix"
 
@@ -60,7 +61,7 @@ def run(words: Sequence[str]) -> int:
         figures += measured([cells[0]._replace(devices=1)], parsed["json"], measure)
     if parsed["page"] is not None:
         tables.write_text(parsed["page"], placed(parsed["page"], f"longhaul bench {NAME} --grid", page(figures)))
-    if tables.is_terminal(sys.stdout):
+    if screen.is_terminal(sys.stdout):
         tables.table(HEADER, [row(figure) for figure in figures])
     return 0
 

@@ -24,6 +24,7 @@ from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import files
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
+from longhaul.telemetry import screen
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, hub, loop
 from longhaul.training.checkpoint.resume import restore_policy
@@ -123,7 +124,8 @@ def evaluate(words: Sequence[str]) -> int:
 def policy_of(folder: Path, who: str, member: int | None = None, step: int | None = None) -> tuple[Run, Any]:
     """(the run, the policy that acts in it): None for a driver that no learning made."""
     if who in ("run", "untrained"):
-        run, trained, untrained = restore_policy(folder, member, step)
+        with screen.stage("restoring the policy", plain=False):
+            run, trained, untrained = restore_policy(folder, member, step)
         return run, trained if who == "run" else untrained
     run = load_run(folder)
     if not isinstance(run.environment, Driving):
@@ -272,9 +274,10 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
     for place, film in enumerate(films, 1):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", film.id)[:80]
         path = folder / f"{place:02}-{name}.{parsed['worst-as']}"
-        pictures.save([labelled(film, who)], path, fps=max(1, min(50, round(1 / film.dt))))
+        with screen.stage(f"drawing {path.name}"):
+            pictures.save([labelled(film, who)], path, fps=max(1, min(50, round(1 / film.dt))))
         if "-" not in (parsed["json"], parsed["csv"]):
-            print(path)
+            print(path, flush=True)
 
 
 def labelled(recording: Recording, who: str) -> Recording:
@@ -317,6 +320,7 @@ def render(words: Sequence[str]) -> int:
         raise RunError(f"no scenario is named {scenario!r}; {hint}")
     which = 0 if scenario is None else ids.index(scenario)
     recording = labelled(drives.some([which]).play(acting, driver_of(who), [0])[1][0], who)
-    pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
+    with screen.stage("drawing"):
+        pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
     print(parsed["out"])
     return 0

@@ -22,6 +22,7 @@ from longhaul.cli.flags import FlagError
 from longhaul.cli.tables import BAD_INPUT, FAILED, say
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.runtime.signals import watching
+from longhaul.telemetry import screen
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
@@ -128,8 +129,9 @@ def _run(words: list[str]) -> int:
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     module, name = ENTRIES.get(command, (command, command))
     with nullcontext() if command in OWN_INTERRUPT else _ending_at_once():
-        # From its own module alone: most modules import JAX, which takes seconds.
-        code: int = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)(rest[1:])
+        with screen.stage("importing", plain=False):  # its own module alone: most import JAX, which takes seconds
+            entry = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)
+        code: int = entry(rest[1:])
         return code
 
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from longhaul.runtime import files
+from longhaul.telemetry.screen import is_terminal
 
 FIRST = (
     *("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "vmax_score", "nuplan_score"),
@@ -107,10 +108,6 @@ def span(value: Any) -> str:
 def clean(text: str) -> str:
     """`text` without what could control a terminal: names in files may hold anything."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def report(path: str | None, value: Any, show: Callable[[], None]) -> None:

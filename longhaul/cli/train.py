@@ -18,7 +18,7 @@ from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.user_modules import is_named
-from longhaul.telemetry import tracking
+from longhaul.telemetry import screen, tracking
 from longhaul.training.run_dir import find_folder, load_run
 
 DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop")
@@ -94,9 +94,10 @@ def _train(words: Sequence[str]) -> int:
     if parsed.values["dry-run"]:
         return _dry(recipe, parsed)
 
-    from longhaul.training import api, loop, publish, store
+    with screen.stage("importing", plain=False):
+        from longhaul.training import api, loop, publish, store
 
-    run, folder = _asked(recipe, parsed)
+        run, folder = _asked(recipe, parsed)
     before = tracking.load_all(folder) if folder else None
     tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, before)
     published = publish.chosen(parsed.values, parsed.given, publish.load(folder) if folder else None)
@@ -121,8 +122,9 @@ def _train(words: Sequence[str]) -> int:
         asked, edited = run_flags.asked(run, parsed), parsed.values["take-edits"]
         outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited)
     if outcome.result is not None:
-        show_result(outcome.result)
-        print(f"report: {folder / 'report.html'}")
+        with screen.outlasting(folder):
+            show_result(outcome.result)
+            print(f"report: {folder / 'report.html'}")
     return outcome.code
 
 

@@ -32,6 +32,7 @@ from longhaul.driving.scenario.scenario import ONWARD, Road, Scenario
 from longhaul.driving.shards import shard as shards
 from longhaul.runtime import cache_dir
 from longhaul.runtime import worker_pool as processes
+from longhaul.telemetry import screen
 
 TRIED = 50
 """Seeds for one scenario that is good enough before giving up."""
@@ -54,6 +55,7 @@ def generated(
     found: list[Scenario] = []
     seed = first
     with ExitStack() as closed:
+        advance = closed.enter_context(screen.stage("making scenarios", count))
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(workers))))
 
         def several(seeds: Sequence[int]) -> Iterator[Scenario]:
@@ -62,8 +64,10 @@ def generated(
         while len(found) < count:
             stop = seed + count - len(found)
             seeds = range(seed, stop if least == 1 or store is None else -(-stop // BLOCK) * BLOCK)
-            made = _of(seeds, store, several)
-            found += [scenario for scenario in made if int((scenario.controlled >= 0).sum()) >= least]
+            for scenario in _of(seeds, store, several):
+                if int((scenario.controlled >= 0).sum()) >= least:
+                    found.append(scenario)
+                    advance(min(len(found), count))
             seed = seeds.stop
             if len(found) < count and seed - first >= TRIED * (1 + len(found)):
                 raise ValueError(
@@ -103,7 +107,11 @@ def from_logs(
     there is none."""
     settings = {"agents": agents, "horizon": horizon, "objects": objects, "control": control}
     each = (make() for path in readers.expand(paths) for make in makers(path, **settings))  # type: ignore[arg-type]
-    found = list(islice(each, count))
+    found: list[Scenario] = []
+    with screen.stage("reading logs", count) as advance:
+        for scenario in islice(each, count):
+            found.append(scenario)
+            advance(len(found))
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the files hold no scenario; give other data")
     return found

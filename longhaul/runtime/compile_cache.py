@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import os
 import platform
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from longhaul.runtime import files
 from longhaul.runtime.cache_dir import MOST_BYTES, folder, named, say, trim
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
@@ -152,6 +155,43 @@ def _quieten(folder: Path) -> None:
 
     warnings.showwarning = show
     warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache entry")
+
+
+TIMES = "compile-times.json"
+"""File of the cache's folder: digest of a program -> seconds that it took the last time."""
+
+MOST_TIMES = 1000
+
+
+def _times() -> tuple[Path | None, dict[str, float]]:
+    """(the file, its content); None where there is no cache."""
+    place = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined, unused-ignore]
+    if not place or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined, unused-ignore]
+        return None, {}
+    file = Path(place) / TIMES
+    try:
+        return file, {str(key): float(seconds) for key, seconds in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return file, {}
+
+
+def _digest(program: Any) -> str:
+    return hashlib.sha256(json.dumps([jax.__version__, program], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seconds_before(program: Any) -> float | None:
+    """Seconds that `program`, as JSON describes it, took to compile or to load the last time; None if not known."""
+    return _times()[1].get(_digest(program))
+
+
+def remember(program: Any, seconds: float) -> None:
+    """Keep the seconds for the next time."""
+    file, known = _times()
+    if file is not None:
+        known.pop(_digest(program), None)
+        newest = dict([*known.items(), (_digest(program), round(seconds, 2))][-MOST_TIMES:])
+        with suppress(OSError):
+            files.write(file, json.dumps(newest))
 
 
 class Ledger:

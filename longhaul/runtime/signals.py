@@ -37,8 +37,10 @@ class Stop:
     KeyboardInterrupt; not during compilation, which JAX may answer by a crash at the end of the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[str], None] = lambda line: None) -> None:
+        self.ending = "stopping after this stage"  # what the run answers the first signal
         self.signal: int | None = None
+        self._answer = answer
         self._first: float | None = None
         self._told = False
         self._raises = False
@@ -57,6 +59,9 @@ class Stop:
             return
         if self._first is None:
             self._first = now
+            if not self._raises:  # in a thread: a terminal that stands still must not hold up the second signal
+                line = f"{signal.Signals(number).name}: {self.ending}; again to leave now"
+                threading.Thread(target=self._answer, args=[line], daemon=True).start()
         elif now - self._first >= MOMENT:
             default(number)
             os.kill(os.getpid(), number)
@@ -91,9 +96,12 @@ class Stop:
 
 
 @contextmanager
-def listening() -> Iterator[Stop]:
-    """Context that records signals. They go to the main thread alone: in another thread, none is recorded."""
-    stop = Stop()
+def listening(answer: Callable[[str], None] = lambda line: None) -> Iterator[Stop]:
+    """Context that records signals. They go to the main thread alone: in another thread, none is recorded.
+
+    `answer` takes a line at the first signal, at once.
+    """
+    stop = Stop(answer)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -1,4 +1,4 @@
-"""Metric sinks of a run: a file of JSON lines, TensorBoard, and the console.
+"""Metric sinks of a run: a file of JSON lines, and TensorBoard; `telemetry/screen.py` has a third.
 
 A record is a flat dict: "update", "env_steps", "agent_steps", "wall_seconds", "sps", then "group/name" metrics. Values
 are numbers (Python's, NumPy's or JAX's scalars) or strings. A sink is a pair of functions, `write(record)` and
@@ -12,23 +12,20 @@ an event is with the operating system when `write` returns: a killed process los
 from __future__ import annotations
 
 import errno
-import html
 import json
 import math
 import mmap
 import os
 import socket
 import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from longhaul.runtime import bounded_json
-from longhaul.telemetry.health import of_learning
 
 Record = Mapping[str, Any]
 
@@ -111,7 +108,7 @@ def fan(*sinks: Sink) -> Sink:
 
 def jsonl(path: str | os.PathLike[str], plain: Callable[[Record], dict[str, Any]] | None = None) -> Sink:
     """Sink that appends one line a record, converted by `plain`. A torn last line of a killed process goes first."""
-    plain = plain or _plain
+    plain = plain or as_plain
     file = Path(path)
     with _clear(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +153,7 @@ def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] 
     return last
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def as_plain(record: Record) -> dict[str, Any]:
     """A record as JSON can hold it. Raises ValueError for a value that is neither a number nor a string."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
@@ -270,141 +267,9 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
         _append(descriptor, file, frame(Event(wall_time=time.time(), step=after + 1, session_log=start)))
 
     def write(record: Record) -> None:
-        numbers = {name: value for name, value in _plain(record).items() if isinstance(value, (int, float))}
+        numbers = {name: value for name, value in as_plain(record).items() if isinstance(value, (int, float))}
         step = numbers.pop("agent_steps")
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         _append(descriptor, file, frame(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
 
     return Sink(write, _closer(descriptor))
-
-
-# --------------------------------------------------------------------------------------------------------- console
-
-
-class Rate:
-    """Steps per second over the last `window` reports."""
-
-    def __init__(self, window: int = 16):
-        self._reports: deque[tuple[float, float]] = deque(maxlen=window + 1)
-
-    def update(self, steps: float, seconds: float) -> float:
-        """Rate after `steps` steps at `seconds` by any clock; 0 until two reports differ in time."""
-        self._reports.append((steps, seconds))
-        (first_steps, first_seconds), (last_steps, last_seconds) = self._reports[0], self._reports[-1]
-        passed = last_seconds - first_seconds
-        return (last_steps - first_steps) / passed if passed > 0 else 0.0
-
-
-def console(
-    total_steps: int,
-    stream: TextIO | None = None,
-    *,
-    start: int = 0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Sink:
-    """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on: rate, time left and return.
-
-    On a terminal: a bar, in colours unless NO_COLOR is set. In a notebook: a bar, which its cell keeps. Otherwise: one
-    plain line a record, without control characters, with `SHOWN` too, so that a log alone shows the state of a run.
-    """
-    stream = sys.stderr if stream is None else stream
-    rate = Rate()
-
-    def words(record: Record) -> tuple[int, str]:
-        """-> (agent steps, text on them)."""
-        plain = _plain(record)
-        steps = plain["agent_steps"]
-        speed = rate.update(steps, clock()) or plain.get("sps") or 0.0
-        left = duration((total_steps - steps) / speed) if speed > 0 else "?"
-        value = plain.get("episode/return")
-        returned = f"  return {value:.4g}" if isinstance(value, (int, float)) else ""
-        return steps, f"{speed:,.0f}/s  {left} left{returned}"
-
-    def share(steps: int) -> str:
-        return f"{steps / max(total_steps, 1):.1%}"
-
-    def note(text: str) -> None:
-        print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
-
-    if type(stream).__module__.startswith("ipykernel"):
-        show = _cell()
-
-        def write_cell(record: Record) -> None:
-            steps, text = words(record)
-            show(steps / max(total_steps, 1), f"{share(steps)} of {total_steps:,} agent steps  {text}")
-
-        return Sink(write_cell, lambda: show(None, ""), note=note)
-
-    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-
-        def write_line(record: Record) -> None:
-            steps, text = words(record)
-            plain = _plain(record)
-            plain |= {short: value for name, value in plain.items() if (short := of_learning(name))}
-            values = {label: plain.get(name) for name, label in SHOWN.items()}
-            more = "".join(
-                f"  {label} {value:.3g}" for label, value in values.items() if isinstance(value, (int, float))
-            )
-            note(f"{steps:,} of {total_steps:,} agent steps ({share(steps)})  {text}{more}")
-
-        return Sink(write_line, note=note)
-
-    from rich.console import Console as Terminal
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
-    terminal = Terminal(file=stream, no_color="NO_COLOR" in os.environ, highlight=False, markup=False)
-    bar = Progress(*columns, console=terminal, redirect_stdout=False, redirect_stderr=False)
-    task = bar.add_task(f"{total_steps:,} agent steps", total=total_steps, completed=start)
-    bar.start()
-
-    def write(record: Record) -> None:
-        steps, text = words(record)
-        bar.update(task, completed=steps, description=f"{share(steps)} of {total_steps:,} agent steps  {text}")
-
-    return Sink(write, bar.stop, note=terminal.print)
-
-
-CELL_SECONDS = 0.2
-"""Seconds between two pictures of a notebook's bar."""
-
-
-def _cell() -> Callable[[float | None, str], None]:
-    """Bar in the output of a notebook's cell: takes the share that is done, and a text; None shows the last ones."""
-    from IPython.display import display
-
-    shown, last, waiting = 0.0, (0.0, "begins"), True
-
-    def picture() -> dict[str, str]:
-        done, text = last
-        bar = f'<progress max="1" value="{done:.4f}" aria-label="training"></progress> <code>{html.escape(text)}</code>'
-        return {"text/html": bar, "text/plain": text}
-
-    handle = display(picture(), raw=True, display_id=True)
-
-    def show(done: float | None, text: str) -> None:
-        nonlocal shown, last, waiting
-        if done is not None:
-            last, waiting = (done, text), True
-        if waiting and (done is None or time.monotonic() - shown >= CELL_SECONDS):
-            shown, waiting = time.monotonic(), False
-            handle.update(picture(), raw=True)
-
-    return show
-
-
-SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}
-"""Metrics on a plain line with their labels; learning metrics go without the algorithm's name."""
-
-
-def duration(seconds: float) -> str:
-    """42 -> "42 s", 200 -> "3:20 min", 3723 -> "1:02:03 h", 200000 -> "2 d 7 h"."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02} h"
-    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"

@@ -42,6 +42,7 @@ from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry import screen
 from longhaul.training import offline_data, reasoning_setup
 from longhaul.training.assemble import last_update
 from longhaul.types import Environment, PyTree, Spec
@@ -179,10 +180,11 @@ def _resident(run: Run, task: Driving) -> Feed:
             0, task.scenarios, agents=agents, horizon=task.horizon, workers=cores(), control=task.simulator.control,
             least=task.least,
         )  # fmt: skip
-    bank = banks.stack(scenarios, agents=agents)
-    simulator.check(bank, task.simulator)
-    span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
-    host = device_bank.arrange(bank, agents, task.simulator.traffic == "idm")
+    with screen.stage("laying out scenarios"):
+        bank = banks.stack(scenarios, agents=agents)
+        simulator.check(bank, task.simulator)
+        span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
+        host = device_bank.arrange(bank, agents, task.simulator.traffic == "idm")
     return Feed(_within(task, *span), once(_send(run, host)), about=about)
 
 

@@ -22,6 +22,7 @@ from longhaul.reasoning import problem_sets, sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Measure
+from longhaul.telemetry import screen
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.training import reasoning_setup
 from longhaul.types import Environment, Params
@@ -67,7 +68,8 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
         name = environment.name if isinstance(environment, SpecStub) else f"single/{environment.name}"
 
         def play_on_host(policy: Params, seed: int = run.seed) -> Scores:
-            return Scores(host_rollout.play(name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
+            with screen.stage(f"{episodes} episodes played on the host"):
+                return Scores(host_rollout.play(name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
 
         return play_on_host
     limit = environment.spec.max_steps
@@ -77,9 +79,10 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
     begin = jax.jit(rollout.starts, static_argnums=(0, 2))
 
     def play(policy: Params, seed: int = run.seed) -> Scores:
-        starts = begin(environment, jax.random.key(seed + 10_000), episodes)
-        played, _ = through(policy, starts, None, jax.random.key(seed + 20_000))
-        return _scores(played, [""] * episodes)
+        with screen.stage(f"{episodes} episodes played"):
+            starts = begin(environment, jax.random.key(seed + 10_000), episodes)
+            played, _ = through(policy, starts, None, jax.random.key(seed + 20_000))
+            return _scores(played, [""] * episodes)
 
     return play
 
@@ -110,7 +113,8 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
-        scores, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
+        with screen.stage(f"{count} problems answered"):
+            scores, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
         valid = np.ones(count, bool)
         metrics = {name: Measure(np.asarray(value, np.float64), valid) for name, value in scores._asdict().items()}
         firsts = (words.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])

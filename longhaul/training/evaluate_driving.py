@@ -28,6 +28,7 @@ from longhaul.driving.sim.config import HELD_OUT
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.spaces import Measure
+from longhaul.telemetry import screen
 from longhaul.training.evaluate import EVENTS, MOST, Scores, _scores
 from longhaul.types import Environment, Params
 
@@ -79,7 +80,8 @@ class Drives(NamedTuple):
         program = jax.jit(lambda p: through(p, jax.vmap(environment.start)(index), None, jax.random.key(1)))
 
         def play(policy: Params | None) -> tuple[Scores, list[Recording]]:
-            episodes, frames = jax.device_get(program(policy))
+            with screen.stage(f"{len(self.scenarios)} scenarios driven by {driver}"):
+                episodes, frames = jax.device_get(program(policy))
             films = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
             return self._scored(_scores(episodes, [s.id for s in self.scenarios]), episodes.valid), films
 
@@ -211,10 +213,12 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
         return through(params, starts, key if driver == "policy" else None, key)[1]
 
     rows = []
-    for i, scenario in enumerate(drives.scenarios):
-        frames = jax.device_get(program(policy, jnp.int32(i), jax.random.fold_in(jax.random.key(2), i)))
-        cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
-        rows.append(realism(scenario, *(np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)))
+    with screen.stage("scenarios for realism", len(drives.scenarios)) as advance:
+        for i, scenario in enumerate(drives.scenarios):
+            advance(i)
+            frames = jax.device_get(program(policy, jnp.int32(i), jax.random.fold_in(jax.random.key(2), i)))
+            cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
+            rows.append(realism(scenario, *(np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)))
     metrics = {
         name: Measure(np.array([row[name].value for row in rows], float), np.array([row[name].valid for row in rows]))
         for name in rows[0]

@@ -25,19 +25,18 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
 from longhaul.config import population
-from longhaul.config.run import Driving, Named, Origin, Run
+from longhaul.config.run import Driving, Named, Origin, Run, to_dict
 from longhaul.driving.render.recording import Recording
 from longhaul.envs import external
 from longhaul.networks import actor_critic
-from longhaul.runtime import bounded_json, files, heartbeat, partition, process_group, user_modules
+from longhaul.runtime import bounded_json, compile_cache, files, heartbeat, partition, process_group, user_modules
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256, provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
-from longhaul.telemetry import health_log, sinks, tracking
+from longhaul.telemetry import health_log, screen, sinks, tracking
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
@@ -67,6 +66,10 @@ from longhaul.types import Params, Progress, PyTree
 
 STOPPED = 75
 """Exit code of a run that saved and stopped after a signal: it can be resumed."""
+
+
+PROGRAM = ("environment", "algorithm", "topology", "population", "num_envs", "num_steps", "devices", "model", "block")
+"""Fields of a Run on which the time depends that its program takes to compile."""
 
 
 class Outcome(NamedTuple):
@@ -100,7 +103,7 @@ def train(
     run raises KeyboardInterrupt, as without this function.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
-    with alone(folder), listening() as stop, _mirrored(folder, stop):
+    with alone(folder), screen.outlasting(folder), listening(_say) as stop, _mirrored(folder, stop):
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
             for turn in itertools.count():
@@ -161,7 +164,7 @@ def _train(
     prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
-        clock = Clock(closed.enter_context(closing(Ledger())))
+        clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))
         found = checkpoints.newest() if resumed else None
         edits = resume.edits(folder, found) if found is not None else {}
         if found is not None and not edited:
@@ -179,7 +182,8 @@ def _train(
                 for flag, origin in origins.items():
                     if line := user_modules.change(begun.get(flag), origin):
                         _say(f"warning: {line}")
-            feeding, assembly, sooner = opened(run, source, now.origin, closed)
+            with screen.stage("preparing data"):
+                feeding, assembly, sooner = opened(run, source, now.origin, closed)
         check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
@@ -193,9 +197,9 @@ def _train(
             save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
         for line in decided:
             _say(line)
-        with clock.compiling():
+        with screen.stage("making the networks and the first worlds"), clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
-        progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+            progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
         if found is None and run.init_from is not None:
             state, line = init_from.applied(run, assembly.spec, progress.state)
             progress = progress._replace(state=state)
@@ -267,7 +271,7 @@ def _outlets(
 ) -> Outlets:
     """Outputs of a run that has done `done` updates, open until `closed`."""
     steps, total = (assembly.agent_steps(updates) for updates in (done, assembly.updates))
-    console = closed.enter_context(closing(sinks.console(total, start=steps)))
+    console = closed.enter_context(closing(screen.console(total, start=steps)))
     metrics = folder / "metrics.jsonl"
     both = sinks.jsonl(metrics), sinks.tensorboard(folder, after=steps if resumed else None)
     lines, events = (closed.enter_context(closing(sinks.patient(file, console.note))) for file in both)
@@ -314,7 +318,12 @@ class Loop:
         done, writes, stopping = int(self.progress.updates), process_group.index() == 0, False
         if writes:
             self._drop_records_after(done)
-        program = _compiled(run, assembly, self.feeding, self.progress, clock, sooner)
+        key = {name: value for name, value in to_dict(run).items() if name in PROGRAM}
+        began = time.perf_counter()
+        with screen.stage("compiling", before=compile_cache.seconds_before(key)):
+            program = _compiled(run, assembly, self.feeding, self.progress, clock, sooner)
+        if writes:
+            compile_cache.remember(key, time.perf_counter() - began)
         seconds = clock.read()
         # Printed by each process: all wait for the one that compiles.
         print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
@@ -337,6 +346,7 @@ class Loop:
             clock.train()
             saved_at = time.perf_counter()
             waiting: tuple[int, int, Any] | None = None
+            self.stop.ending = "saving after this call"
             self.tell(heartbeat.WORKS)
             for self.progress, n, rows in closed.enter_context(closing(self._calls(program))):
                 publish(done + n, n, self.progress.state)
@@ -356,7 +366,9 @@ class Loop:
                 if stopping:
                     break
             self.tell(heartbeat.RESTS)
-            self.checkpoints.wait()
+            with screen.stage("saving"):
+                self.checkpoints.wait()
+            self.stop.ending = "stopping after this stage"
         if stopping:
             raise Stopped(done)
         if writes:  # the other processes wait for this one

@@ -34,8 +34,10 @@ def busy(program: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_a_process_that_is_in_c(number: int) -> None:
-    with busy("with signals.listening(): work()") as process:
+    with busy("with signals.listening(lambda line: print(line, flush=True)): work()") as process:
         process.send_signal(number)
+        answer = f"{signal.Signals(number).name}: stopping after this stage; again to leave now\n"
+        assert process.stdout is not None and process.stdout.readline() == answer
         process.send_signal(number)  # of the same moment
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)

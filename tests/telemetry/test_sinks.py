@@ -1,16 +1,13 @@
-"""Whole lines and no repeats across resumes, JSON that all can read, events that TensorBoard can, plain lines."""
+"""Whole lines and no repeats across resumes, JSON that all can read, events that TensorBoard can."""
 
 from __future__ import annotations
 
 import errno
-import io
-import itertools
 import json
 import os
-import pty
 import resource
 import struct
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -224,82 +221,6 @@ def test_events_read_back_and_resumed_runs_say_what_to_forget(tmp_path: Path) ->
     assert second[:2] == [(0, "brain.Event:2"), (21, "status: START")]
     assert third[:2] == [(0, "brain.Event:2"), (41, "status: START")]
     assert [second[2][0], third[2][0]] == [40, 60]
-
-
-def test_without_a_terminal_a_record_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = io.StringIO()
-    shown = sinks.console(120_000, stream, clock=itertools.count(0.0, 2.0).__next__)
-    for update in range(3):
-        steps = 20_000 * (update + 1)
-        shown.write({**record(update, **{"episode/return": np.float32(12.345678)}), "agent_steps": steps, "sps": 999.6})
-    shown.note("saved\x1b[1m checkpoint\r\n3")
-    shown.close()
-    assert stream.getvalue().split("\n") == [
-        "20,000 of 120,000 agent steps (16.7%)  1,000/s  1:40 min left  return 12.35",
-        "40,000 of 120,000 agent steps (33.3%)  10,000/s  8 s left  return 12.35",
-        "60,000 of 120,000 agent steps (50.0%)  10,000/s  6 s left  return 12.35",
-        "saved [1m checkpoint  3",
-        "",
-    ]
-
-
-def test_a_missing_or_undefined_return_is_not_shown() -> None:
-    stream = io.StringIO()
-    shown = sinks.console(100, stream, clock=lambda: 0.0)
-    shown.write(record(1))
-    shown.write(record(2, **{"episode/return": float("nan")}))
-    shown.write({**record(3), "sps": 0.0})
-    shown.write(record(4, **{"ppo/entropy": 1.2345, "ppo/approx_kl": 0.00123456, "ppo/clip_fraction": float("nan")}))
-    assert stream.getvalue().split("\n") == [
-        "20 of 100 agent steps (20.0%)  40/s  2 s left",
-        "40 of 100 agent steps (40.0%)  40/s  2 s left",
-        "60 of 100 agent steps (60.0%)  0/s  ? left",
-        "80 of 100 agent steps (80.0%)  40/s  0 s left  entropy 1.23  kl 0.00123",
-        "",
-    ]
-
-
-@pytest.mark.parametrize("colours", [True, False])
-def test_on_a_terminal_a_bar_shows_the_same_with_and_without_colours(
-    colours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    if not colours:
-        monkeypatch.setenv("NO_COLOR", "1")
-    master, slave = pty.openpty()
-    with open(slave, "w") as stream:
-        shown = sinks.console(120, stream, clock=itertools.count(2.0, 2.0).__next__)
-        for update in (1, 2, 3):
-            shown.write(record(update, **{"episode/return": 7.5}))
-        shown.note("saved [bold]3")
-        shown.close()
-    text = ""
-    with suppress(OSError):  # what Linux says at the end of a terminal's output
-        while chunk := os.read(master, 1 << 16).decode():
-            text += chunk
-    os.close(master)
-    assert "50.0% of 120 agent steps  10/s  6 s left  return 7.5" in text
-    assert "saved [bold]3" in text
-    assert ("\x1b[38;5;" in text) == colours
-
-
-def test_the_rate_is_that_of_the_last_reports() -> None:
-    rate = sinks.Rate(window=2)
-    reports = [(0, 0), (10, 0), (30, 2), (50, 3), (50, 5)]
-    assert [rate.update(steps, seconds) for steps, seconds in reports] == [0, 0, 15, 40 / 3, 20 / 3]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (200, "3:20 min"), (3723, "1:02:03 h"), (200_000, "2 d 7 h")]
-    + [(-1, "0 s")],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert sinks.duration(seconds) == text
 
 
 # ------------------------------------------------------------------------------------------------------- a full disk

@@ -26,6 +26,7 @@ from longhaul.envs.hackmatrix import state as w
 from longhaul.runtime import files
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry.screen import is_terminal
 from longhaul.training import legacy_params, run_dir
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Environment
@@ -146,7 +147,7 @@ def _look(values: dict[str, Any], who: str) -> Look:
 
 
 def _is_live() -> bool:
-    return tables.is_terminal(sys.stdin) and tables.is_terminal(sys.stdout)
+    return is_terminal(sys.stdin) and is_terminal(sys.stdout)
 
 
 def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
