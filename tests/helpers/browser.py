@@ -79,8 +79,9 @@ class Browser:
         found: list[str] = self.run("""
             const wide = document.documentElement.clientWidth;
             if (document.documentElement.scrollWidth <= wide) return [];
-            return [...document.querySelectorAll("body *")].filter((one) => one.getBoundingClientRect().right > wide + 1)
-              .map((one) => one.outerHTML.slice(0, 80));""")
+            return [...document.querySelectorAll("body *")]
+              .filter((one) => one.getBoundingClientRect().right > wide + 1).map((one) => one.outerHTML.slice(0, 80));
+            """)
         return found
 
     def close(self) -> None:
