@@ -74,7 +74,7 @@ OPTIONAL = {
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
-    *("fsspec", "obstore", "mlflow", "swanlab", "IPython"),
+    *("fsspec", "obstore", "mlflow", "swanlab", "trackio", "IPython"),
     *("imageio_ffmpeg", "minari", "shapely"),
     *("llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),
 }

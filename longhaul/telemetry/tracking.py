@@ -52,6 +52,7 @@ KINDS = {
     "wandb": Kind("W&B", "logging", "WANDB_PROJECT", "WANDB_ENTITY"),
     "mlflow": Kind("MLflow", "trackers", "MLFLOW_EXPERIMENT_NAME", None),
     "swanlab": Kind("SwanLab", "trackers", "SWANLAB_PROJ_NAME", "SWANLAB_WORKSPACE"),
+    "trackio": Kind("Trackio", "trackers", None, None),
 }
 """Trackers by the names of their libraries; `longhaul.telemetry.trackers` has a module for each."""
 

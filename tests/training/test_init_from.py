@@ -101,9 +101,14 @@ def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
     assert "\n" not in str(caught.value) and not (folder / "refused").exists()
 
 
-def test_a_finished_run_trains_on_to_a_later_end(source: longhaul.Result, folder: Path) -> None:
+def test_a_finished_run_trains_on_to_a_later_end(
+    source: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = source.summary["params_sha256"]
     longer = longhaul.resume(source, total_steps=8 * 32)
+    said = "schedules go on: the learning rate is 50% of its largest again and falls to 0 at the new end"
+    assert said in capsys.readouterr().err
+    np.testing.assert_allclose(longer.metrics["ppo/lr"][4:] / source.run.algorithm.lr, [0.5, 0.375, 0.25, 0.125])
     assert longer.summary["agent_steps"] == 256 and longer.summary["params_sha256"] != before
     assert longer.metrics["update"].tolist() == list(range(1, 9))
     assert (folder / "source" / "result-128.json").exists() and longhaul.load(source).run.total_steps == 256

@@ -182,6 +182,13 @@ def _words(pairs: Mapping[str, list[Any]]) -> str:
     return ", ".join(f"{name} {after} (was {before})" for name, (before, after) in values.items())
 
 
+def _longer(run: Run, now: Standing) -> str:
+    """Words on annealed schedules of a run with another end; "" where it has none."""
+    left = 1.0 - now.agent_steps / run.total_steps
+    rate = f": the learning rate is {left:.0%} of its largest again and falls to 0 at the new end"
+    return rate if getattr(run.algorithm, "anneal", False) else ""
+
+
 def record(
     folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any], edited: Mapping[str, list[Any]]
 ) -> None:
@@ -194,7 +201,8 @@ def record(
         words = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
         print(
             f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {words}: "
-            f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on",
+            f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on"
+            f"{_longer(run, now) if 'total_steps' in changed else ''}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     if not changed:  # or recorded already, by a process killed before it saved
