@@ -149,7 +149,7 @@ def table(run: Run) -> dict[str, list[Flag]]:
         groups[f"{group}: {headings[group]}"].append(flag_of(leaf, run))
     groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
-    groups["tracking: Weights & Biases, MLflow, SwanLab, Trackio, beside the run's own metrics.jsonl (docs/tracking.md)."] = (
+    groups["tracking: W&B, MLflow, SwanLab, Trackio, beside the run's own metrics.jsonl (docs/tracking.md)."] = (
         list(TRACKING)
     )
     groups[""] = [DEBUG]

@@ -1,10 +1,10 @@
 """Published form of a policy: a folder with its arrays, its program, how it was made, and a model card.
 
-    policy.safetensors   the arrays by name        policy.jax    the program of `longhaul export`
+    policy.safetensors   the arrays by name        policy.jax, policy.onnx   the programs of `longhaul export`
     policy.json          what goes in and out      run.json      the run: settings, versions, commit
-    README.md            the model card
+    README.md            the model card            report.html   curves and scores
 
-No path, host or address of the machine is in it: paths are cut to their last part, and the command line is written
+The report has no pictures of driving: scenarios may be bound by their publishers' terms. No path, host or address of the machine is in it: paths are cut to their last part, and the command line is written
 anew from the settings that the user gave.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from typing import Any
 from longhaul.config.population import Population
 from longhaul.config.run import Driving, Run, to_dict
 from longhaul.runtime import bounded_json
-from longhaul.training import api, export
+from longhaul.runtime.errors import RunError
+from longhaul.telemetry import sinks
+from longhaul.training import api, export, report
 from longhaul.training.evaluate import Estimate
 from longhaul.training.hub import Address
 from longhaul.training.run_dir import write_json
@@ -37,6 +40,10 @@ def write(policy: api.Policy, source: Path, folder: Path, address: Address, lice
     """Writes what `longhaul push` uploads of a run's folder `source`. Raises RunError where a part can't be made."""
     for kind in ("safetensors", "jax"):
         export.save(policy, kind, folder)
+    try:
+        export.save(policy, "onnx", folder)
+    except RunError as error:  # some networks have no such form
+        print(f"without policy.onnx: {error}", file=sys.stderr, flush=True)
     stored = bounded_json.read(source / "run.json")
     run = dataclasses.replace(
         policy.run,
@@ -48,8 +55,12 @@ def write(policy: api.Policy, source: Path, folder: Path, address: Address, lice
     )
     whole = {"format": stored["format"], "id": address.repository.split("/")[1], "recipe": run.recipe}
     whole |= {"run": without_paths(to_dict(run)), "asked": without_paths(stored.get("asked", {}))}
-    write_json(folder / "run.json", whole | {name: stored[name] for name in KEPT if name in stored})
-    (folder / "README.md").write_text(card(policy, stored, _result(source), address, licence), "utf-8")
+    whole |= {name: stored[name] for name in KEPT if name in stored}
+    write_json(folder / "run.json", whole)
+    metrics, result = source / "metrics.jsonl", _result(source)
+    records = sinks.read(metrics) if metrics.is_file() else []
+    report.write_report(folder / "report.html", run=whole, records=records, result=without_paths(result))
+    (folder / "README.md").write_text(card(policy, stored, result, address, licence), "utf-8")
 
 
 def without_paths(value: Any) -> Any:
@@ -114,7 +125,8 @@ def card(
         "\n## Use\n",
         "```python\nimport longhaul\n",
         f'policy = longhaul.load("{address}")\naction = policy(observation)\n```\n',
-        "Without Longhaul, by its exported program (`policy.json` says what goes in and comes out):\n",
+        "Without Longhaul, by its exported program (`policy.json` says what goes in and comes out; `policy.onnx` is the "
+        "same for ONNX):\n",
         '```python\nfrom jax import export\n\nprogram = export.deserialize(bytearray(open("policy.jax", "rb").read()))',
         f"action = program.call({{{seen}}})\n```\n",
         "To train on from here:\n",

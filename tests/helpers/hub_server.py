@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         modes = {True: "lfs", False: "regular"}
         files = [each["path"] for each in json.loads(body)["files"]]
         self.tell(
-            {"files": [{"path": p, "uploadMode": modes[p.endswith((".safetensors", ".jax"))], "shouldIgnore": False}
+            {"files": [{"path": p, "uploadMode": modes[p.endswith((".safetensors", ".onnx", ".jax"))], "shouldIgnore": False}
                        for p in files]}
         )  # fmt: skip
 

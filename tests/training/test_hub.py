@@ -71,13 +71,17 @@ def test_what_is_pushed_is_whole_and_names_no_machine(pushed: str, server: Hub, 
     repository = server.repositories["someone/pole"]
     assert repository.private and repository.messages == ["first"]
     files = repository.commits[repository.head]
-    assert sorted(files) == ["README.md", "policy.jax", "policy.json", "policy.safetensors", "run.json"]
-    assert {path for path, (_, large) in files.items() if large} == {"policy.jax", "policy.safetensors"}
+    assert sorted(files) == [
+        *("README.md", "policy.jax", "policy.json", "policy.onnx", "policy.safetensors", "report.html", "run.json")
+    ]
+    assert {path for path, (_, large) in files.items() if large} == {"policy.jax", "policy.onnx", "policy.safetensors"}
     stored = json.loads((runs / "source" / "run.json").read_text())
     for content, _ in files.values():
         for secret in (str(runs), str(Path.cwd()), platform.node().ljust(3, "!"), hub_server.TOKEN, stored["platform"]):
             assert secret.encode() not in content
     about = json.loads(files["run.json"][0])
+    page = files["report.html"][0].decode()
+    assert "Learning curves" in page and "50" in page and stored["commit"][:12] in page
     assert about["commit"] == stored["commit"] and not about.keys() & {"host", "platform", "cpus", "command"}
 
 
