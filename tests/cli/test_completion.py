@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -56,17 +59,57 @@ def test_every_shell_has_its_script_and_others_are_refused(capsys: pytest.Captur
         completion.completion(["tcsh"])
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.usefixtures("_runs")
-def test_bash_completes_by_the_script(tmp_path: Path) -> None:
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "longhaul").write_text(f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m longhaul "$@"\n')
-    (bin_folder / "longhaul").chmod(0o755)
-    script = (
-        'eval "$(longhaul completion bash)"; COMP_WORDS=(longhaul train cartpole --resume n); COMP_CWORD=4; _longhaul; '
-        'echo "${COMPREPLY[@]}"; COMP_WORDS=(longhaul train pendulum-); COMP_CWORD=2; _longhaul; echo "${COMPREPLY[@]}"'
+TRIED = (("train pendulum-s", "pendulum-sac"), ("train cartpole --resume n", "new"), ("train cartpole --init-f", "--init-from"))
+"""What is written behind `longhaul` -> what the shell makes of its last word."""
+
+
+@pytest.fixture
+def shell(tmp_path: Path, _runs: None, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Environment of a shell that has the command `longhaul`."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    command = tmp_path / "bin" / "longhaul"
+    command.parent.mkdir()
+    command.write_text(
+        '#!/bin/sh\n[ "$1" = completion ] || { echo got: "$@"; exit; }\n'
+        f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m longhaul "$@"\n'
     )
-    environment = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["new", "pendulum-sac pendulum-td3 pendulum-apg"]
+    command.chmod(0o755)
+    return os.environ | {"PATH": f"{command.parent}:{os.environ['PATH']}", "TERM": "dumb"}
+
+
+def printed(environment: dict[str, str], *words: str) -> list[str]:
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("shell", ["bash"], indirect=True)
+def test_bash_completes_by_the_script(shell: dict[str, str]) -> None:
+    for line, found in TRIED:
+        words = f"longhaul {line}".split()
+        script = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _longhaul; echo ${{COMPREPLY[@]}}"
+        assert printed(shell, "bash", "-c", f'eval "$(longhaul completion bash)"; {script}') == [found]
+
+
+@pytest.mark.parametrize("shell", ["fish"], indirect=True)
+def test_fish_completes_by_the_script(shell: dict[str, str]) -> None:
+    for line, found in TRIED:
+        script = f"longhaul completion fish | source; complete -C 'longhaul {line}'"
+        assert printed(shell, "fish", "--no-config", "-c", script) == [found]
+
+
+@pytest.mark.parametrize("shell", ["zsh"], indirect=True)
+def test_zsh_completes_by_the_script(shell: dict[str, str]) -> None:
+    """A line is written on a terminal, with a tab at its end; the shell runs what the tab makes of it."""
+    begin = "PS1= PROMPT_EOL_MARK=; autoload -Uz compinit; compinit -u -D; eval \"$(longhaul completion zsh)\"\n"
+    typed = "".join(f"longhaul {line}\t\n" for line, _ in TRIED)
+    ours, its = pty.openpty()
+    with subprocess.Popen(["zsh", "-f", "-i"], env=shell, stdin=its, stdout=its, stderr=its, start_new_session=True):
+        os.close(its)
+        os.write(ours, f"{begin}{typed}exit\n".encode())
+        shown = b""
+        with contextlib.suppress(OSError):  # the shell has ended
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    wanted = [f"got: {' '.join([*line.split()[:-1], found])}" for line, found in TRIED]
+    assert re.findall(r"got: .*?(?=\r)", shown.decode()) == wanted, shown.decode()

@@ -114,10 +114,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, body: bytes, name: str) -> None:
         self.repository(name, write=True)
-        modes = {True: "lfs", False: "regular"}
+        modes, large = {True: "lfs", False: "regular"}, (".safetensors", ".onnx", ".jax")
         files = [each["path"] for each in json.loads(body)["files"]]
         self.tell(
-            {"files": [{"path": p, "uploadMode": modes[p.endswith((".safetensors", ".onnx", ".jax"))], "shouldIgnore": False}
+            {"files": [{"path": p, "uploadMode": modes[p.endswith(large)], "shouldIgnore": False}
                        for p in files]}
         )  # fmt: skip
 
