@@ -4,8 +4,9 @@
     policy.json          what goes in and out      run.json      the run: settings, versions, commit
     README.md            the model card            report.html   curves and scores
 
-The report has no pictures of driving: scenarios may be bound by their publishers' terms. No path, host or address of the machine is in it: paths are cut to their last part, and the command line is written
-anew from the settings that the user gave.
+The report has no pictures of driving: scenarios may be bound by their publishers' terms. No path, host or address of
+the machine is in the folder: paths are cut to their last part, and the command line is written anew from the settings
+that the user gave.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def card(
         "\n## Use\n",
         "```python\nimport longhaul\n",
         f'policy = longhaul.load("{address}")\naction = policy(observation)\n```\n',
-        "Without Longhaul, by its exported program (`policy.json` says what goes in and comes out; `policy.onnx` is the "
-        "same for ONNX):\n",
+        "Without Longhaul, by its exported program (`policy.json` says what goes in and comes out; `policy.onnx` is "
+        "the same for ONNX):\n",
         '```python\nfrom jax import export\n\nprogram = export.deserialize(bytearray(open("policy.jax", "rb").read()))',
         f"action = program.call({{{seen}}})\n```\n",
         "To train on from here:\n",

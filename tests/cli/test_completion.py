@@ -59,7 +59,11 @@ def test_every_shell_has_its_script_and_others_are_refused(capsys: pytest.Captur
         completion.completion(["tcsh"])
 
 
-TRIED = (("train pendulum-s", "pendulum-sac"), ("train cartpole --resume n", "new"), ("train cartpole --init-f", "--init-from"))
+TRIED = (
+    ("train pendulum-s", "pendulum-sac"),
+    ("train cartpole --resume n", "new"),
+    ("train cartpole --init-f", "--init-from"),
+)
 """What is written behind `longhaul` -> what the shell makes of its last word."""
 
 
