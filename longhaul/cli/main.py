@@ -65,6 +65,9 @@ OWN_INTERRUPT = ("data", "sync", "bench", "launch")
 
 FLAGS = ("--help", "--version", "--debug")
 
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)
+"""Errors of a machine that has too few descriptors, threads or memory for the moment: a supervisor tries again."""
+
 INTERRUPTED = "interrupted; nothing was saved"
 
 LONGEST = 600
@@ -98,7 +101,9 @@ def main(words: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        return say(_line(error), BAD_INPUT if isinstance(error, (ValueError, OSError)) else FAILED)
+        exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
+        bad = isinstance(error, (ValueError, OSError)) and not exhausted
+        return say(_line(error), BAD_INPUT if bad else FAILED)
 
 
 def _line(error: Exception) -> str:

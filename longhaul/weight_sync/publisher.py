@@ -82,6 +82,7 @@ class Publisher:
         self._versions: dict[int, _Version] = {}  # those that are undecided, or count
         self._began = 0.0
         self._ends: dict[str, Callable[[], None]] = {}
+        self._alerts: list[Callable[[], None]] = []
         self._numbers = 0
         self._ending, self._closed = False, False
         self._copiers = ThreadPoolExecutor(max(1, threads), "longhaul-gather")
@@ -288,6 +289,8 @@ class Publisher:
                 keep = {after.committed, undecided, after.before[0] if self._encodes else None}
                 self._versions = {version: one for version, one in self._versions.items() if version in keep}
                 self._changed.notify_all()
+                for changed in self._alerts:
+                    changed()
             ended = [self._ends.pop(name, None) for name in before.receivers.keys() - after.receivers.keys()]
         for end in ended:
             if end is not None:
@@ -301,6 +304,9 @@ class Publisher:
             name = f"{name[:80]}#{self._numbers}"
             self._apply(lambda cohort: protocol.bind(cohort, name, held, self._clock()))
             return name
+
+    def alert(self, changed: Callable[[], None]) -> None:
+        self._alerts.append(changed)
 
     def watch(self, name: str, end: Callable[[], None]) -> None:
         with self._changed:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from longhaul.runtime import descriptors
 from longhaul.runtime.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
 from longhaul.topologies.inference_server import wire
 from longhaul.topologies.inference_server.wire import (
@@ -46,7 +47,13 @@ TOKEN = "longhaul-token"
 """Metadata key of the token."""
 
 GREETING = 10.0
-"""Seconds a stream may take to send HELLO."""
+"""Seconds a stream may take to send HELLO, and a connection to begin one."""
+
+HANDSHAKE = 5.0
+"""Seconds for the handshakes of TLS and HTTP/2."""
+
+STRANGERS = 32
+"""Connections beside those of the actors, at most. gRPC closes a further one at once."""
 
 SPARE = 8
 """Extra streams, so that surplus actors get a refusal with its reason."""
@@ -240,7 +247,7 @@ class Writer:
 
 
 def _options(most: int) -> list[tuple[str, int]]:
-    """Channel options of both sides. A silently lost peer is noticed within 30 s (keepalive 20 s + 10 s)."""
+    """Options of both sides. A silently lost peer is noticed within 30 s (keepalive 20 s + 10 s)."""
     return [
         ("grpc.max_receive_message_length", most),
         ("grpc.max_send_message_length", most),
@@ -358,7 +365,15 @@ class GrpcTransport:
         handler = grpc.stream_stream_rpc_method_handler(self._play)
         streams = self._actors + SPARE
         self._end = grpc.aio.EOF
-        server = grpc.aio.server(options=_options(self._codec.most), maximum_concurrent_rpcs=streams)
+        descriptors.raise_limit()
+        options = [
+            *_options(self._codec.most),
+            ("grpc.max_allowed_incoming_connections", streams + STRANGERS),
+            ("grpc.max_concurrent_streams", streams),
+            ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
+            ("grpc.max_connection_idle_ms", int(1000 * GREETING)),
+        ]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=streams)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         try:
             secure = server_credentials(self._credentials)

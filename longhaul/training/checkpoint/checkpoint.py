@@ -320,10 +320,12 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         remedy = "make room and resume" if _is_full(error) else "see to the folder and resume"
         needed = contents["bytes"] + MARGIN
-        return CheckpointError(
+        failure = CheckpointError(
             f"cannot save checkpoint {contents['step']} in {self._folder} ({needed} bytes wanted, "
             f"{_free_bytes(self._folder)} free): {_reason(error)}; those before it are intact: {remedy}"
         )
+        failure.errno = _code(error)
+        return failure
 
 
 def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> PyTree:

@@ -113,6 +113,9 @@ class PublisherSide(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
+    def alert(self, changed: Callable[[], None]) -> None:
+        """Registers `changed`, which is called when `ask` or `ready` may have another answer. It must not wait."""
+
     def watch(self, name: str, end: Callable[[], None]) -> None:
         """Registers `end`, which is called when the receiver is dropped: it should close the connection."""
 

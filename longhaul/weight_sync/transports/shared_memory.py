@@ -24,7 +24,8 @@ from longhaul.weight_sync import shared_verification
 from longhaul.weight_sync.buffers import Block, Image
 from longhaul.weight_sync.protocol import ProtocolError
 from longhaul.weight_sync.transports.base import Parcel, PublisherSide, ReceiveTarget
-from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, SocketTransport, Wire, WireError, expect
+from longhaul.weight_sync.transports.socket_server import SocketTransport
+from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, Wire, WireError, expect
 
 
 def serve(name: str) -> SocketTransport:

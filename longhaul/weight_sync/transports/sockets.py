@@ -1,9 +1,10 @@
-"""Transports over stream sockets: frames, a handshake, a server with a thread for each receiver, the receiver's end.
+"""Connections of stream sockets: frames, the handshake, the receiver's end. `socket_server` is the sender's.
 
 Frames are small messages, each checked, in order and in time. A frame carries the session's number, which the server
 draws for each connection, and its own number: a frame that was cut, repeated, reordered or taken from another
 connection is refused, and ends the connection. Images follow a frame as bare bytes: their digests are in the manifest.
-The way of an image is the transport's own: `Delivery` on the server's side, `Collection` on the receiver's.
+The way of an image is the transport's own: `socket_server.Delivery` on the server's side, `Collection` on the
+receiver's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -27,22 +27,18 @@ import numpy as np
 
 from longhaul.runtime import bounded_json
 from longhaul.weight_sync import manifest
-from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.digest import hasher
 from longhaul.weight_sync.protocol import Held, Offer, ProtocolError, Verdict
-from longhaul.weight_sync.transports.base import Parcel, PublisherSide, ReceiveTarget
+from longhaul.weight_sync.transports.base import Parcel, ReceiveTarget
 
 PATIENCE = 10.0
 """Seconds that one side waits for a small frame of the other."""
-
-BACKLOG = 512
-"""Connections that wait to be accepted, at most: many receivers may bind at once."""
 
 HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, bytes of the blob, bytes of the words
 MAGIC = b"LHS1"
 MOST_WORDS = 1 << 15
 MOST_BLOB = 1 << 28
-"""Bytes of a frame's two parts, at most: a manifest of a million tensors fits."""
+"""Bytes of a frame's two parts, at most: a manifest of a million tensors fits. A server takes no blob."""
 
 MOST_DESCRIPTORS = 2
 """Descriptors that come with a frame, at most."""
@@ -73,7 +69,10 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.session = 0
+        self.most_blob = 0  # bytes of a blob that is received: until the handshake nobody can make us reserve memory
         self._sent = self._received = 0
+        self._unsent = memoryview(b"")
+        self._into, self._done = bytearray(HEAD.size), 0  # frame on its way, and the bytes of it that are here
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -86,18 +85,32 @@ class Wire:
         descriptors: Sequence[int] = (),
     ) -> None:
         """Sends one frame, with descriptors on a Unix socket. TimeoutError, ConnectionError."""
+        data = self._packed(kind, words, blob)
+        self.sock.settimeout(_positive(seconds))
+        sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
+        self.sock.sendall(memoryview(data)[sent:])
+
+    def begin(self, kind: str, words: Mapping[str, Any] | None = None, blob: bytes = b"") -> bool:
+        """Begins to send one frame without waiting; the next one may follow when `flush` has returned true."""
+        self._unsent = memoryview(self._packed(kind, words, blob))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Sends what can be sent without waiting; returns True when nothing is left."""
+        self.sock.settimeout(0.0)
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        return not self._unsent
+
+    def _packed(self, kind: str, words: Mapping[str, Any] | None, blob: bytes) -> bytes:
         text = json.dumps({**(words or {}), "kind": kind}, separators=(",", ":")).encode()
         if len(text) > MOST_WORDS or len(blob) > MOST_BLOB:
             raise WireError(f"a frame of {len(text)} + {len(blob)} bytes; at most {MOST_WORDS} + {MOST_BLOB}")
         digest = _check(self._sent, self.session, text, blob)
         head = HEAD.pack(MAGIC, self._sent, self.session, digest, len(blob), len(text))
         self._sent += 1
-        self.sock.settimeout(_positive(seconds))
-        if descriptors:
-            sent = socket.send_fds(self.sock, [head + text], list(descriptors))
-            self.sock.sendall((head + text)[sent:] + blob)
-        else:
-            self.sock.sendall(head + text + blob)
+        return head + text + blob
 
     def receive(self, seconds: float, descriptors: list[int] | None = None) -> Frame:
         """Next frame; appends the descriptors that came with it to `descriptors`.
@@ -105,13 +118,53 @@ class Wire:
         TimeoutError, WireError; ConnectionError where the other side is gone.
         """
         until = time.monotonic() + seconds
-        magic, number, session, digest, blob_length, text_length = HEAD.unpack(
-            self._take(HEAD.size, until, descriptors)
-        )
-        most = MOST_BLOB if self.session else 0  # before the handshake nobody can make us reserve memory
-        if magic != MAGIC or text_length > MOST_WORDS or blob_length > most:
+        while (frame := self.arrived(descriptors)) is None:
+            _awaited(self.sock, select.POLLIN, until - time.monotonic(), "the other side sends no frame")
+        return frame
+
+    def arrived(self, descriptors: list[int] | None = None) -> Frame | None:
+        """Next frame if all of it has come, else None; does not wait. WireError, ConnectionError."""
+        self.sock.settimeout(0.0)
+        try:
+            while True:
+                while self._done < len(self._into):
+                    left = memoryview(self._into)[self._done :]
+                    if descriptors is not None and not self._done:
+                        got = self._with_descriptors(left, descriptors)
+                    else:
+                        got = self.sock.recv_into(left)
+                    if not got:
+                        raise ConnectionResetError("the other side has closed the connection")
+                    self._done += got
+                whole = self._length()
+                if len(self._into) == whole:
+                    return self._unpacked()
+                self._into = self._into + bytes(whole - len(self._into))
+        except BlockingIOError:
+            return None
+
+    @property
+    def partial(self) -> bool:
+        """True where a frame has begun to come."""
+        return self._done > 0
+
+    @property
+    def unsent(self) -> bool:
+        """True where a frame has begun to be sent."""
+        return len(self._unsent) > 0
+
+    def _length(self) -> int:
+        """Bytes of the frame whose head is here, once it was checked."""
+        magic, _, _, _, blob_length, text_length = HEAD.unpack_from(self._into)
+        if magic != MAGIC or text_length > MOST_WORDS or blob_length > self.most_blob:
             raise WireError("the bytes received are no frame")
-        text, blob = self._take(text_length, until), self._take(blob_length, until)
+        return HEAD.size + text_length + blob_length
+
+    def _unpacked(self) -> Frame:
+        _, number, session, digest, _, length = HEAD.unpack_from(self._into)
+        body = memoryview(self._into)[HEAD.size :]
+        text, blob = bytes(body[:length]), bytes(body[length:])
+        self._into, self._done = bytearray(HEAD.size), 0
         if session != self.session or number != self._received:
             raise WireError(f"frame {number} of session {session:x}; {self._received} of {self.session:x} comes next")
         if digest != _check(number, session, text, blob):
@@ -123,20 +176,12 @@ class Wire:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise WireError(f"a frame that means nothing: {error}") from error
 
-    def _take(self, count: int, until: float, descriptors: list[int] | None = None) -> bytes:
-        data = bytearray(count)
-        self.fill(memoryview(data), until, descriptors)
-        return bytes(data)
-
-    def fill(self, into: memoryview, until: float, descriptors: list[int] | None = None) -> None:
+    def fill(self, into: memoryview, until: float) -> None:
         """Reads exactly len(into) bytes before the time `until` of `time.monotonic`."""
         done = 0
         while done < len(into):
             self.sock.settimeout(_positive(until - time.monotonic()))
-            if descriptors is not None and done == 0:
-                got = self._with_descriptors(into, descriptors)
-            else:
-                got = self.sock.recv_into(into[done:])
+            got = self.sock.recv_into(into[done:])
             if not got:
                 raise ConnectionResetError("the other side has closed the connection")
             done += got
@@ -238,20 +283,14 @@ def check_token(token: str | None) -> None:
         raise ValueError(f"a token of {len(token)} characters; it is one line of {SECRET} or more ASCII ones")
 
 
-def welcome(wire: Wire, token: str | None, seconds: float) -> None:
-    """Server's handshake: draws the session's number, and admits a client that proves to know the token."""
-    nonce = secrets.token_bytes(16)
-    wire.send("hello", seconds, {"nonce": nonce.hex(), "asks": token is not None})
-    frame = wire.receive(seconds)
-    theirs = frame.words.get("nonce", "")
-    wanted = _proof(token, "client", nonce.hex(), theirs)
+def welcome(frame: Frame, nonce: str, token: str | None) -> dict[str, Any]:
+    """Server's answer to a client's hello, with the session's number. PermissionError for one without the token."""
+    theirs = str(frame.words.get("nonce", ""))
+    wanted = _proof(token, "client", nonce, theirs)
     if frame.kind != "hello" or not hmac.compare_digest(wanted, str(frame.words.get("proof"))):
-        wire.send("error", seconds, {"why": "the token is another one"})
-        raise PermissionError("a token was wrong")
+        raise PermissionError("the token is another one")
     session = int.from_bytes(secrets.token_bytes(8), "little") | 1
-    proof = _proof(token, "server", nonce.hex(), theirs)
-    wire.send("welcome", seconds, {"session": session, "proof": proof})
-    wire.session = session
+    return {"session": session, "proof": _proof(token, "server", nonce, theirs)}
 
 
 def enter(wire: Wire, token: str | None, seconds: float) -> None:
@@ -265,29 +304,14 @@ def enter(wire: Wire, token: str | None, seconds: float) -> None:
     proof = _proof(token, "server", theirs, mine)
     if answer.kind != "welcome" or not hmac.compare_digest(proof, str(answer.words.get("proof"))):
         raise PermissionError(str(answer.words.get("why", "the sender does not know the token")))
-    wire.session = int(answer.words["session"])
+    wire.session, wire.most_blob = int(answer.words["session"]), MOST_BLOB
 
 
 def _proof(token: str | None, side: str, first: str, second: str) -> str:
     return hmac.new((token or "").encode(), f"{side} {first} {second}".encode(), hashlib.sha256).hexdigest()
 
 
-# -------------------------------------------------------------------------------------------------- server and receiver
-
-
-class Delivery(Protocol):
-    """Sender's part of the transfer of a session's images."""
-
-    def deliver(
-        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, words: dict[str, Any]
-    ) -> None:
-        """Answers the frame "fetch"."""
-
-    def released(self, words: dict[str, Any]) -> None:
-        """Takes note of the images that the receiver has released, as a frame says."""
-
-    def end(self) -> None:
-        """Ends the session."""
+# ----------------------------------------------------------------------------------------------------------- receiver
 
 
 class Collection(Protocol):
@@ -300,158 +324,6 @@ class Collection(Protocol):
         """Sends the frame "fetch", and returns the image that comes."""
 
     def close(self) -> None: ...
-
-
-class SocketTransport:
-    """Serves a publisher on a bound socket; `delivery` is called for each session."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        address: str,
-        token: str | None,
-        delivery: Callable[[], Delivery],
-        *,
-        admits: Callable[[socket.socket], bool] = lambda sock: True,
-        tidy: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`admits` checks who connects; `tidy` is called once after everything is closed."""
-        self.address, self._admits, self._tidy = address, admits, tidy
-        self._listener, self._token, self._delivery = listener, token, delivery
-        self._sessions: dict[Wire, threading.Thread] = {}
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._acceptor: threading.Thread | None = None
-
-    def open(self, publisher: PublisherSide) -> None:
-        try:
-            self._listener.listen(BACKLOG)
-        except OSError as error:  # an address may be bound twice: the first to listen has it
-            raise ValueError(f"{self.address} can't be served: {error.strerror}; give another one") from error
-        self._acceptor = threading.Thread(target=self._accept, args=(publisher,), name="longhaul-accept", daemon=True)
-        self._acceptor.start()
-
-    def close(self) -> None:
-        with self._lock:
-            first = not self._closed.is_set()
-            self._closed.set()
-            sessions = dict(self._sessions)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
-        self._listener.close()
-        for connection in sessions:
-            connection.close()
-        for thread in (self._acceptor, *sessions.values()):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join()
-        if first:
-            self._tidy()
-
-    def _accept(self, publisher: PublisherSide) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                self._closed.wait(0.05)  # no descriptors are left for the moment
-                continue
-            if not self._admits(sock):
-                sock.close()
-                continue
-            connection = Wire(sock)
-            thread = threading.Thread(
-                target=self._serve, args=(publisher, connection), name="longhaul-session", daemon=True
-            )
-            with self._lock:
-                if self._closed.is_set():
-                    connection.close()
-                    return
-                self._sessions[connection] = thread
-                thread.start()
-
-    def _serve(self, publisher: PublisherSide, connection: Wire) -> None:
-        try:
-            welcome(connection, self._token, PATIENCE)
-            Session(publisher, connection, self._delivery()).serve()
-        except OSError:
-            pass  # not a receiver
-        finally:
-            connection.close()
-            with self._lock:
-                self._sessions.pop(connection, None)
-
-
-class Session:
-    """One receiver's connection, on the server's side: answers each frame until either side ends it."""
-
-    def __init__(self, publisher: PublisherSide, connection: Wire, delivery: Delivery) -> None:
-        self.publisher, self.wire, self.delivery = publisher, connection, delivery
-        self.name = ""
-        self._carried: tuple[Parcel, Image] | None = None  # offered, and not yet reported as taken
-
-    def serve(self) -> None:
-        why = "it has gone"
-        idle = max(self.publisher.settings.lease, self.publisher.settings.deadline) + PATIENCE
-        try:
-            while True:
-                frame = self.wire.receive(idle)
-                if frame.kind == "bye":
-                    self.delivery.released(frame.words)
-                    return
-                self._answer(frame)
-        except ProtocolError as error:
-            why = str(error)
-            with contextlib.suppress(OSError):
-                self.wire.send("error", PATIENCE, {"why": why[:1000]})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"its connection failed: {type(error).__name__} {error}"
-        finally:
-            self._carried = None
-            self.delivery.end()
-            if self.name:
-                self.publisher.gone(self.name, why)
-
-    def _answer(self, frame: Frame) -> None:
-        words = frame.words
-        self.delivery.released(words)
-        if frame.kind == "status":
-            self.wire.send("status", PATIENCE, blob=json.dumps(self.publisher.status()).encode())
-            return
-        if frame.kind == "bind":
-            self.name = self.publisher.bind(str(words["name"]), _held(words))
-            self.publisher.watch(self.name, self.wire.close)
-            about = {"name": self.name, "run": self.publisher.run, "lease": self.publisher.settings.lease}
-            self.wire.send("bound", PATIENCE, about)
-            return
-        self.publisher.heard(self.name)
-        if frame.kind == "ask":
-            self._ask(float(words["wait"]))
-        elif frame.kind == "fetch":
-            if self._carried is None or self._carried[0].offer.version != words["version"]:
-                raise ProtocolError(f"version {words['version']} was not offered")
-            self.delivery.deliver(self.wire, self.publisher, *self._carried, words)
-        elif frame.kind == "ready":
-            wait = min(float(words["wait"]), self.publisher.settings.lease)
-            verdict = self.publisher.ready(self.name, int(words["version"]), bytes.fromhex(words["root"]), wait)
-            self._carried = None
-            self.wire.send("verdict", PATIENCE, {"verdict": verdict})
-        elif frame.kind in ("failed", "done"):
-            self._carried = None
-            if frame.kind == "failed":
-                self.publisher.failed(self.name, int(words["version"]), str(words["why"])[:300])
-            else:
-                self.publisher.done(self.name, _held(words))
-            self.wire.send("ok", PATIENCE)
-        else:
-            raise WireError(f"unknown frame {frame.kind[:40]!r}")
-
-    def _ask(self, wait: float) -> None:
-        self._carried = self.publisher.ask(self.name, min(wait, self.publisher.settings.lease / 2))
-        if self._carried is None:
-            self.wire.send("nothing", PATIENCE)
-            return
-        parcel = self._carried[0]
-        about = {"base": parcel.offer.base, "seconds": parcel.offer.seconds}
-        self.wire.send("offer", PATIENCE, about, manifest.to_bytes(parcel.manifest))
 
 
 class SocketSource:
@@ -530,10 +402,6 @@ def expect(connection: Wire, seconds: float, *answers: str, descriptors: list[in
     if frame.kind not in answers:
         raise WireError(f"a frame {frame.kind[:40]!r} where {' or '.join(answers)} was expected")
     return frame
-
-
-def _held(words: dict[str, Any]) -> Held:
-    return Held(str(words["run"]), int(words["epoch"]), int(words["version"]), bytes.fromhex(words["root"]))
 
 
 def _words(held: Held) -> dict[str, Any]:

@@ -25,15 +25,8 @@ from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.transports.base import DAMAGED, Parcel, PublisherSide, ReceiveTarget
-from longhaul.weight_sync.transports.sockets import (
-    PATIENCE,
-    SocketSource,
-    SocketTransport,
-    Wire,
-    WireError,
-    check_token,
-    expect,
-)
+from longhaul.weight_sync.transports.socket_server import SocketTransport
+from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, Wire, WireError, check_token, expect
 
 BUFFER = 4 << 20
 """Bytes of a socket's buffer between hosts: what is on its way on a fast link."""
@@ -83,7 +76,7 @@ def _is_near(sock: socket.socket) -> bool:
 class TcpDelivery:
     """Sender's part: each image is sent whole, or as its changes.
 
-    `Session` keeps an image until it was verified, because the kernel may still read it after all was sent.
+    A session keeps an image until it was verified, because the kernel may still read it after all was sent.
     """
 
     def deliver(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from longhaul.runtime.credentials import Credentials
-from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server import grpc_transport, wire
 from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport, Loop, run
 from longhaul.topologies.inference_server.wire import Answer, Arrival, Lost
 from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
@@ -150,6 +151,47 @@ def test_malformed_frames_harm_nobody_else(silent: GrpcTransport, frames: int, m
         assert steps > frames / (1 + more) / 100, "the good stream was held up"
         assert grown < 48 * 2**20, f"{grown / 2**20:.0f} MiB more after {frames} malformed frames"
         assert echo.most <= 5 * (SLOTS + 2), "more waited than one step for each group"
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])])
+def test_idle_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """Whether they say nothing, or greet as HTTP/2 does; an actor plays on meanwhile."""
+    monkeypatch.setattr(grpc_transport, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(grpc_transport, "GREETING", 0.5)
+    lane, over = GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life]), threading.Event()
+    host, _, port = lane.address.rpartition(":")
+    most = 1 + grpc_transport.SPARE + grpc_transport.STRANGERS
+
+    async def played() -> int:
+        ended = asyncio.Event()
+        good = asyncio.create_task(play_well(lane.address, ended, 1))
+        while not over.is_set():
+            await asyncio.sleep(0.02)
+        ended.set()
+        return await good
+
+    def flood(echo: Echo) -> None:
+        try:
+            while not echo.arrivals:
+                time.sleep(0.01)
+            before = len(list(Path("/proc/self/fd").iterdir()))
+            idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * most)]
+            for sock in idle:
+                with contextlib.suppress(OSError):
+                    sock.sendall(said)
+            time.sleep(0.2)
+            assert len(list(Path("/proc/self/fd").iterdir())) - before <= 4 * most + 8  # both ends are ours
+            for sock in idle:
+                with contextlib.suppress(ConnectionError), sock:
+                    while sock.recv(4096):
+                        pass
+        finally:
+            over.set()
+
+    with closing(lane), closing(Echo(lane)) as echo, ThreadPoolExecutor(1) as pool:
+        flooded = pool.submit(flood, echo)
+        assert run(played()) > 10
+        flooded.result()
 
 
 class Fed:

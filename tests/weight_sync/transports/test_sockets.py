@@ -25,6 +25,7 @@ def pair() -> tuple[sockets.Wire, sockets.Wire]:
     a, b = socket.socketpair()
     mine, other = sockets.Wire(a), sockets.Wire(b)
     mine.session = other.session = 77
+    mine.most_blob = other.most_blob = 1 << 20
     return mine, other
 
 
@@ -220,7 +221,8 @@ class Meddler:
 def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longhaul.weight_sync.receiver.LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("longhaul.weight_sync.receiver.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("longhaul.weight_sync.transports.sockets.PATIENCE", 0.3)
+    for module in ("sockets", "socket_server"):
+        monkeypatch.setattr(f"longhaul.weight_sync.transports.{module}.PATIENCE", 0.3)
     lane = tcp.serve()
     with Publisher("run", transports=[lane], settings=Settings(0, deadline=0.5, lease=1.0)) as sender:
         meddler = Meddler(lane.address.removeprefix("tcp:"), seed=3, faults=20)

@@ -1,0 +1,21 @@
+"""Limit of open descriptors of this process, which a server's connections share with everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+MOST = 65_536
+"""Descriptors that a process ever asks for: some programs that it starts go through all of them."""
+
+
+def raise_limit() -> int:
+    """Raises the soft limit of open descriptors to the hard one, at most to MOST; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = MOST if hard == unlimited else min(hard, MOST)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has another bound, which it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MOST if soft == unlimited else soft
