@@ -73,20 +73,19 @@ def collector(
     memory: Callable[[int], PyTree],
     *,
     steps: int,
-    starts: int | None = None,
     unroll: int = 1,
     guide: Guide | None = None,
 ) -> Collector:
     """Rollouts of `steps` steps of every world; with a `guide`, their extras are `Guided`.
 
-    `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16). The metrics
-    of a rollout are sums over the episodes that ended in it; their number is "episodes". The sums are "episode/return",
-    "episode/length" and each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME"
-    is the greatest value of `Spec.peaks`, -inf where none was valid.
+    For each rollout fresh episodes of a world are drawn: one for every 8 steps, at most 16. A rollout's metrics are
+    sums over the episodes that ended in it; their number is "episodes". The sums are "episode/return", "episode/length"
+    and each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME" is the greatest
+    value of `Spec.peaks`, -inf where none was valid.
     """
     if steps < 1:
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
-    starts = min(16, math.ceil(steps / 8)) if starts is None else starts
+    starts = min(16, math.ceil(steps / 8))
     slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
     masked = worlds.spec.agents is not None
     led = math.ceil((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)

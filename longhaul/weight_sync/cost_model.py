@@ -201,21 +201,18 @@ class Rates(NamedTuple):
     digest: float  # digested of a mapped image
 
 
-def local(
-    nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3, threads: int = 2
-) -> Cost:
+def local(nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm") -> Cost:
     """Cost of a run on one machine, by shared memory (`shm`) or TCP. ValueError for another lane.
 
-    The sender copies once, with digests, in `threads` threads. By shared memory the receivers map the image and read it
-    once, together, for its digests; by TCP the sender sends each a stream that is digested as it arrives. `delay` is
-    the seconds of messages. Stages do not overlap: a version is offered when it is complete. A process without a core
-    of its own waits for one.
+    The sender copies once, with digests, in two threads. By shared memory the receivers map the image and read it once,
+    together, for its digests; by TCP the sender sends each a stream that is digested as it arrives. Stages do not
+    overlap: a version is offered when it is complete. A process without a core of its own waits for one.
     """
     if lane not in ("shm", "tcp"):
         raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
-    copied = nbytes / rates.gather / max(1, min(threads, cores))
+    copied = nbytes / rates.gather / max(1, min(2, cores))
     gather = Term("gather", copied, "bytes / threads / copying with digests")
-    messages = Term("protocol", delay, "messages")
+    messages = Term("protocol", 2e-3, "messages")
     if lane == "shm":
         readers = max(1, min(receivers, cores))
         check = Term("check", nbytes / readers / rates.digest, f"bytes / {readers} at once / digest")

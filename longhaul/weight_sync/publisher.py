@@ -25,6 +25,9 @@ from longhaul.weight_sync.transports.base import Parcel, Transport
 IMAGES = 4
 """Images of a sender by default: one that is served, one on its way, one that waits, one that a slow reader holds."""
 
+COPIERS = 2
+"""Threads that copy a version into an image."""
+
 LOOK = 0.01
 """Seconds between two checks of which receivers have the last version."""
 
@@ -58,14 +61,12 @@ class Publisher:
         settings: Settings = STANDARD,
         budget: int | None = None,
         send_changes: bool = False,
-        threads: int = 2,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.epoch = run, time.time_ns() if epoch is None else epoch
         self.settings = settings
         self.skipped = 0  # versions for which no memory was free
         self.seconds: dict[str, float] = {}  # stages of the newest version: gather, round
-        self._budget, self._threads, self._clock = budget, threads, clock
+        self._budget = budget
         if send_changes:
             library("zstandard")  # changes are coded by both; without them no version after the first would come
             library("numba")
@@ -85,7 +86,7 @@ class Publisher:
         self._alerts: list[Callable[[], None]] = []
         self._numbers = 0
         self._ending, self._closed = False, False
-        self._copiers = ThreadPoolExecutor(max(1, threads), "longhaul-gather")
+        self._copiers = ThreadPoolExecutor(COPIERS, "longhaul-gather")
         self._transports: list[Transport] = []
         self._thread = threading.Thread(target=self._work, name="longhaul-publisher", daemon=True)
         self._thread.start()
@@ -127,10 +128,10 @@ class Publisher:
 
     def wait(self, version: int, seconds: float) -> bool:
         """True if the version, or a later one, counts within `seconds`."""
-        until = self._clock() + seconds
+        until = time.monotonic() + seconds
         with self._changed:
             while self._cohort.committed < version and version not in self._cohort.aborted and not self._closed:
-                left = until - self._clock()
+                left = until - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
@@ -139,11 +140,11 @@ class Publisher:
     def flush(self, seconds: float) -> bool:
         """Waits until every version that was taken is decided, and the present receivers serve the newest or are
         dropped; returns False where that took longer than `seconds`."""
-        until = self._clock() + seconds
+        until = time.monotonic() + seconds
         with self._changed:
             names = set(self._cohort.receivers)
             while not self._closed and not self._settled(names):
-                left = until - self._clock()
+                left = until - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
                 self._changed.wait(min(left, LOOK))
@@ -215,7 +216,7 @@ class Publisher:
             return None
         began = time.perf_counter()
         planned, size = self._planned
-        gathered = packing.gather(tensors, planned, image.array, self._copiers, self._threads)
+        gathered = packing.gather(tensors, planned, image.array, self._copiers, COPIERS)
         self.seconds["gather"] = time.perf_counter() - began
         return _Version(Manifest(self.run, self.epoch, version, -1, size, gathered), image)
 
@@ -251,11 +252,11 @@ class Publisher:
     def _next(self) -> _Version | None:
         """Waiting version, gathered; None where there is none yet, or time has passed."""
         with self._changed:
-            self._apply(lambda cohort: protocol.tick(cohort, self._clock()))
+            self._apply(lambda cohort: protocol.tick(cohort, time.monotonic()))
             if self._waiting is None or self._cohort.round is not None:
                 wake = protocol.wakes(self._cohort)
                 if not self._closed:
-                    self._changed.wait(None if wake is None else max(0.0, wake - self._clock()) + 0.001)
+                    self._changed.wait(None if wake is None else max(0.0, wake - time.monotonic()) + 0.001)
                 return None
             what, self._waiting = self._waiting, None
         if isinstance(what, _Version):
@@ -275,7 +276,7 @@ class Publisher:
                 return  # another epoch has begun
             self._versions[version] = fresh
             self._began = time.perf_counter()
-            self._apply(lambda cohort: protocol.prepare(cohort, version, root, self._clock()))
+            self._apply(lambda cohort: protocol.prepare(cohort, version, root, time.monotonic()))
 
     def _apply(self, step: Callable[[protocol.Cohort], protocol.Cohort]) -> None:
         """Applies one step of the protocol and its consequences. ProtocolError leaves everything as it was."""
@@ -302,7 +303,7 @@ class Publisher:
         with self._changed:
             self._numbers += 1
             name = f"{name[:80]}#{self._numbers}"
-            self._apply(lambda cohort: protocol.bind(cohort, name, held, self._clock()))
+            self._apply(lambda cohort: protocol.bind(cohort, name, held, time.monotonic()))
             return name
 
     def alert(self, changed: Callable[[], None]) -> None:
@@ -314,18 +315,18 @@ class Publisher:
             self._ends[name] = end
 
     def heard(self, name: str) -> None:
-        self._apply(lambda cohort: protocol.heard(cohort, name, self._clock()))
+        self._apply(lambda cohort: protocol.heard(cohort, name, time.monotonic()))
 
     def ask(self, name: str, wait: float) -> tuple[Parcel, Image] | None:
-        until = self._clock() + wait
+        until = time.monotonic() + wait
         with self._changed:
             while True:
                 self.heard(name)
-                self._cohort, offered = protocol.offer(self._cohort, name, self._clock())
+                self._cohort, offered = protocol.offer(self._cohort, name, time.monotonic())
                 if offered is not None:
                     version = self._versions[offered.version]
                     return Parcel(offered, version.manifest), version.image
-                left = until - self._clock()
+                left = until - time.monotonic()
                 if left <= 0 or self._closed:
                     return None
                 self._changed.wait(left)
@@ -361,21 +362,21 @@ class Publisher:
             return len(changes.body) if changes is not None and number == version else None
 
     def ready(self, name: str, version: int, root: bytes, wait: float) -> Verdict:
-        until = self._clock() + wait
+        until = time.monotonic() + wait
         with self._changed:
-            self._apply(lambda cohort: protocol.ready(cohort, name, version, root, self._clock()))
+            self._apply(lambda cohort: protocol.ready(cohort, name, version, root, time.monotonic()))
             while True:
                 verdict = protocol.verdict(self._cohort, version)
-                left = until - self._clock()
+                left = until - time.monotonic()
                 if verdict is not Verdict.WAIT or left <= 0 or self._closed:
                     return verdict
                 self._changed.wait(left)
 
     def failed(self, name: str, version: int, why: str) -> None:
-        self._apply(lambda cohort: protocol.failed(cohort, name, version, why, self._clock()))
+        self._apply(lambda cohort: protocol.failed(cohort, name, version, why, time.monotonic()))
 
     def done(self, name: str, held: Held) -> None:
-        self._apply(lambda cohort: protocol.done(cohort, name, held, self._clock()))
+        self._apply(lambda cohort: protocol.done(cohort, name, held, time.monotonic()))
 
     def gone(self, name: str, why: str) -> None:
         self._apply(lambda cohort: protocol.drop(cohort, name, why))
@@ -389,7 +390,7 @@ class Publisher:
     def status(self) -> dict[str, Any]:
         """Status for people and other programs: the version that is served, its receivers, the one on its way."""
         with self._changed:
-            now, cohort = self._clock(), self._cohort
+            now, cohort = time.monotonic(), self._cohort
             receivers = [
                 {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
                 | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from longhaul.weight_sync.buffers import Image
-from longhaul.weight_sync.protocol import STANDARD, Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
 from longhaul.weight_sync.transports.base import Source, Transport
@@ -24,11 +23,10 @@ class Relay:
         self,
         *sources: Callable[[], Source],
         transports: Sequence[Transport],
-        settings: Settings = STANDARD,
         on_commit: Callable[[int], None] | None = None,
         **options: Any,
     ) -> None:
-        self._transports, self._settings, self._on_commit = transports, settings, on_commit
+        self._transports, self._on_commit = transports, on_commit
         self.publisher: Publisher | None = None
         self.failed: Exception | None = None  # error because of which nobody can be served
         self._complete = threading.Event()  # a version may come before `receiver` is assigned
@@ -48,7 +46,7 @@ class Relay:
 
     def _opened(self, run: str, epoch: int) -> Publisher:
         try:
-            return Publisher(run, epoch=epoch, transports=self._transports, settings=self._settings)
+            return Publisher(run, epoch=epoch, transports=self._transports)
         except Exception as error:
             self.failed = error
             raise

@@ -89,7 +89,7 @@ def test_local_runs_wait_for_cores() -> None:
         (1, 2, "tcp"): 0.1 + 0.5,
         (2, 4, "tcp"): 0.1 + 0.5,
     }.items():
-        cost = cost_model.local(1 * GB, receivers, cores, given, lane, delay=0.0)
-        assert cost.pipelined == pytest.approx(expected)
+        cost = cost_model.local(1 * GB, receivers, cores, given, lane)
+        assert cost.pipelined == pytest.approx(expected + 2e-3)  # its messages
     with pytest.raises(ValueError, match="there are shm and tcp"):
         cost_model.local(1.0, 1, 1, given, "pigeon")

@@ -189,9 +189,7 @@ def _wait(there: Screen, pace: Pace, times: int = 1) -> tuple[str, Pace]:
             pace = pace._replace(delay=min(max(delay, FASTEST), SLOWEST))
 
 
-def printed(
-    game: Game, look: Look, *, episodes: int, limit: int, boards: bool, write: Write, delay: float = 0.0
-) -> list[Record]:
+def printed(game: Game, look: Look, *, episodes: int, limit: int, boards: bool, write: Write) -> list[Record]:
     """An agent's games as text: a board, or a line, a step."""
     records = []
     for number in range(episodes):
@@ -203,7 +201,6 @@ def printed(
             playing = _followed(game, playing, choice, limit)
             if not boards:
                 write(line(playing, choice))
-            time.sleep(delay)
         if boards:
             _write(lines(playing, look, message=ended(playing)), write)
         records.append(games.record(playing))

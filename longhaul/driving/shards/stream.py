@@ -132,33 +132,28 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def picks(
-    count: int, size: int, position: Position | tuple[int, int], *, seed: int, host: int = 0, hosts: int = 1
-) -> tuple[np.ndarray, Position]:
+def picks(count: int, size: int, position: Position | tuple[int, int], *, seed: int) -> tuple[np.ndarray, Position]:
     """The scenarios of one batch, int64 [size], from `position` on; and the position after it."""
-    share = len(range(host, count, hosts))
     epoch, given = position
     parts = []
     while size > 0:
-        take = min(size, share - given)
-        parts.append(permute(host + hosts * np.arange(given, given + take), count, seed, epoch))
+        take = min(size, count - given)
+        parts.append(permute(np.arange(given, given + take), count, seed, epoch))
         size, given = size - take, given + take
-        if given == share:
+        if given == count:
             epoch, given = epoch + 1, 0
     return np.concatenate(parts), Position(epoch, given)
 
 
-def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:
-    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches of any host."""
-    greatest = np.zeros(len(values), values.dtype)
+def largest(values: np.ndarray, size: int, count: int, *, seed: int) -> np.ndarray:
+    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches."""
+    greatest, at = np.zeros(len(values), values.dtype), Position(0, 0)
     together = max(1, TOGETHER // size)
-    for host in range(hosts):
-        at = Position(0, 0)
-        for begin in range(0, count, together):
-            some = min(together, count - begin)
-            chosen, at = picks(values.shape[1], some * size, at, seed=seed, host=host, hosts=hosts)
-            sums = [row[chosen].reshape(some, size).sum(1).max() for row in values]
-            greatest = np.maximum(greatest, sums)
+    for begin in range(0, count, together):
+        some = min(together, count - begin)
+        chosen, at = picks(values.shape[1], some * size, at, seed=seed)
+        sums = [row[chosen].reshape(some, size).sum(1).max() for row in values]
+        greatest = np.maximum(greatest, sums)
     return greatest
 
 
@@ -168,8 +163,6 @@ def batches(
     size: int,
     seed: int,
     position: Position | tuple[int, int] = (0, 0),
-    host: int = 0,
-    hosts: int = 1,
     agents: int | None = None,
     horizon: int | None = None,
     objects: int | None = None,
@@ -183,20 +176,13 @@ def batches(
     """
     if size < 1 or ahead < 1:
         raise ValueError(f"size is {size} and ahead {ahead}: give at least 1 of each")
-    if not 0 <= host < hosts or hosts > len(library):
-        raise ValueError(
-            f"host is {host} of {hosts}, over {len(library)} scenarios: there must be 0 <= host < hosts <= scenarios"
-        )
-    share = len(range(host, len(library), hosts))
-    if position[0] < 0 or not 0 <= position[1] < share:
-        raise ValueError(
-            f"position is {tuple(position)}; this host has {share} scenarios: it is of other data, or other hosts"
-        )
+    if position[0] < 0 or not 0 <= position[1] < len(library):
+        raise ValueError(f"position is {tuple(position)}; there are {len(library)} scenarios: it is of other data")
 
     def produce() -> Iterator[tuple[Batch, Position]]:
         at = Position(*position)
         while True:
-            chosen, at = picks(len(library), size, at, seed=seed, host=host, hosts=hosts)
+            chosen, at = picks(len(library), size, at, seed=seed)
             yield make([load(library, int(index), agents, horizon, objects) for index in chosen]), at
 
     return prefetch(produce(), ahead)

@@ -38,7 +38,7 @@ from longhaul.topologies.actor_process import FEW, STARTING, ActorHandle, Actors
 from longhaul.topologies.staleness import Book, Rule, Ticket
 
 if TYPE_CHECKING:
-    from longhaul.types import Weights
+    pass
 
 WATCH = 0.2
 """Seconds between two health checks of the actors."""
@@ -219,11 +219,9 @@ class ActorPool:
             pool.learnt(weights)                     # the next version
     """  # fmt: skip
 
-    def __init__(
-        self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str, weights: Sequence[Weights] = ()
-    ) -> None:
+    def __init__(self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str) -> None:
         """`make(a)`: rollout function of actor a; importable unless `kind` is "thread". `kind`: "process", "thread", or
-        "ray" on the joined cluster. `weights`: places besides shared memory in which versions are published."""
+        "ray" on the joined cluster."""
         self._make, self._kind = make, kind
         self._board = Board(make, shapes, rule.depth) if kind == "ray" else None
         self.news: list[str] = []
@@ -232,7 +230,6 @@ class ActorPool:
         self.rule = rule
         self._memory = shared_memory.create(buffers.planned(shapes, self._size).size)
         self.shared = SharedBuffers(self._memory, shapes, self._size)
-        self._weights = weights
         self._learner = wakeup()
         self._orders = [wakeup() for _ in range(rule.places)]
         self._actors = Actors(rule.places, self._start, "without one rollout")
@@ -342,8 +339,6 @@ class ActorPool:
     # ------------------------------------------------------------------------------------------------------ inside
 
     def _publish(self, version: int, weights: np.ndarray) -> None:
-        for place in self._weights:
-            place.publish(version, weights)
         if self._board is not None:
             self._board.publish(version, weights)
         self.shared.weights.publish(version, weights)  # last: an actor reads the version there first

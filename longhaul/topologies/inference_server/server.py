@@ -97,14 +97,14 @@ class Server:
 
     def __init__(
         self, lane: Transport, inference: BatchedPolicy, book: Book, store: TrajectoryBuffer, *, slots: int,
-        scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = policies.DEADLINE,
+        scores: tuple[str, ...], pool: ActorPool | None = None,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: group -> state at the start of its trajectory, as actors report it; shared with the transport."""
         self._transport, self._inference, self.book, self._store = lane, inference, book, store
         self._pool, self._note, self._slots, self._scores = pool, note, slots, scores
         n, self._c = book.rule.places, inference.columns
-        self._rule = policies.Rule(slots, n, deadline)
+        self._rule = policies.Rule(slots, n)
         self._groups = [_Group() for _ in range(n)]
         self._waiting: dict[int, float] = {}
         self._held: list[int] = []  # for the learner

@@ -1,4 +1,4 @@
-"""The stream over shards: each scenario once an epoch, hosts apart, resumed exactly, another order each epoch."""
+"""The stream over shards: each scenario once an epoch, resumed exactly, another order each epoch."""
 
 from __future__ import annotations
 
@@ -92,28 +92,21 @@ def test_seeds_and_epochs_have_orders_of_their_own() -> None:
     assert len(orders) == 16
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
-def test_each_scenario_once_an_epoch_over_all_hosts(library: stream.Library, hosts: int) -> None:
+def test_each_scenario_once_an_epoch(library: stream.Library) -> None:
     for epoch in range(2):
-        seen: list[int] = []
-        for host in range(hosts):
-            share = len(range(host, COUNT, hosts))
-            position = (epoch, 0)
-            batches = stream.batches(library, size=share, seed=1, position=position, host=host, hosts=hosts)
-            ((batch, after),) = islice(batches, 1)
-            assert after == (epoch + 1, 0)
-            seen += [int(each.id) for each in batch]
-        assert sorted(seen) == list(range(COUNT))
+        ((batch, after),) = islice(stream.batches(library, size=COUNT, seed=1, position=(epoch, 0)), 1)
+        assert after == (epoch + 1, 0)
+        assert sorted(int(each.id) for each in batch) == list(range(COUNT))
 
 
 def test_a_stream_resumes_exactly(library: stream.Library) -> None:
     """From every position of two epochs and more, by batches that do not divide them."""
-    make = partial(stream.batches, library, size=5, seed=9, host=1, hosts=2)
-    whole = list(islice(make(), 12))
-    assert len({tuple(each.id for each in batch) for batch, _ in whole}) == 12
+    make = partial(stream.batches, library, size=5, seed=9)
+    whole = list(islice(make(), 16))
+    assert len({tuple(each.id for each in batch) for batch, _ in whole}) == 16
     positions = [stream.Position(0, 0)] + [position for _, position in whole]
-    assert positions[4:6] == [(1, 2), (1, 7)]
-    for start in range(11):
+    assert positions[8] == (1, 3) and positions[15] == (2, 1)
+    for start in range(15):
         (again,) = islice(make(position=tuple(positions[start])), 1)
         assert [each.id for each in again[0]] == [each.id for each in whole[start][0]]
         assert again[1] == positions[start + 1]
@@ -170,8 +163,6 @@ def test_what_is_asked_wrongly(library: stream.Library, tmp_path: Path) -> None:
     for wrong, match in [
         ({"size": 0}, "size is 0"),
         ({"ahead": 0}, "ahead 0"),
-        ({"host": 2, "hosts": 2}, "host is 2 of 2"),
-        ({"hosts": COUNT + 1}, f"over {COUNT} scenarios"),
         ({"position": (0, COUNT)}, "of other data"),
         ({"position": (-1, 0)}, "position is"),
     ]:
