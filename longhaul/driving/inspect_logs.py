@@ -77,18 +77,19 @@ def inspect(paths: Sequence[str], seen_each: Callable[[Path, Log | Scenario], No
 def _file(path: Path, seen_each: Callable[[Path, Log | Scenario], None] | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"path": str(path), "format": None, "scenarios": [], "error": None}
     try:
-        entry["format"] = readers.detect(path)
-        if entry["format"] == readers.SHARD:
-            for scenario in shard.open(path):
-                entry["scenarios"].append(compiled(scenario))
+        with readers.limited(path):
+            entry["format"] = readers.detect(path)
+            if entry["format"] == readers.SHARD:
+                for scenario in shard.open(path):
+                    entry["scenarios"].append(compiled(scenario))
+                    if seen_each:
+                        seen_each(path, scenario)
+                return entry
+            for kind, log in readers.scan(path):
+                entry["format"] = kind
+                entry["scenarios"].append(summary(log, kind))
                 if seen_each:
-                    seen_each(path, scenario)
-            return entry
-        for kind, log in readers.scan(path):
-            entry["format"] = kind
-            entry["scenarios"].append(summary(log, kind))
-            if seen_each:
-                seen_each(path, log)
+                    seen_each(path, log)
     except BadData as error:
         entry["error"] = str(error)
     return entry

@@ -1,17 +1,52 @@
-"""Worker processes for NumPy work, beside a parent that may run JAX."""
+"""Worker processes for NumPy work, beside a parent that may run JAX, and bounds of what such work may take."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
 GRACE = 5.0
 """Seconds after SIGTERM until a worker ends by itself."""
+
+
+class OutOfTime(BaseException):
+    """More CPU time than `bounded` allows; past every `except Exception`, so that none hides it."""
+
+
+@contextmanager
+def bounded(memory: int, seconds: float) -> Iterator[None]:
+    """Context in which this process may take so many more bytes of address space, and so many seconds of CPU time.
+
+    Beyond them MemoryError and OutOfTime are raised. It does nothing where JAX is loaded, whose threads would fail too,
+    nor outside of Linux and a process's main thread.
+    """
+    alone = threading.current_thread() is threading.main_thread()
+    if sys.platform != "linux" or not alone or "jax" in sys.modules:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bound = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (bound if soft < 0 else min(bound, soft), hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def pool(workers: int) -> ProcessPoolExecutor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from longhaul.driving.datasets import (
     womd,
 )
 from longhaul.driving.datasets.log import BadData, Log, Malformed, told
+from longhaul.runtime.worker_pool import OutOfTime, bounded
 
 Found = TypeVar("Found")
 
@@ -46,6 +48,11 @@ KNOWN = (
     "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet, "
     f"a nuPlan .db, a {SHARD_SUFFIX} shard of converted logs"
 )
+
+MEMORY, MEMORY_PER_BYTE = 2 << 30, 16
+SECONDS, SECONDS_PER_BYTE = 60.0, 1e-5
+"""Bytes of memory and seconds of CPU time that a file may take, and how many more for each of its bytes: what no other
+bound has found ends there."""
 
 LARGEST = 1 << 28
 """Bytes of a file that is read whole; TFRecords are read record by record."""
@@ -113,6 +120,22 @@ def _known(path: Path) -> bool:
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
     return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", SHARD_SUFFIX))
+
+
+@contextmanager
+def limited(path: Path) -> Iterator[None]:
+    """Context that reads a file under limits of the whole process (`bounded`); `BadData` beyond them."""
+    try:
+        size = path.stat().st_size
+    except OSError:  # reading reports it
+        size = 0
+    memory, seconds = MEMORY + MEMORY_PER_BYTE * size, SECONDS + SECONDS_PER_BYTE * size
+    try:
+        with bounded(memory, seconds):
+            yield
+    except (MemoryError, OutOfTime) as error:
+        what = f"{memory >> 20:,} MB of memory" if isinstance(error, MemoryError) else f"{seconds:,.0f} s of CPU time"
+        raise BadData(f"{path}: takes more than {what}: leave it out, or split it") from error
 
 
 def read(path: Path) -> Iterator[Log]:

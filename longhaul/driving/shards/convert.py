@@ -309,14 +309,15 @@ def pack_file(path: Path, settings: Settings) -> Packed:
     """The records of all scenarios of a file, and what is wrong with it; never raises."""
     packed = Packed([], [])
     try:
-        for make in scenario_source.makers(
-            path, agents=settings.agents, horizon=settings.horizon, control=settings.control, routes=settings.routes
-        ):
-            try:
-                scenario = make()
-                packed.records.append((scenario.id, shard.pack(scenario)))
-            except Exception as error:
-                packed.errors.append(_told(path, error))
+        with readers.limited(path):
+            for make in scenario_source.makers(
+                path, agents=settings.agents, horizon=settings.horizon, control=settings.control, routes=settings.routes
+            ):
+                try:
+                    scenario = make()
+                    packed.records.append((scenario.id, shard.pack(scenario)))
+                except Exception as error:
+                    packed.errors.append(_told(path, error))
     except Exception as error:
         packed.errors.append(_told(path, error))
     return packed

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -25,6 +27,8 @@ from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
 from tests.helpers.log_files import encode
 from tests.helpers.resource_attacks import ATTACKS
+
+ROOT = FilePath(__file__).resolve().parents[3]
 
 
 def some(folder: FilePath) -> dict[str, FilePath]:
@@ -155,6 +159,41 @@ def test_small_files_that_would_take_all_memory(tmp_path: FilePath, attack: str,
     with pytest.raises(BadData, match=message) as caught:
         list(readers.read(path))
     assert str(caught.value).startswith(str(path))
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import BadData
+
+readers.MEMORY, readers.SECONDS = 1 << 28, 0.3
+
+def endless():
+    while True:
+        try:
+            pow(3, 100_000)
+        except Exception:
+            pass
+
+for work in (lambda: bytes(1 << 30), endless):
+    try:
+        with readers.limited(Path("a.json")):
+            work()
+    except BadData as error:
+        print(error)
+print(len(bytes(1 << 30)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+def test_a_reader_without_bounds_ends_at_those_of_its_process() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines() == [
+        "a.json: takes more than 256 MB of memory: leave it out, or split it",
+        "a.json: takes more than 0 s of CPU time: leave it out, or split it",
+        str(1 << 30),
+    ]
 
 
 def test_records_that_are_no_scenarios(tmp_path: FilePath) -> None:
