@@ -41,7 +41,7 @@ def check(config: InMinibatches, *, columns: int, steps: int) -> None:
         raise FieldError(
             "num_minibatches",
             f"{config.num_minibatches}, which does not divide the {rows} {unit} of one device",
-            f"choose a divisor of {rows}, or change num_envs or num_steps",
+            f"choose a divisor of {rows}, or change --num-envs or --num-steps",
         )
     minibatch = rows // (config.num_minibatches or 1)
     if config.accumulate is not None and minibatch % config.accumulate:

@@ -11,6 +11,8 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, Flag, FlagError
 from longhaul.cli.tables import FAILED, say
 
+KINDS = ("vehicles", "pedestrians", "cyclists", "others")
+
 USAGE = (
     "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]",
     "longhaul data convert SRC... OUT",
@@ -104,8 +106,24 @@ def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None]
     return draw
 
 
+def _summary(files: Sequence[dict[str, Any]]) -> str:
+    """ "2 files (womd), 34 scenarios, 5.1 minutes, 310 tracks: 290 vehicles, 12 pedestrians, 8 cyclists, 0 others"."""
+    found = [each for file in files for each in file["scenarios"]]
+    formats = ", ".join(sorted({file["format"] or "unknown format" for file in files}))
+    parts = [f"{len(files):,} file{'s' * (len(files) != 1)} ({formats})"]
+    parts.append(f"{len(found):,} scenario{'s' * (len(found) != 1)}")
+    parts.append(f"{sum(each['ranges']['duration'] or 0.0 for each in found) / 60:,.1f} minutes")
+    counts = {name: sum(each[name] or 0 for each in found) for name in KINDS}
+    parts.append(f"{sum(each['tracks'] or 0 for each in found):,} tracks")
+    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    wrong = sum(file["error"] is not None for file in files)
+    said = f"; {wrong:,} file{'s' * (wrong != 1)} with an error" if wrong else ""
+    return f"{', '.join(parts)}: {kinds}{said}"
+
+
 def _print_files(files: Sequence[dict[str, Any]]) -> None:
-    """A row a scenario, a table a file; then a table of ranges."""
+    """One line on all; then for each file a row a scenario, and a table of ranges."""
+    print(_summary(files))
     for file in files:
         scenarios = file["scenarios"]
         what = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from longhaul.runtime.config_fields import plain
@@ -128,10 +129,14 @@ def suggestion(word: str, names: Sequence[str], otherwise: str) -> str:
 DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")
 
 
-def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words: Sequence[str]) -> Parsed:
+def parse(
+    command: str, about: str, groups: Mapping[str, Sequence[Flag]], words: Sequence[str], *,
+    few: Sequence[str] = (), answers: Mapping[str, str] = MappingProxyType({}),
+) -> Parsed:  # fmt: skip
     """The flags of `longhaul COMMAND` as `words` set them; `groups` are headings of the help, "" for none.
 
-    Prints the help and raises SystemExit(0) if asked to. Raises FlagError, one line.
+    Prints the help and raises SystemExit(0) if asked to: with `few`, the names of flags that matter, of these alone,
+    and of all on --help-all. `answers` are sentences on flags that other programs have. Raises FlagError, one line.
     """
     flags = [flag for group in groups.values() for flag in group]
     positional = [flag for flag in flags if flag.positional]
@@ -140,26 +145,31 @@ def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words:
         usage=" ".join([f"longhaul {command}", "[OPTIONS]", *(f"[{_metavar(flag)}]" for flag in positional)]),
     )  # fmt: skip
     parser._negative_number_matcher = re.compile(r"-[\d.]")  # -1e-3 is a value, too
-    if any(word in ("-h", "--help") for word in words):
-        print(_help(parser, groups))
+    if {"-h", "--help", "--help-all"} & set(words):
+        print(_short_help(parser, command, flags, few) if few and "--help-all" not in words else _help(parser, groups))
         raise SystemExit(0)
+    typed = {_dashed(word).partition("=")[0]: word.partition("=")[0] for word in words}
     values: dict[str, Any] = {flag.name: flag.default for flag in flags}
     given: dict[str, tuple[str, Any]] = {}  # flag -> the name that the user wrote, and its value
     for flag in flags:
         if not flag.positional:
-            _add(parser, flag, given)
+            _add(parser, flag, given, typed)
     plain = [_dashed(word) for word in words]
     try:
         _, rest = parser.parse_known_args(plain)
     except argparse.ArgumentError as error:
-        name = str(error.argument_name).split("/")[0]
-        raise FlagError(_without_value(next(flag for flag in flags if flag.option == name))) from None
+        names = str(error.argument_name).split("/")
+        flag = next(flag for flag in flags if flag.option == names[0])
+        raise FlagError(_without_value(flag, next(typed[name] for name in names if name in typed))) from None
     if odd := [word for word in rest if word.startswith("-") and word != "-" and not re.match(r"-[\d.]", word)]:
-        raise FlagError(_unknown(command, flags, odd[0]))
+        written = typed[odd[0].partition("=")[0]]
+        if answer := answers.get(_dashed(written)[2:]):
+            raise FlagError(f"longhaul {command} has no flag {written}; {answer}")
+        raise FlagError(_unknown(command, flags, written))
     for flag in positional:
         taken = rest if flag.many else rest[:1]
         if taken:
-            read = tuple(_read(flag, word) for word in taken)
+            read = tuple(_read(flag, word, flag.name) for word in taken)
             values[flag.name] = read if flag.many else read[0]
         rest = rest[len(taken) :]
     if rest:
@@ -181,6 +191,9 @@ def of_group(
 
 
 class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar)
 
@@ -208,6 +221,18 @@ def _help(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[Flag]])
     return parser.format_help().rstrip()
 
 
+def _short_help(parser: argparse.ArgumentParser, command: str, flags: Sequence[Flag], few: Sequence[str]) -> str:
+    """Help on the flags that matter, a line or two each, in the order of `few`."""
+    named = {flag.name: flag._replace(aliases=()) for flag in flags}
+    shown = [named[name] for name in few if name in named]
+    short = [
+        flag._replace(kind=flag.kind._replace(metavar="NAME")) if len(flag.kind.metavar) > 12 else flag
+        for flag in shown
+    ]
+    text = _help(parser, {"": short})
+    return f"{text}\n\nlonghaul {command} --help-all shows all {len(flags)} flags, by topic."
+
+
 def _names(flag: Flag) -> list[str]:
     return [flag.option, *(f"--{name}" for name in flag.aliases), *([_negation(flag)] if flag.kind is SWITCH else [])]
 
@@ -216,23 +241,25 @@ def _negation(flag: Flag) -> str:
     return f"--no-{flag.option[2:]}"
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag, given: dict[str, tuple[str, Any]]) -> None:
-    """Adds a flag whose values go into `given`."""
+def _add(
+    parser: argparse.ArgumentParser, flag: Flag, given: dict[str, tuple[str, Any]], typed: Mapping[str, str]
+) -> None:
+    """Adds a flag whose values go into `given`; `typed` are flags as the user wrote them."""
 
     class Take(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, words: Any, name: str | None = None) -> None:
-            written = str(name).removeprefix("--")
+            written, said = str(name).removeprefix("--"), typed.get(str(name), str(name))
             if flag.kind in (SWITCH, ALONE):
                 value: Any = not written.startswith("no-")
             elif flag.bare and (words is None or self.nargs == 0 or words in ("true", "false")):
                 value = flag.bare[written.startswith("no-") or words == "false"]
             elif words == "":
-                raise FlagError(_without_value(flag))
+                raise FlagError(_without_value(flag, said))
             else:
-                value = tuple(_read(flag, word) for word in words) if flag.many else _read(flag, words)
+                value = tuple(_read(flag, word, said) for word in words) if flag.many else _read(flag, words, said)
             before, known = given.get(flag.name, (written, value))
             if flag.many and flag.name in given:
-                raise FlagError(f"{flag.option} is given twice; write it once, with all its values after it")
+                raise FlagError(f"{said} is given twice; write it once, with all its values after it")
             if before != written and known != value and flag.aliases:
                 raise FlagError(
                     f"--{before} is {plain(known)} and --{written}, another word for it, is {plain(value)}; give one "
@@ -252,32 +279,32 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _read(flag: Flag, word: str) -> Any:
-    """The value of one word; FlagError, naming flag, value and what is allowed."""
+def _read(flag: Flag, word: str, said: str) -> Any:
+    """The value of one word; FlagError, naming the flag as it was `said`, value and what is allowed."""
     try:
         value = flag.kind.read(word)
     except (ValueError, OverflowError):
         near = nearest(word, flag.kind.choices)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise FlagError(f"{flag.option} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
+        raise FlagError(f"{said} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
     low, high = flag.least, flag.most
     if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
         bound = f"be at least {plain(low)}" if high is None else f"lie in {plain(low)} to {plain(high)}"
-        raise FlagError(f"{flag.option} is {plain(value)}; it must {bound}")
+        raise FlagError(f"{said} is {plain(value)}; it must {bound}")
     return value
 
 
-def _without_value(flag: Flag) -> str:
+def _without_value(flag: Flag, said: str) -> str:
     """Error line on a flag that lacks its value, or has one that it must not."""
     if flag.kind in (SWITCH, ALONE):
-        return f"{flag.option} takes no value; write {flag.option}" + f" or {_negation(flag)}" * (flag.kind is SWITCH)
-    return f"{flag.option} has no value; it must be {flag.kind.allowed}"
+        return f"{said} takes no value; write {flag.option}" + f" or {_negation(flag)}" * (flag.kind is SWITCH)
+    return f"{said} has no value; it must be {flag.kind.allowed}"
 
 
 def _unknown(command: str, flags: Sequence[Flag], word: str) -> str:
     """Error line on a flag that the command has not."""
     written = word.partition("=")[0]
     names = [name[2:] for flag in flags if not flag.positional for name in _names(flag)]
-    near = nearest(written.lstrip("-"), names)
+    near = nearest(_dashed(written).lstrip("-"), names)
     hint = f"did you mean --{' or --'.join(near)}?" if near else f"see longhaul {command} --help"
     return f"longhaul {command} has no flag {written}; {hint}"

@@ -139,14 +139,55 @@ def _mesh(word: str) -> MeshShape:
 MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 
+MATTER = (
+    *("env", "data", "task", "questions", "model-folder", "recorded"),
+    *("total-steps", "num-envs", "num-steps", "seed", "lr", "gamma", "ent-coef"),
+    *("batch-size", "replay-size", "gradient-steps", "num-minibatches", "update-epochs", "group", "temperature"),
+    *("torso", "hidden-dim", "scenarios", "agents", "traffic", "topology", "actors", "staleness"),
+    *("run-name", "runs-dir", "resume", "config", "dry-run", "track", "seeds", "mesh", "init-from"),
+    *("evaluation-episodes", "precision", "debug"),
+)
+"""Flags that matter, the most important first: the help of a recipe has the first `FEW` of those that it has."""
+
+FEW = 20
+
+ALIASES = {
+    "lr": ("learning-rate",), "num-envs": ("n-envs",), "num-steps": ("n-steps",), "update-epochs": ("n-epochs",),
+    "clip-eps": ("clip-range",), "replay-size": ("buffer-size",), "seed": ("random-seed",),
+}  # fmt: skip
+"""Other words for flags that users of other libraries type."""
+
+ANSWERS = {
+    "batch-size": "a batch is --num-envs x --num-steps, of which --num-minibatches parts are learnt from in turn",
+    "gpus": "devices are given by --mesh data=N", "devices": "devices are given by --mesh data=N",
+    "epochs": "passes over a batch are --update-epochs, and the length of a run is --total-steps",
+    "episodes": "the length of a run is --total-steps", "output": "the folder of runs is --runs-dir",
+    "optimizer": "an algorithm has its own; --algorithm my_module:MyClass is yours",
+    "resume-from": "go on with --resume RUN, or begin from its parameters with --init-from RUN",
+    "checkpoint": "go on with --resume RUN, or begin from its parameters with --init-from RUN",
+}  # fmt: skip
+"""Flags of other libraries -> what to give."""
+
+
+def matter(flags: Mapping[str, Sequence[Flag]], run: Run) -> list[str]:
+    """Names of the flags that matter for a recipe."""
+    there = {flag.name for group in flags.values() for flag in group}
+    if run.topology == "fused":
+        there -= {"actors", "staleness"}
+    return [name for name in MATTER if name in there][:FEW]
+
+
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
     headings = GROUPS | {"algorithm": f"How it learns: {external.title(run.algorithm)}."}
     groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     groups[f"algorithm: {headings['algorithm']}"].append(ALGORITHM._replace(default=external.name_of(run.algorithm)))
+    own = {name_of(leaf) for leaf in config_fields.walk(run)}
     for leaf in config_fields.walk(run):
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
-        groups[f"{group}: {headings[group]}"].append(flag_of(leaf, run))
+        flag = flag_of(leaf, run)
+        flag = flag._replace(aliases=(*flag.aliases, *(name for name in ALIASES.get(flag.name, ()) if name not in own)))
+        groups[f"{group}: {headings[group]}"].append(flag)
     groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
     groups["tracking: W&B, MLflow, SwanLab, Trackio, beside the run's own metrics.jsonl (docs/tracking.md)."] = (

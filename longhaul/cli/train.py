@@ -27,13 +27,16 @@ EDITS = Flag("take-edits", ALONE, False, "with --resume: take a run.json that wa
 
 PRINT = Flag("print-config", ALONE, False, "print every setting as YAML, as --config takes it, and stop")
 
+NO_ENV = ("ppo", "bc")
+"""Recipes for any environment, which must be named."""
+
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
 
 
 def train(words: Sequence[str]) -> int:
     """`longhaul train RECIPE [--flags]`, with other processes where the environment says so."""
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help", "--help-all"} & set(words):
         return _train(words)
     process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
     if process_group.together() and not on_cpu():
@@ -66,7 +69,7 @@ def _train(words: Sequence[str]) -> int:
             print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
             tables.listing((f"  {name}", about) for name, about in recipes.described())
             print(
-                "\nlonghaul train RECIPE --help shows its flags with their defaults, "
+                "\nlonghaul train RECIPE --help shows the flags that matter with their defaults, --help-all shows all; "
                 "longhaul train RECIPE --resume ID goes on."
                 "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
             )
@@ -85,7 +88,11 @@ def _train(words: Sequence[str]) -> int:
     about = recipes.about(recipe.recipe)
     table = run_flags.table(recipe)
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
-    parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
+    few = run_flags.matter(table, recipe)
+    command = f"train {recipe.recipe}"
+    parsed = flags.parse(command, about, table, words[1:], few=few, answers=run_flags.ANSWERS)
+    if recipe.recipe in NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
+        raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:
         raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")
     if parsed.values["print-config"]:

@@ -100,7 +100,7 @@ def _resolved(run: Run) -> Run:
     if not 1 <= updates <= MOST:
         raise RunError(
             f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
-            f"(num_envs x agents x num_steps); give {steps} to {steps * MOST}"
+            f"(--num-envs x agents x --num-steps); give {steps} to {steps * MOST}"
         )
     log_interval, block = _intervals(run, updates, steps * runs)
     together = run.population.together or (1 if on_cpu() else runs // devices)

@@ -26,15 +26,7 @@ def load(name: str) -> Any:
     module, _, path = name.partition(":")
     if not module or not path:
         raise ValueError(f"{name!r} names no function; write module:function")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises as it is imported
-        line = (str(error).strip().splitlines() or [""])[0]
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
-        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
+    found = imported(module)
     there = [each for each in vars(found) if not each.startswith("_")]
     for part in path.split("."):
         if part not in dir(found):
@@ -45,6 +37,19 @@ def load(name: str) -> Any:
             raise ValueError(f"{module} has no {path}; {hint}")
         found = getattr(found, part)
     return found
+
+
+def imported(module: str) -> Any:
+    """A module, the working folder's among them; ValueError, one line, if it can't be imported."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever a module raises as it is imported
+        line = (str(error).strip().splitlines() or [""])[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
+        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
 
 
 class Source(NamedTuple):

@@ -18,7 +18,9 @@ def test_inspect_counts_and_names_errors(longhaul: Any, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert [file["format"] for file in report["files"]] == ["gpudrive", "womd-example"]
     assert [s["tracks"] for file in report["files"] for s in file["scenarios"]] == [6, 6]
-    head, header, row = out.splitlines()[:3]
+    summary, head, header, row = out.splitlines()[:4]
+    counts = "12 tracks: 6 vehicles, 2 pedestrians, 2 cyclists, 2 others"
+    assert summary == f"2 files (gpudrive, womd-example), 2 scenarios, 0.3 minutes, {counts}"
     assert head == f"{paths['gpudrive'].name}: gpudrive, 1 scenario"
     assert dict(zip(header.split(), row.split()))["vehicles"] == "3"
 

@@ -78,6 +78,10 @@ def test_exit_codes_of_runs(longhaul: Any) -> None:
     assert code == 1 and [c["check"] for c in plain["checks"] if c["verdict"] == "fail"] == ["kl"]
     _finished(Path("runs/twice"), [_record(u) for u in (1, 2, 2, 3)])
     assert longhaul("doctor", "twice")[0] == 1
+    _finished(Path("runs/solved"), [_record(u, **{"ppo/explained_variance": -160.0}) for u in range(1, 61)])
+    code, out, _ = longhaul("doctor", "solved", "--json", "-")
+    critic = next(check for check in json.loads(out)["checks"] if check["check"] == "critic")
+    assert code == 0 and critic["verdict"] == "warn" and "-1.6e+02" in critic["value"], "no finding, and no pass"
     _finished(Path("runs/new"), [])
     code, out, _ = longhaul("doctor", "new")
     assert code == 0 and " skip" in out

@@ -62,16 +62,17 @@ def test_each_name_means_the_same(words: str) -> None:
     [
         ("--count 7 --n 8", "--count is 7 and --n, another word for it, is 8; give one of them"),
         ("--n=8 --total-count 7", "--n is 8 and --total-count, another word for it, is 7; give one of them"),
-        ("--total-count x", "--count is 'x'; it must be a whole number"),
-        ("--total-count", "--count has no value; it must be a whole number"),
+        ("--total_count x", "--total_count is 'x'; it must be a whole number"),
+        ("--total-count", "--total-count has no value; it must be a whole number"),
         ("--count=", "--count has no value; it must be a whole number"),
         ("--count 0", "--count is 0; it must be at least 1"),
         ("x", "'x' is one word too many; see longhaul try --help"),
-        ("--total-cuont 3", "longhaul try has no flag --total-cuont; did you mean --total-count"),
+        ("--total_cuont 3", "longhaul try has no flag --total_cuont; did you mean --total-count"),
+        ("--other_name 3", "longhaul try has no flag --other_name; give --count"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
     with pytest.raises(flags.FlagError) as raised:
-        flags.parse("try", "Tries.", FLAGS, words.split())
+        flags.parse("try", "Tries.", FLAGS, words.split(), answers={"other-name": "give --count"})
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from longhaul.cli import main, run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.envs import registry
+from longhaul.runtime.config_fields import walk
 from longhaul.training.run_dir import save_run
 from tests.helpers import log_files
 from tests.helpers.command_line import assert_refused, in_process
@@ -67,8 +69,8 @@ def test_nothing_at_all_is_bad_input_with_the_help(longhaul: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["driving", "cartpole"])
-def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, recipe: str) -> None:
-    code, out, _ = longhaul("train", recipe, "--help")
+def test_the_whole_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, recipe: str) -> None:
+    code, out, _ = longhaul("train", recipe, "--help-all")
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
     for heading in run_flags.GROUPS:
@@ -81,6 +83,39 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")
+
+
+@pytest.mark.parametrize("recipe", [*recipes.RECIPES])
+def test_the_help_of_a_recipe_fits_a_screen_with_the_flags_that_matter(
+    longhaul: Any, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = longhaul("train", recipe, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    shown = re.findall(r"^  --([a-z-]+)", out, re.MULTILINE)
+    table = run_flags.table(recipes.recipe(recipe))
+    known = {flag.name for group in table.values() for flag in group} | {"config", "dry-run"}
+    assert len(shown) == 20
+    assert set(shown) <= known
+    algorithm = {leaf.name.replace("_", "-") for leaf in walk(recipes.recipe(recipe).algorithm)}
+    assert {"total-steps", "num-envs", "seed", "lr", "resume"} <= set(shown) | ({"lr"} - algorithm)
+    assert out.splitlines()[-1].startswith(f"longhaul train {recipe} --help-all shows all ")
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        ("train ppo", "which environment? longhaul train ppo --env NAME"),
+        ("train cartpole --batch-size 64", "a batch is --num-envs x --num-steps"),
+        ("train cartpole --learning-rate x", "--learning-rate is 'x'; it must be a finite number"),
+        ("train cartpole --n_envs 3 --num-steps 7", "--num-minibatches is 4, which does not divide the 21 steps"),
+        ("train cartpole --total-steps 5", "(--num-envs x agents x --num-steps)"),
+        ("play --frobnicate", "longhaul play has no flag --frobnicate"),
+    ],
+)
+def test_words_of_other_libraries_are_understood_or_answered(longhaul: Any, words: str, phrase: str) -> None:
+    assert_refused(longhaul(*words.split()), phrase)
 
 
 # ------------------------------------------------------------------------------------------------- real processes

@@ -35,7 +35,7 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
     ("change", "message"),
     [
         ({"total_steps": 0}, "--total-steps is 0; it must be at least 1"),
-        ({"total_steps": 8191}, "--total-steps is 8191, which is 0 updates of 8192 (num_envs x agents x num_steps)"),
+        ({"total_steps": 8191}, "is 8191, which is 0 updates of 8192 (--num-envs x agents x --num-steps)"),
         ({"total_steps": 2**31 * 8192}, "which is 2147483648 updates of 8192"),
         ({"num_envs": 0}, "--num-envs is 0; it must be at least 1"),
         ({"num_envs": -4}, "--num-envs is -4; it must be at least 1"),

@@ -56,7 +56,7 @@ BAD = [
     ("train cartpole --topology actors --ray-address local", ["--actor-kind is process; choose --actor-kind ray"]),
     ("train cartpole --num-envs 0", ["--num-envs is 0; it must be at least 1"]),
     ("train cartpole --num-minibatches 7", ["--num-minibatches is 7, which does not divide", "choose a divisor"]),
-    ("train cartpole --total-steps 100", ["--total-steps is 100", "2048 (num_envs x agents x num_steps)"]),
+    ("train cartpole --total-steps 100", ["--total-steps is 100", "2048 (--num-envs x agents x --num-steps)"]),
     ("train cartpole --mesh model=2 --hidden-dim 9", ["--mesh is data=1,model=2", "can be split into 2 parts"]),
     ("train cartpole --mesh data=5", ["5 devices can't share evenly"]),
     ("train cartpole --mesh data=32", ["32 devices"]),

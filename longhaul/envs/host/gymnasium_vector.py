@@ -37,7 +37,7 @@ from longhaul.envs.host.vector import (
     typed,
     write,
 )
-from longhaul.runtime.user_modules import load
+from longhaul.runtime.user_modules import imported, load
 from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, action_shape, mapped
 
 SAME_STEP, NEXT_STEP, DISABLED = "SameStep", "NextStep", "Disabled"
@@ -291,10 +291,14 @@ def gymnasium(
 ) -> Vector | Loop:  # fmt: skip
     """An environment of Gymnasium's registry: its own vector form where it has one (and `vectorised`), else a loop.
 
-    `options` are those of the environment. ValueError where there is no such environment, or it can't be made.
+    "module:Name-v0" is one that the module registers when it is imported, as in `gymnasium.make`. `options` are those
+    of the environment. ValueError where there is no such environment, or it can't be made.
     """
     import gymnasium as gym
 
+    module, _, name = name.rpartition(":")
+    if module:
+        imported(module)
     with _plainly(name):
         own = vectorised and gym.spec(name).vector_entry_point is not None
         if own:

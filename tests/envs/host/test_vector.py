@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -239,6 +240,21 @@ def test_our_own_environments_equal_the_pure_functions_with_the_same_keys() -> N
             np.testing.assert_allclose(was.observation[column], seen, rtol=1e-6)
     # All sixteen are truncated at once where they live so long: more than one call begins anew.
     assert max(len(was.finals.columns) for was in taken) > 2
+
+
+def test_a_module_before_a_name_registers_it_as_in_gymnasium_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    line = f"import gymnasium\ngymnasium.register('Late-v0', entry_point={entry!r}, max_episode_steps=7)\n"
+    (tmp_path / "late_worlds.py").write_text(line)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    vector = made("gymnasium/late_worlds:Late-v0")
+    assert (vector.spec.max_steps, vector.worlds) == (7, 3)
+    vector.close()
+    with pytest.raises(ValueError, match="no_such_worlds can't be imported: ModuleNotFoundError"):
+        made("gymnasium/no_such_worlds:Late-v0")
 
 
 def test_agents_are_columns_and_wait_for_their_world() -> None:
