@@ -60,6 +60,7 @@ NO_JAX = (
     "weight_sync",
     *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),
     *("config/run", "config/recipes", "config/population", "training/run_dir", "training/hub"),
+    *("training/runs", "training/comparison"),
     *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync"),
     *("cli/run_flags", "cli/train", "cli/status", "cli/data", "cli/bench"),
 )

@@ -324,7 +324,7 @@ def fetched(store: Store, name: str) -> Path:
     folder = staging(store.url) / name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if _trains(folder):
+        if trains(folder):
             return folder
         sizes = {path.removeprefix(f"{name}/"): size for path, size in store.sizes(name).items()}
         remote = _complete(sizes)
@@ -388,7 +388,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _trains(folder: Path) -> bool:
+def trains(folder: Path) -> bool:
     """True while a process of this machine trains in the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
