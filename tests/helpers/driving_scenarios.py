@@ -20,7 +20,6 @@ from longhaul.driving.sim.simulator import Simulator, driving
 LANE = 5.0
 """Metres from the middle of the road to its edge."""
 
-RED, GREEN = 1, 3
 DT = 0.1
 MOST = 121
 """Steps of the longest world."""

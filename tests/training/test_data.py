@@ -24,7 +24,7 @@ import pytest
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run, to_dict
 from longhaul.driving.scenario import bank as banks
-from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.shards import shard, stream
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.runtime.errors import RunError
@@ -35,7 +35,7 @@ from longhaul.training import data as feeds
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
 from longhaul.types import Spec, TimeStep, transition
-from tests.helpers.driving_scenarios import GREEN, RED, line, scenario
+from tests.helpers.driving_scenarios import line, scenario
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
 COUNT, BANK, PERIOD = 7, 3, 2

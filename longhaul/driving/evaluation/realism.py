@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE
-from longhaul.driving.scenario.scenario import CELL, ROUTE_SPACING, Scenario
+from longhaul.driving.scenario.scenario import CELL, RED, ROUTE_SPACING, Scenario
 from longhaul.spaces import Measure
 
 HORIZON = 5.0
@@ -36,8 +36,6 @@ ALIGNED = np.cos(np.deg2rad(45.0))
 
 BEYOND_LINE = 5.0
 """A stop line holds for who passes within this lateral distance, m, of its route, as in `sim.features`."""
-
-RED = 1
 
 CHUNK = 1 << 19
 """Pairs of an agent and an object that are looked at together."""

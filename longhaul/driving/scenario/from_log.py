@@ -408,6 +408,7 @@ error of the source, and would take the memory of thousands of scenarios."""
 UNDER_WAY = 0.3
 """Metres within the last half second before a vehicle is lost, above which it goes on."""
 
+
 class Signals(NamedTuple):
     """The lights that one route meets."""
 

@@ -80,7 +80,7 @@ class Scenario(NamedTuple):
     expert_s: np.ndarray  # float32 [A, T]: the log's own arc length along the route over time
     # lights that the route meets
     light_s: np.ndarray  # float32 [A, L]: arc length of the stop line; inf is padding
-    light_state: np.ndarray  # int8 [A, L, T]: 0 none or unknown, 1 red, 2 yellow, 3 green
+    light_state: np.ndarray  # int8 [A, L, T]: RED, YELLOW, GREEN, or 0
     # signed distance to the edge of the road, metres, negative on the road; sampled every CELL metres around the routes
     field: np.ndarray  # int16 [H, W] centimetres; row = y, column = x. Empty [0, 0] where the source has no road edges
     field_origin: np.ndarray  # float32 [2]: x, y of sample [0, 0]
@@ -94,6 +94,9 @@ class Scenario(NamedTuple):
     # tracks that may be controlled: "vehicles" or "all", see `from_log.CONTROLS`; "chosen": tracks by number
     control: str = "vehicles"
 
+
+RED, YELLOW, GREEN = 1, 2, 3
+"""States of a light; 0: none, or unknown."""
 
 CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
 """Whom to control beside the ego, by kind."""

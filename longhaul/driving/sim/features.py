@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
+from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import Drive
@@ -151,8 +152,6 @@ CORRIDOR = np.concatenate([np.arange(1, 17), np.arange(18, device_bank.AHEAD - 1
 
 BEYOND_LINE = 5.0
 """A stop line holds for who is within this lateral distance, m, of the route that meets it."""
-
-RED = 1
 
 
 class Features(NamedTuple):

@@ -38,12 +38,11 @@ import numpy as np
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.sim import device_bank, dynamics, metrics, reward, traffic
+from longhaul.driving.sim import device_bank, dynamics, idm, metrics, reward, traffic
 from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
-from longhaul.driving.sim.features import RED, Agent, Features, extract
-from longhaul.driving.sim.geometry import wrap
+from longhaul.driving.sim.features import Agent, Features, extract
 from longhaul.driving.sim.metrics import Course, Tally
 from longhaul.driving.sim.observation import (
     LIMIT,
@@ -237,7 +236,7 @@ class Simulator:
         config, scenario, dt = self.config, state.scenario, self.tables.dt[state.scenario]
         if config.expert == "idm":
             features = self._features(state, self._scene(state))
-            aim, known = follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
+            aim, known = idm.follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
         else:
             (logged, _), (aim, there) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
             known = state.playing & there & dynamics.beside(state.motion, logged)
@@ -337,7 +336,7 @@ class Simulator:
             motion = jax.tree.map(lambda new, old: jnp.where(present, new, old), logged, now.motion)
             return Drive(motion, *dynamics.invert(now.motion, motion, dt))
         if here is not None:
-            return follow(self.tables, state.scenario, now, self._features(state, here), dt)
+            return idm.follow(self.tables, state.scenario, now, self._features(state, here), dt)
         if config.driver == "constant":
             zeros = jnp.zeros_like(now.motion.speed)
             return dynamics.arc(now, zeros, zeros, VEHICLE, dt)
@@ -409,30 +408,6 @@ def next_stage(
     stage = jnp.where(plays & arrived, STANDING if goal == "stop" else GONE, stage)
     stage = jnp.where(plays & failed, STANDING if crash == "stop" else GONE, stage)
     return jnp.where(plays & over, GONE, stage).astype(jnp.uint8)
-
-
-def follow(tables: DeviceBank, scenario: jax.Array, now: Drive, features: Features, dt: jax.Array) -> Drive:
-    """One step on by IDM along the own route: behind leaders, before red lights, slowly through bends."""
-    speed, old = now.motion.speed, now.motion
-    hindrance = traffic.interaction(speed, features.gap, jnp.maximum(features.leader_speed, 0.0))
-    # a red light counts while a stop is possible
-    stop = features.light_distance
-    braking = jnp.square(speed) / (2.0 * jnp.maximum(stop, 0.1))
-    red = ((features.light_state == RED) & (braking < 8.0)) | ((features.light_state == RED + 1) & (braking < 3.0))
-    halt = traffic.interaction(speed, stop + 1.0, jnp.zeros_like(stop))
-    hindrance = jnp.maximum(hindrance, jnp.where(red, halt, 0.0))
-    offsets = np.arange(device_bank.AHEAD, dtype=np.float32)
-    bend = traffic.bend_speed(features.route[:, 2, device_bank.BEHIND :], 1.0, offsets)
-    desired = jnp.minimum(tables.desired[scenario], bend)
-    distance, after = dynamics.travel(speed, traffic.idm(speed, desired, hindrance), dt)
-    s = features.s + distance
-    place = jax.vmap(lambda slot, s: device_bank.place_on(tables, scenario, slot, s))
-    x, y, heading = place(jnp.arange(len(s), dtype=jnp.int32), s).T
-    moves = distance > 1e-3  # who stands keeps the pose that the log gave it
-    motion = Motion(
-        jnp.where(moves, x, old.x), jnp.where(moves, y, old.y), jnp.where(moves, wrap(heading), old.heading), after
-    )
-    return Drive(motion, (after - speed) / dt, dynamics.invert(old, motion, dt)[1])
 
 
 def driving(bank: Bank, config: Config | None = None) -> Simulator:

@@ -1,8 +1,7 @@
 """Objects of a world and their positions: replayed logs, vehicles that react, and the agents that are driven.
 
 Reactive vehicles keep to their logged way, go on along the lanes where it ends, and choose their speed by the
-Intelligent Driver Model (Treiber, Hennecke and Helbing, "Congested traffic states in empirical observations and
-microscopic simulations", 2000). A leader is whatever stands in the corridor ahead, with its present pose. Three things
+Intelligent Driver Model (`idm`). A leader is whatever stands in the corridor ahead, with its present pose. Three things
 stand in for what a log does not tell: a vehicle slows for the bends of its way; it does not pass a place where its log
 waits, now or next (mostly at a red light), before its log leaves it; and it gives way to whoever will cross its
 corridor within `HORIZON` seconds and will be there first.
@@ -27,12 +26,8 @@ from longhaul.driving.scenario.bank import STIR
 from longhaul.driving.sim.device_bank import PATH_SPACING, PATH_WINDOW, DeviceBank, Paths, logged_at, slice_at, stretch
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, Motion, travel
 from longhaul.driving.sim.geometry import FREE, into, wrap
+from longhaul.driving.sim.idm import ACCELERATION, STANDSTILL, acceleration, bend_speed, interaction
 
-HEADWAY = 1.2  # s
-STANDSTILL = 2.0  # m
-ACCELERATION = 2.0  # m/s^2
-BRAKING = 3.0  # m/s^2, comfortable
-BEND = 2.5  # m/s^2 of lateral acceleration that a reactive vehicle takes
 MARGIN = 0.2  # m, kept beside a corridor
 TOUCH = -0.1  # m, likewise of what stands replayed: the log came past it
 HORIZON = 3.0  # s, in which crossing traffic is looked for
@@ -152,31 +147,6 @@ def inside(paths: Paths, scenario: jax.Array, t: jax.Array, state: Reactive) -> 
     return ((state.s >= 0.0) & ~left).astype(jnp.float32)
 
 
-def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array) -> jax.Array:
-    """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION."""
-    closing = speed * (speed - leader) / (2.0 * (ACCELERATION * BRAKING) ** 0.5)
-    wanted = STANDSTILL + jnp.maximum(speed * HEADWAY + closing, 0.0)
-    return jnp.square(wanted / jnp.maximum(gap, 0.1))
-
-
-def idm(speed: jax.Array, desired: jax.Array, hindrance: jax.Array) -> jax.Array:
-    """IDM's acceleration, m/s^2, given the largest `interaction`; within the vehicle's limits."""
-    free = jnp.square(jnp.square(speed / jnp.maximum(desired, 0.1)))
-    return jnp.clip(ACCELERATION * (1.0 - free - hindrance), -MAX_ACCELERATION, ACCELERATION)
-
-
-def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray) -> jax.Array:
-    """The speed from which comfortable braking meets every bend of a way ahead, m/s.
-
-    `headings` [..., M] of points `spacing` apart, the first of them `offset` [M] metres ahead.
-    """
-    span = max(int(4.0 / spacing), 1)
-    turn = jnp.abs(wrap(headings[..., span:] - headings[..., :-span])) / (span * spacing)
-    square = BEND / jnp.maximum(turn, 1e-3)
-    ramp = np.broadcast_to(2.0 * 0.5 * BRAKING * offset[:-span], turn.shape)
-    return jnp.sqrt(jnp.min(square + ramp, axis=-1))
-
-
 def on_path(paths: Paths, scenario: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x, y, heading [N] at arc lengths `s` of everybody's logged way."""
     place = jnp.maximum(s, 0.0) / PATH_SPACING
@@ -261,7 +231,7 @@ def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> 
     cost = jnp.maximum(cost, jnp.where(yields, interaction(speed, gap, jnp.zeros_like(gap)), 0.0))
     hindrance = jnp.max(jnp.where(others, cost, 0.0), axis=1)
     bend = bend_speed(points[:, 2], PATH_SPACING, offset)
-    return idm(state.speed, jnp.minimum(paths.cruise[scenario], bend), hindrance)
+    return acceleration(state.speed, jnp.minimum(paths.cruise[scenario], bend), hindrance)
 
 
 class Survey(NamedTuple):

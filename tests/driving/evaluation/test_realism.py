@@ -11,7 +11,7 @@ from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.evaluation import realism
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.from_log import scenario_from_log
-from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.spaces import Measure
 from tests.helpers import driving_scenarios as worlds
 from tests.helpers import polygons
@@ -117,12 +117,12 @@ def test_a_box_off_the_road_and_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("states", "beside", "kind", "ran", "known"),
     [
-        ([worlds.RED] * 41, 0.0, VEHICLE, True, True),
-        ([worlds.GREEN] * 41, 0.0, VEHICLE, False, True),
-        ([worlds.GREEN] * 20 + [worlds.RED] * 21, 0.0, VEHICLE, True, True),  # at the line from step 31 to 32
-        ([worlds.GREEN] * 32 + [worlds.RED] * 9, 0.0, VEHICLE, False, True),  # red only after
-        ([worlds.RED] * 41, 6.0, VEHICLE, False, True),  # another road's
-        ([worlds.RED] * 41, 0.0, PEDESTRIAN, True, False),
+        ([RED] * 41, 0.0, VEHICLE, True, True),
+        ([GREEN] * 41, 0.0, VEHICLE, False, True),
+        ([GREEN] * 20 + [RED] * 21, 0.0, VEHICLE, True, True),  # at the line from step 31 to 32
+        ([GREEN] * 32 + [RED] * 9, 0.0, VEHICLE, False, True),  # red only after
+        ([RED] * 41, 6.0, VEHICLE, False, True),  # another road's
+        ([RED] * 41, 0.0, PEDESTRIAN, True, False),
     ],
 )
 def test_a_red_light_is_run_where_it_is_red_before_and_after(

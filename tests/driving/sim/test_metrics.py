@@ -16,13 +16,13 @@ from longhaul.driving.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDES
 from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.lane_graph import BLOCK, lay_grid, make_road
-from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.sim.config import Config, Weights
 from longhaul.driving.sim.features import front_inside, time_to_contact
 from longhaul.driving.sim.geometry import Relative
 from longhaul.driving.sim.simulator import Simulator, State, driving
 from tests.helpers import reference_driving_metrics as reference
-from tests.helpers.driving_scenarios import DT, GREEN, RED, Trip, line, scenario, trip
+from tests.helpers.driving_scenarios import DT, Trip, line, scenario, trip
 from tests.helpers.measured_drives import ON_LANES, compare, lane_of, motions, world_of
 
 T = 51
@@ -218,15 +218,16 @@ def test_the_conduct_that_the_scores_judge_is_paid_for_as_it_is_judged() -> None
     other numbers."""
     config = {"progress": 0.0, "goal": 0.0, "discomfort": 0.0, "haste": 0.0, "lateral": 0.0, "heading": 0.0}
     only = {name: Weights(**config, **{name: -1.0}) for name in ("speeding", "unease", "near_collision")}
+    shown: dict[str, Any] = {"terminations": (), "speed_limit": True}
     even = mapped(scenario([line((0, 0), (6, 0), T)], points=100), street(EAST, limit=4.0))
-    paid = trip(even, weights=only["speeding"], terminations=(), speed_limit=True).steps
+    paid = trip(even, weights=only["speeding"], **shown).steps
     np.testing.assert_allclose(paid.reward[:, 0], -2.0, atol=1e-5)
     np.testing.assert_allclose(paid.observation.ego[:, 0, -3:], [[1.0, 0.2, 0.5]] * (T - 1), atol=1e-6)
-    assert trip(even, weights=only["unease"], terminations=()).steps.reward.sum() == 0.0
-    abrupt = trip(even, (6, 6), weights=only["unease"], terminations=())  # 4 m/s^2 in the first step, above 2.4
+    assert trip(even, weights=only["unease"], **shown).steps.reward.sum() == 0.0
+    abrupt = trip(even, (6, 6), weights=only["unease"], **shown)  # 4 m/s^2 in the first step, above 2.4
     assert abrupt.metrics["comfortable"] == [0.0] and abrupt.steps.reward.sum() < -1.0
     ahead = scenario([line((0, 0), (6, 0), T), line((20, 0), (0, 0), T)])
-    near = trip(ahead, weights=only["near_collision"], terminations=()).steps.reward[:, 0]
+    near = trip(ahead, weights=only["near_collision"], **shown).steps.reward[:, 0]
     assert np.flatnonzero(near).tolist()[0] == 17  # 16 m between the boxes; 0.95 s are 5.7 m: after 10.3 m, 17.2 steps
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.from_log import scenario_from_log
+from longhaul.driving.scenario.scenario import GREEN, RED
 from longhaul.driving.sim import metrics, reward
 from longhaul.driving.sim.config import MAX_WAYPOINTS, Config, Weights
 from longhaul.driving.sim.observation import waypoint_offsets
 from longhaul.driving.sim.simulator import driving
 from longhaul.spaces import Measure
-from tests.helpers.driving_scenarios import DT, GREEN, RED, STRAIGHT, Trip, bank, line, scenario, trip
+from tests.helpers.driving_scenarios import DT, STRAIGHT, Trip, bank, line, scenario, trip
 from tests.helpers.environment_contract import check_environment
 
 T = 51
