@@ -249,25 +249,10 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
 # ------------------------------------------------------------------------------------------------ worst scenarios
 
 
-def worst(scores: Scores, count: int) -> list[int]:
-    """The numbers of the `count` worst scenarios, worst first: by accuracy, then V-Max's score, progress and return.
-
-    Each is the mean over the scenario's episodes that tell it; scenarios that do not tell one come after those that do.
-    """
-    group = scores.groups()
-    keys = [name for name in ("accuracy", "vmax_score", "progress", "return") if name in scores.metrics]
-
-    def badness(number: int) -> list[float]:
-        means = [_mean(scores.metrics[name], group == number) for name in keys]
-        return [np.inf if mean is None else mean for mean in means]
-
-    return sorted(dict.fromkeys(group.tolist()), key=badness)[:count]
-
-
 def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Path) -> None:
     """Draws them into `folder`, and names each file."""
     assert result.drives is not None
-    chosen = worst(result.scores, parsed["worst"])
+    chosen = evaluate_driving.worst(result.scores, parsed["worst"])
     who = parsed["policy"]
     _, films = result.drives.some(chosen).play(acting, driver_of(who), range(len(chosen)))
     folder.mkdir(parents=True, exist_ok=True)

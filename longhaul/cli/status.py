@@ -84,7 +84,11 @@ def show_result(result: dict[str, Any]) -> None:
     from longhaul.training import population
 
     header, rows, footer = population.columns(result["members"])
-    tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer)
+    best, ranks = population.ranking(result["members"])
+    tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer or None)
+    if ranks:
+        print()
+        tables.table(best, [[str(value) for value in row] for row in ranks])
 
 
 def show_live(folder: Path) -> None:

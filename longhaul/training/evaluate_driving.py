@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,38 +59,40 @@ class Drives(NamedTuple):
         algorithm = registry.make(environment.spec, self.run.algorithm, RunContext(updates=1, mean=meshes.identity))
         return algorithm.act, algorithm.memory
 
-    def player(
-        self, driver: str, record: Sequence[int] = ()
-    ) -> Callable[[Params | None], tuple[Scores, list[Recording]]]:
-        """policy -> (its scores on each scenario, recordings of the scenarios numbered in `record`).
+    def player(self, driver: str, films: int = 0, **changes: Any) -> Callable[..., tuple[Scores, list[Recording]]]:
+        """(policy, numbers of `films` scenarios) -> (its scores on each scenario, recordings of those scenarios).
 
-        `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". Compiles once.
+        `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". The first scenarios are recorded by
+        default. Compiles once, whichever are recorded. `changes` are to the simulator's configuration.
         """
-        environment = self.simulator(driver)
+        environment = self.simulator(driver, **changes)
         act, memory = self.actor(environment, driver)
-        some = np.array(record, np.int32)
-
-        def observe(state: Any) -> Any:
-            chosen = jax.tree.map(lambda leaf: leaf[some], state)
-            return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
-
         steps = environment.spec.max_steps
         assert steps is not None
-        through = rollout.play(environment, act, memory, steps=steps, observe=observe if record else None)
         index = jnp.arange(environment.scenarios)
-        program = jax.jit(lambda p: through(p, jax.vmap(environment.start)(index), None, jax.random.key(1)))
 
-        def play(policy: Params | None) -> tuple[Scores, list[Recording]]:
+        @jax.jit
+        def program(policy: Params | None, some: jax.Array) -> Any:
+            def observe(state: Any) -> Any:
+                chosen = jax.tree.map(lambda leaf: leaf[some], state)
+                return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
+
+            through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
+            return through(policy, jax.vmap(environment.start)(index), None, jax.random.key(1))
+
+        def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
             with screen.stage(f"{len(self.scenarios)} scenarios driven by {driver}"):
-                episodes, frames = jax.device_get(program(policy))
-            films = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
-            return self._scored(_scores(episodes, [s.id for s in self.scenarios]), episodes.valid), films
+                episodes, frames = jax.device_get(program(policy, np.array(record, np.int32)))
+            drawn = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
+            return self._scored(_scores(episodes, [s.id for s in self.scenarios]), episodes.valid), drawn
 
         return play
 
-    def play(self, policy: Params | None, driver: str, record: Sequence[int] = ()) -> tuple[Scores, list[Recording]]:
+    def play(
+        self, policy: Params | None, driver: str, record: Sequence[int] = (), **changes: Any
+    ) -> tuple[Scores, list[Recording]]:
         """Scores and recordings of one policy, as from `player`."""
-        return self.player(driver, record)(policy)
+        return self.player(driver, len(record), **changes)(policy, record)
 
     def _scored(self, scores: Scores, valid: np.ndarray) -> Scores:
         """Scores with the agent of each row and the benchmarks' aggregates."""
@@ -176,6 +179,34 @@ def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[
     if not loaded:
         raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
     return loaded
+
+
+def worst(scores: Scores, count: int) -> list[int]:
+    """The numbers of the `count` worst scenarios, worst first: by accuracy, then V-Max's score, progress and return.
+
+    Each is the mean over the scenario's episodes that tell it; scenarios that do not tell one come after those that do.
+    """
+    group = scores.groups()
+    keys = [name for name in ("accuracy", "vmax_score", "progress", "return") if name in scores.metrics]
+
+    def badness(number: int) -> list[float]:
+        of = (scores.metrics[name].valid & (group == number) for name in keys)
+        return [float(np.mean(scores.metrics[n].value[some])) if some.any() else np.inf for n, some in zip(keys, of)]
+
+    return sorted(dict.fromkeys(group.tolist()), key=badness)[:count]
+
+
+def telling(scores: Scores, count: int) -> list[int]:
+    """`count` scenarios worth a look, by turns the worst of each kind of failure; then the first ones."""
+    group, order = scores.groups(), worst(scores, len(scores.names))
+    kinds = []
+    for name in EVENTS:
+        metric = scores.metrics.get(name)
+        if metric is not None:
+            failed = metric.valid & ((metric.value > 0) != (name == "goal"))
+            kinds.append([number for number in order if np.any(failed & (group == number))])
+    by_turns = [number for rank in itertools.zip_longest(*kinds) for number in rank if number is not None]
+    return list(dict.fromkeys([*by_turns, *sorted(order)]))[:count]
 
 
 def label(recordings: Sequence[Recording], policy: str) -> list[Recording]:

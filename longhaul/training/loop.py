@@ -570,10 +570,14 @@ def finish(
     report.write_report(
         folder / "report.html", run=bounded_json.read(folder / "run.json"),
         records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings,
-        findings=health_log.read(folder), runs=members.section(run, folder, result) if run.many else "",
+        findings=health_log.read(folder), runs=members.section(folder, result) if run.many else "",
     )  # fmt: skip
     write_json(folder / "result.json", result)  # last: its presence means that the run is complete
     return result
+
+
+FILMS = 6
+"""Scenarios drawn in a report."""
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
@@ -586,13 +590,14 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
             yield name, scores.means() | {"chains": chains}, []
         return
     drives = evaluate_driving.drives(run)
-    shown = range(min(6, len(drives.scenarios)))
-    by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
+    films = min(FILMS, len(drives.scenarios))
+    by_policy, idm, log = (drives.player(driver, films) for driver in ("policy", "idm", "log"))
+    shown = evaluate_driving.telling(by_policy(policy)[0], films)
     for name, play, params in (
         ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip
-        scores, films = play(params)
-        yield name, scores.means(), evaluate_driving.label(films, name) if films else []
+        scores, recorded = play(params, shown)
+        yield name, scores.means(), evaluate_driving.label(recorded, name)
 
 
 THREAD = "compiling ahead"

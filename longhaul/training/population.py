@@ -110,8 +110,8 @@ RETURN = "episode/return"
 def evaluated(
     run: Run, members: tuple[Member, ...], policy: Any, untrained: Any, look: Callable[[], None]
 ) -> dict[str, Any]:
-    """Population part of result.json, from policies [M, ...]: means over members, deviations (n - 1), and each
-    member's.
+    """Population part of result.json, from policies [M, ...]: means over the members of the best `setting`, deviations
+    (n - 1), and each member's.
 
     `look` is called between two members, and may raise.
     """
@@ -129,8 +129,10 @@ def evaluated(
         )  # fmt: skip
         look()
     kinds = ("trained", "untrained")
-    over = {kind: _over([row["evaluation"][kind] for row in rows]) for kind in kinds}
+    best, numbers = ranked(rows)[0]
+    over = {kind: _over([rows[i]["evaluation"][kind] for i in numbers]) for kind in kinds}
     return {
+        **({"setting": best} if len(numbers) < len(rows) else {}),
         "evaluation": {kind: mean for kind, (mean, _) in over.items()},
         "spread": {kind: spread for kind, (_, spread) in over.items()},
         "members": rows,
@@ -163,18 +165,21 @@ def settings(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
         yield Member(0, dict(group[0]["hyperparameters"])).label(), [row["member"] for row in group]
 
 
-def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
+def ranked(rows: list[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
+    """Settings by the mean return of their members, the best first; those without a return last."""
+    scores = [float(row["evaluation"]["trained"].get("return", -np.inf)) for row in rows]
+    return sorted(settings(rows), key=lambda group: -float(np.mean([scores[i] for i in group[1]])))
+
+
+def section(folder: Path, result: Mapping[str, Any]) -> str:
     """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
     path = folder / FILE
     records = [record for record in read(path) if RETURN in record] if path.exists() else []  # null becomes NaN
     steps = np.array([record["agent_steps"] for record in records], float)
     values = np.array([record[RETURN] for record in records], float).reshape(len(steps), -1 if records else 0)
     rows = list(result["members"])
-    lines, groups = [], list(settings(rows))
-    returns = [float(row["evaluation"]["trained"].get("return", -np.inf)) for row in rows]
-    scores = {label: np.mean([returns[i] for i in which]) for label, which in groups}
-    best = sorted(scores, key=lambda label: -scores[label])[:MOST_LINES]
-    for label, which in (group for group in groups if group[0] in best):
+    lines = []
+    for label, which in ranked(rows)[:MOST_LINES]:
         mean, low, high = evaluate.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
         lines.append(pages.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
     drawn = pages.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
@@ -183,27 +188,55 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
         "these means, over the seeds. Each run was evaluated as if it were alone.</p>"
     )
     header, body, footer = columns(rows)
+    best, ranks = ranking(rows)
+    tables = [(best, ranks), (header, body)] if ranks else [(header, [*body, footer])]
 
     def cell(value: Any) -> str:
         return html.escape(f"{value:,.3f}" if isinstance(value, float) else str(value))
 
-    table = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in [*body, footer]]
-    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{pages.table([cell(name) for name in header], table)}'
+    def table(header: list[str], body: list[list[Any]]) -> str:
+        lines = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in body]
+        return pages.table([cell(name) for name in header], lines)
+
+    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{"".join(table(*each) for each in tables)}'
+
+
+def ranking(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """(header, a row a setting with means and intervals over its members, the best first); no row for one setting."""
+    groups = ranked(rows)
+    header = ["rank", "setting", "runs", *_metrics(rows)]
+    body = [
+        [rank, label, len(which), *_intervals([rows[i] for i in which])]
+        for rank, (label, which) in enumerate(groups, 1)
+    ]
+    return header, body if len(groups) > 1 else []
+
+
+def _metrics(rows: list[Mapping[str, Any]]) -> list[str]:
+    return [name for name in rows[0]["evaluation"]["trained"] if name != "episodes"]
+
+
+def _intervals(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Mean over members of each metric, with its interval where there are several."""
+    shown = []
+    for name in _metrics(rows):
+        values = np.array([row["evaluation"]["trained"].get(name, np.nan) for row in rows], float)
+        mean, low, high = (float(edge[0]) for edge in evaluate.around(values[None]))
+        shown.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+    return shown
 
 
 def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], list[Any]]:
-    """(header, a row a member, means with intervals): the table on stdout and in the report."""
+    """(header, a row a member, means with intervals, none over several settings): the table on stdout and in the
+    report."""
     names = list(rows[0]["hyperparameters"])
-    metrics = [name for name in rows[0]["evaluation"]["trained"] if name != "episodes"]
+    metrics = _metrics(rows)
     header = ["run", "seed", *(name.replace("_", "-") for name in names), *metrics]
     body = [
         [row["member"], row["seed"], *(f"{row['hyperparameters'][name]:.4g}" for name in names)]
         + [row["evaluation"]["trained"].get(name) for name in metrics]
         for row in rows
     ]
-    footer: list[Any] = [f"mean of {len(rows)}", "", *("" for _ in names)]
-    for name in metrics:
-        values = np.array([row["evaluation"]["trained"].get(name, np.nan) for row in rows], float)
-        mean, low, high = (float(edge[0]) for edge in evaluate.around(values[None]))
-        footer.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
-    return header, body, footer
+    if len(ranked(rows)) > 1:
+        return header, body, []
+    return header, body, [f"mean of {len(rows)}", "", *("" for _ in names), *_intervals(rows)]

@@ -46,6 +46,9 @@ MAIN = (*HIGHER[:7], *LOWER[:3], "length", *HIGHER[-4:], "steps")
 POLICIES = ("trained", "untrained", "idm", "log", "constant")
 """Order of an evaluation's rows."""
 
+REFERENCES = ("idm", "log", "constant")
+"""Drivers that no learning made: rows apart, never the best."""
+
 PROVENANCE = ("commit", "machine", "host", "platform", "cpus", "backend", "devices", "python", "versions")
 """Fields of run.json shown as provenance, beside the command."""
 
@@ -110,10 +113,11 @@ def write_report(
     parts = [
         _header(name, run, result),
         _section("Key figures", _key_figures(records, result)),
+        _section("Failures", web_player.failures(recordings)),
         _section("Runs", runs),
-        _section("Evaluation", _evaluation(result.get("evaluation"))),
+        _section("Evaluation", _evaluation(result.get("evaluation"), recordings, result.get("setting"))),
         _section("Chains", _chains(result.get("chains"))),
-        _section("Driving", f'<div class="card">{web_player.section(recordings)}</div>' if recordings else ""),
+        _section("Driving", _driving(recordings)),
         *_curves(records),
         _section("Forecast", _listing(forecast.said(records) if taught else [])),
         _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
@@ -166,8 +170,14 @@ def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
     return f'<dl class="figures">{cards}</dl>' if cards else ""
 
 
-def _evaluation(evaluation: Any) -> str:
-    """Table of means: a row a policy, a column a metric, the best of a column marked."""
+def _driving(recordings: Sequence[Recording]) -> str:
+    if not recordings:
+        return ""
+    return f'<div class="card">{web_player.section(recordings)}</div>{web_player.outcomes(recordings)}'
+
+
+def _evaluation(evaluation: Any, recordings: Sequence[Recording] = (), setting: Any = None) -> str:
+    """Table of means: a row a policy with a link to its episodes, a column a metric, the best of a column marked."""
     rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
     rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
     present = {str(key) for means in rows.values() for key, value in means.items() if _number(value) is not None}
@@ -176,12 +186,14 @@ def _evaluation(evaluation: Any) -> str:
         return ""
     shown = [name for name in columns if name in MAIN] or columns
     note = (
-        '<p class="muted note">Means over the episodes that tell a metric; the best of a column is marked, '
-        "↑ where more is better, ↓ where less is.</p>"
+        '<p class="muted note">Means over the episodes that tell a metric'
+        + (f" of the best setting, {_text(setting)}" if setting else "")
+        + "; the best policy of a column is marked, ↑ where more is better, ↓ where less is.</p>"
     )
     others = [name for name in columns if name not in shown]
-    more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others)}</details>"
-    return _table(rows, shown) + note + more * bool(others)
+    links = {r.label: i for i, r in reversed(list(enumerate(recordings)))}
+    more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others, links)}</details>"
+    return _table(rows, shown, links) + note + more * bool(others)
 
 
 def _chains(chains: Any) -> str:
@@ -196,7 +208,7 @@ def _chains(chains: Any) -> str:
     return pages.table(("problem", "chain", "answer"), rows)
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:
+def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links: Mapping[str, int]) -> str:
     arrows = dict.fromkeys(HIGHER, " ↑") | dict.fromkeys(LOWER, " ↓")
     heads = [_text(_words(column)) + arrows.get(column, "") for column in columns]
     body = []
@@ -209,7 +221,9 @@ def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str
             text = DASH if value is None else f"{value:,.{digits[column]}f}".replace("-", "−")
             cells += f"<td{' class=best' if policy in best[column] else ''}>{text}</td>"
         episodes = _text(_count(_number(means.get("episodes"))) or DASH)
-        body.append(f'<tr><th scope="row">{_text(policy)}</th>{cells}<td class="muted">{episodes}</td></tr>')
+        name = f'<a href="#episode-{links[policy]}">{_text(policy)}</a>' if policy in links else _text(policy)
+        apart = ' class="reference"' if policy in REFERENCES else ""
+        body.append(f'<tr{apart}><th scope="row">{name}</th>{cells}<td class="muted">{episodes}</td></tr>')
     return pages.table(("policy", *heads, "episodes"), body)
 
 
@@ -220,8 +234,9 @@ def _digits(values: Sequence[float | None]) -> int:
 
 
 def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Policies with the best value of a metric; none if its direction is unknown or all are equal."""
-    values = {policy: value for policy, means in rows.items() if (value := _number(means.get(column))) is not None}
+    """Policies with the best value of a metric, references aside; none if its direction is unknown or all are equal."""
+    policies = {policy: means for policy, means in rows.items() if policy not in REFERENCES}
+    values = {policy: value for policy, means in policies.items() if (value := _number(means.get(column))) is not None}
     if column not in HIGHER + LOWER or len(set(values.values())) < 2:
         return set()
     best = max(values.values()) if column in HIGHER else min(values.values())
@@ -280,7 +295,7 @@ def _folded(title: str, value: Mapping[str, Any]) -> str:
     if not value:
         return ""
     text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
-    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+    return f'<details><summary>{_text(title)}</summary><pre tabindex="0">{_text(text)}</pre></details>'
 
 
 def _flat(value: Any) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,11 +93,17 @@ def test_records_have_the_mean_and_the_spread_of_the_runs(four: tuple[Run, Path]
             assert mean[f"{name}_std"] == pytest.approx(np.std(each[name], ddof=1))
     result = json.loads((folder / "result.json").read_text())
     scores = [row["evaluation"]["trained"]["return"] for row in result["members"]]
+    low, high = scores[:2], scores[2:]  # of the settings lr=0.001 and lr=0.003
+    scores = max(low, high, key=np.mean)
+    assert result["setting"] == ("lr=0.003" if scores is high else "lr=0.001")
     assert result["evaluation"]["trained"]["return"] == pytest.approx(np.mean(scores))
     assert result["spread"]["trained"]["return"] == pytest.approx(np.std(scores, ddof=1))
     assert len({row["params_sha256"] for row in result["members"]}) == 4
     page = (folder / "report.html").read_text()
     assert 'class="band s0"' in page and "lr=0.003" in page
+    ranks = re.findall(r"<td>(\d)</td><td>(lr=[\d.]+)</td><td>2</td>", page)
+    assert ranks[0] == ("1", result["setting"]) and len(ranks) == 2
+    assert "mean of 4" not in page  # no mean over settings
 
 
 @pytest.mark.slow

@@ -191,9 +191,9 @@ def test_policies_differ_in_what_they_score_and_are_the_same_twice(generated: Dr
     task = generated.run.environment
     assert isinstance(task, Driving)
     environment = simulator.driving(generated.bank, task.simulator)
-    play = generated.player("policy", [1])
+    play = generated.player("policy", 1)
     first, second = (policy(generated.run, environment, seed) for seed in (0, 1))
-    found, again, other = play(first), play(first), play(second)
+    found, again, other = (play(each, [1]) for each in (first, first, second))
     for name, measure in found[0].metrics.items():
         assert measure.value.tobytes() == again[0].metrics[name].value.tobytes()
     assert any(np.any(found[0].metrics[k].value != other[0].metrics[k].value) for k in found[0].metrics)
@@ -276,8 +276,8 @@ def test_the_worst_scenario_comes_first() -> None:
         },
         [f"s{i}" for i in scenario], scenario,
     )  # fmt: skip
-    assert evaluate.worst(scores, 3) == [2, 4, 1]
-    assert evaluate.worst(scores, 99) == [2, 4, 1, 0, 3]
+    assert evaluate_driving.worst(scores, 3) == [2, 4, 1]
+    assert evaluate_driving.worst(scores, 99) == [2, 4, 1, 0, 3]
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longhaul.driving.render import save
 from longhaul.driving.render.recording import Recording
 from longhaul.telemetry import pages
-from longhaul.training import report
+from longhaul.telemetry.health import Finding
+from longhaul.training import population, report
+from tests.helpers import browser
+from tests.helpers.browser import Browser
 
 WICKED = "</script><b>bold</b>\"'&"
-VOID = {"meta", "input", "line", "path", "circle", "rect"}
+VOID = {"meta", "input", "line", "path", "circle", "rect", "br"}
 
 
 class Document(HTMLParser):
@@ -35,7 +40,8 @@ class Document(HTMLParser):
         if tag not in VOID:
             self.stack.append(tag)
         self.texts.append((tag, ""))
-        assert not {"src", "href", "onload", "onerror"} & {name for name, _ in attrs}
+        assert not {"src", "onload", "onerror"} & {name for name, _ in attrs}
+        assert all(value and re.fullmatch(r"#episode-\d+(-\d+)?", value) for name, value in attrs if name == "href")
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:
@@ -111,11 +117,15 @@ def test_a_whole_report_says_what_the_run_did(tmp_path: Path) -> None:
 
 def test_the_evaluation_has_rows_in_order_and_marks_the_best(tmp_path: Path) -> None:
     text = written(tmp_path / "report.html", result=RESULT)
-    rows = re.findall(r'<tr><th scope="row">(\w+)</th>(.*?)</tr>', text)
+    rows = re.findall(r'<tr[^>]*><th scope="row">(\w+)</th>(.*?)</tr>', text)
     assert [policy for policy, _ in rows] == ["trained", "untrained", "log"]
     cells = {policy: re.findall(r"<td([^>]*)>([^<]*)</td>", row) for policy, row in rows}
     best = {policy: [value for mark, value in row if "best" in mark] for policy, row in cells.items()}
-    assert best == {"trained": ["0.000"], "untrained": [], "log": ["1.000", "1.000", "0.000"]}
+    assert best == {
+        "trained": ["0.900", "0.000"],
+        "untrained": [],
+        "log": [],
+    }  # among policies, references apart
     assert [value for _, value in cells["trained"]] == ["0.900", "–", "0.000", "79.00", "128"]
 
 
@@ -262,7 +272,112 @@ def test_the_assets_name_every_role_and_part_that_the_player_needs() -> None:
         *(pages.asset(f"player.{kind}", report.web_player.PACKAGE) for kind in ("js", "html")),
         report.web_player.colours(),
     )
-    wanted = set(re.findall(r'part\("(\w+)"\)', script))
+    wanted = set(re.findall(r'(?:part|plot)\("(\w+)"', script))
     assert wanted == set(re.findall(r'data-role="(\w+)"', markup))
     roles = set(re.findall(r'role: "(\w+)"', script)) | set(re.findall(r'ink\("(\w+)"\)', script))
     assert roles <= set(re.findall(r"--map-(\w+):", colours))
+
+
+# ------------------------------------------------------------------------------------------------- in a real browser
+
+PROGRAM = browser.find()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is there")
+    opened = Browser(PROGRAM)
+    yield opened
+    opened.close()
+
+
+def driven(label: str, scene: str, speed: float, **events: int | None) -> Recording:
+    """6 s straight east at `speed`; what happens is in `events`."""
+    count = 61
+    pose = np.zeros((count, 2, 3), np.float32)
+    pose[:, 0, 0] = 0.1 * speed * np.arange(count)
+    pose[:, 1] = (40, 3, 0)
+    return recording(label, count, 2)._replace(
+        id=scene, pose=pose, size=np.full((2, 2), 2.0, np.float32), expert=pose[:, 0],
+        drawing=((2, np.array([[-20, 0], [100, 0]], np.float32)),),
+        events={"collision": None, "offroad": None, "goal": None, **events}, metrics={"progress": 0.5, WICKED: 1.0},
+    )  # fmt: skip
+
+
+def whole_report(folder: Path) -> Path:
+    """A report with every section, names full of markup."""
+    scenes = {"trained": ({"collision": 30}, {"offroad": 20}, {"collision": 50}, {}), "log": ({"goal": 60},) * 4}
+    recordings = [
+        driven(label, f"scene {i} {WICKED}", 4.0 + 2.0 * i, **events)
+        for label, each in scenes.items()
+        for i, events in enumerate(each)
+    ]
+    rows = [
+        {"member": i, "seed": i % 2, "hyperparameters": {"lr": 1e-3 * (1 + i // 2)},
+         "evaluation": {"trained": {"return": float(i), WICKED: 1.0, "episodes": 4}}}
+        for i in range(4)
+    ]  # fmt: skip
+    names = ("episode/return", "episode/length", WICKED)
+    records = [record(i, **dict.fromkeys(names, float(i))) for i in range(1, 200)]
+    chains = [{"prompt": WICKED, "chain": f"{WICKED} 7", "right": True}]
+    written(
+        folder / "report.html", run={"id": WICKED, "recipe": "driving", "command": [WICKED]}, records=records,
+        result=RESULT | {"chains": chains}, recordings=recordings,
+        runs=population.section(Path("none"), {"members": rows}),
+        findings=[Finding("entropy", 0.1, 0.2, WICKED, "lower it", 3)],
+    )  # fmt: skip
+    return folder / "report.html"
+
+
+def test_failures_come_first_and_lead_to_their_episodes(page: Browser, tmp_path: Path) -> None:
+    path = whole_report(tmp_path)
+    page.show()
+    page.open(path)
+    assert page.run("return [...document.querySelectorAll('h2')].map((one) => one.textContent)")[:3] == [
+        "Key figures", "Failures", "Runs",
+    ]  # fmt: skip
+    heads = page.run("return [...document.querySelectorAll('.failures h3')].map((one) => one.textContent)")
+    assert heads == ["collision (2)", "offroad (1)", "not reached (1)"]
+    shown = page.run("return [...document.querySelectorAll('.gallery a')].map((one) => one.textContent)")
+    said = ["5.0 s, 8.0 m/s", "3.0 s, 4.0 m/s", "2.0 s, 6.0 m/s", "50 % of the route left"]  # by speed
+    assert shown == [f"scene {i} {WICKED}{says}" for i, says in zip((2, 0, 1, 3), said, strict=True)]
+    colours = page.run("""
+        const [first] = document.querySelectorAll(".gallery canvas"), { width, height } = first;
+        const data = new Uint32Array(first.getContext("2d").getImageData(0, 0, width, height).data.buffer);
+        return new Set(data).size;""")
+    assert colours > 10  # it is drawn
+    state = """const part = (role) => document.querySelector(`[data-role="${role}"]`);
+        return [part("scenario").value, part("policy").selectedOptions[0].textContent, part("slider").value];"""
+    page.page.click(".gallery a >> nth=0")
+    assert page.run(state) == ["2", "trained", "40"]  # a second before the collision
+    page.page.focus("tr.reference a")
+    page.press("Enter")
+    assert page.run(state) == ["0", "log", "0"]
+    page.page.focus("text=not reached >> nth=-1")
+    page.press("Enter")
+    assert page.run(state) == ["3", "trained", "0"]
+    page.page.click(".player-others button >> nth=1")
+    assert page.run(state) == ["3", "log", "0"]
+    page.page.click("[data-role=speed]")
+    assert page.run(state)[2] != "0"
+    assert page.run("return location.hash") == "#episode-3"
+    assert page.requests() == [path.as_uri()]
+    assert page.faults() == []
+    assert page.run("return document.querySelectorAll('main b').length") == len(shown)  # no text became markup
+    assert page.violations() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False), (390, True)])
+def test_pages_hold_at_every_width_and_scheme(width: int, dark: bool, page: Browser, tmp_path: Path) -> None:
+    path = whole_report(tmp_path)
+    save.save([driven("trained", WICKED, 5.0, collision=10), driven("log", WICKED, 5.0)], tmp_path / "drive.html")
+    for each in (path, tmp_path / "drive.html"):
+        page.show(width, dark)
+        page.open(each)
+        page.run("document.querySelectorAll('details').forEach((one) => { one.open = true; });")
+        assert page.violations() == [], each.name
+        assert page.wider_than_the_window() == [], each.name
+        assert page.faults() == []
+        assert page.requests() == [each.as_uri()]

@@ -10,11 +10,22 @@ import base64
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.driving.render.recording import DARK, GOOD_EVENTS, LIGHT, Recording, camera, check, clip, simplify, speeds
+from longhaul.driving.render.recording import (
+    DARK,
+    GOOD_EVENTS,
+    LIGHT,
+    Recording,
+    Verdict,
+    camera,
+    check,
+    clip,
+    simplify,
+    speeds,
+)
 from longhaul.telemetry import pages
 
 REACH = 150.0
@@ -22,6 +33,13 @@ REACH = 150.0
 
 NOWHERE = -32768
 """The int16 that stands for an absent agent."""
+
+NOT_REACHED = "not reached"
+KINDS = ("collision", "offroad", "red_light", NOT_REACHED)
+"""Kinds of failures in the order of a gallery."""
+
+SHOWN = 12
+"""Largest number of pictures of a kind."""
 
 Packed = dict[str, Any]
 
@@ -32,7 +50,9 @@ PACKAGE = "longhaul.driving.render"
 def document(recordings: Sequence[Recording]) -> str:
     """A whole page with nothing but the player."""
     title = recordings[0].id if len(recordings) == 1 else f"{len(recordings)} recordings of driving"
-    card = f'<section class="card">{section(recordings)}</section>'
+    shown = failures(recordings)
+    first = f"<section><h2>Failures</h2>{shown}</section>\n" if shown and len({r.id for r in recordings}) > 1 else ""
+    card = f'{first}<section class="card">{section(recordings)}</section>'
     body = f"<main><header><h1>{html.escape(title)}</h1></header>\n{card}</main>"
     return pages.page(title, body, styles=[pages.asset("page.css"), *styles()], scripts=scripts())
 
@@ -43,6 +63,79 @@ def section(recordings: Sequence[Recording]) -> str:
     data = pages.embed(encode(recordings))
     markup = pages.asset("player.html", PACKAGE)
     return f'<div class="player">\n{markup}<script type="application/json">{data}</script>\n</div>'
+
+
+class Failure(NamedTuple):
+    """An agent's fault in a recording, or its missed goal."""
+
+    kind: str
+    severity: float  # speed at the fault, m/s; of a missed goal the share of the route that is left
+    recording: int
+    agent: int  # index into N
+    frame: int
+    says: str
+
+
+def failed(recordings: Sequence[Recording]) -> dict[str, list[Failure]]:
+    """Failures of the first recording's policy by kind, in the order of `KINDS`, the most severe first."""
+    found: dict[str, list[Failure]] = {}
+    for i, r in enumerate(recordings):
+        if r.label != recordings[0].label:
+            continue
+        for who in (Verdict(r.ego, r.events, r.metrics), *r.others):
+            faults = {name: at for name, at in who.events.items() if at is not None and name not in GOOD_EVENTS}
+            for name, frame in faults.items():
+                speed = float(np.nan_to_num(speeds(r._replace(ego=who.agent)))[max(frame - 1, 0)])
+                says = f"{frame * r.dt:.1f} s, {speed:.1f} m/s"
+                found.setdefault(name, []).append(Failure(name, speed, i, who.agent, frame, says))
+            if not faults and "goal" in who.events and who.events["goal"] is None:
+                left = 1.0 - who.metrics.get("progress", 0.0)
+                says = f"{100 * left:.0f} % of the route left"
+                found.setdefault(NOT_REACHED, []).append(
+                    Failure(NOT_REACHED, left, i, who.agent, len(r.present) - 1, says)
+                )
+    order = sorted(found, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    return {kind: sorted(found[kind], key=lambda each: -each.severity) for kind in order}
+
+
+def failures(recordings: Sequence[Recording]) -> str:
+    """Gallery of the failures, a row of pictures a kind, each a link to its episode; "" where there are none."""
+    parts = []
+    for kind, some in failed(recordings).items():
+        items = [
+            f'<li><a href="#episode-{each.recording}-{each.agent}"><canvas data-episode="{each.recording}" '
+            f'data-agent="{each.agent}" data-frame="{each.frame}" aria-hidden="true"></canvas>'
+            f"<b>{html.escape(recordings[each.recording].id)}</b><br>{html.escape(each.says)}</a></li>"
+            for each in some[:SHOWN]
+        ]
+        more = f", the {SHOWN} most severe" if len(some) > SHOWN else ""
+        heading = html.escape(kind.replace("_", " "))
+        parts.append(f'<h3>{heading} ({len(some)}{more})</h3><ul class="gallery">{"".join(items)}</ul>')
+    return f'<div class="failures">{"".join(parts)}</div>' if parts else ""
+
+
+def outcomes(recordings: Sequence[Recording]) -> str:
+    """Table of the episodes: a row a scenario, a column a policy, what came of the ego a link to its episode."""
+    labels, ids = (list(dict.fromkeys(names)) for names in zip(*((r.label, r.id) for r in recordings)))
+    cells = {(r.id, r.label): f'<a href="#episode-{i}">{html.escape(outcome(r))}</a>' for i, r in enumerate(recordings)}
+    rows = [
+        f'<tr><th scope="row">{html.escape(name)}</th>'
+        + "".join(f"<td>{cells.get((name, label), '')}</td>" for label in labels)
+        + "</tr>"
+        for name in ids
+    ]
+    return pages.table(("scenario", *map(html.escape, labels)), rows)
+
+
+def outcome(r: Recording) -> str:
+    """What came of the ego: its first fault, else whether it reached its goal, else its progress."""
+    faults = [(at, name) for name, at in r.events.items() if at is not None and name not in GOOD_EVENTS]
+    if faults:
+        at, name = min(faults)
+        return f"{name.replace('_', ' ')} at {at * r.dt:.1f} s"
+    if "goal" in r.events:
+        return NOT_REACHED if r.events["goal"] is None else "goal"
+    return f"progress {r.metrics['progress']:.2f}" if "progress" in r.metrics else "drive"
 
 
 def styles() -> list[str]:

@@ -1,5 +1,6 @@
 "use strict";
-// Plays the recordings of each .player on the page; driving/player.py says how the data is packed.
+// Plays the recordings of the .player of a page; web_player.py says how the data is packed. "#episode-3" in an address
+// shows recording 3, "#episode-3-7" follows agent 7 in it, and a <canvas data-episode="3"> is a picture of it.
 (() => {
   const NOWHERE = -32768;
   const VIEW = 80; // metres across at zoom 1
@@ -64,7 +65,7 @@
     if (line.length > 2) trace(route, line, 0, line.length / 2, false);
     const verdicts = new Map([[r.ego, { events: r.events, metrics: r.metrics }], ...r.others.map((v) => [v.agent, v])]);
     return {
-      ...r, route, verdicts, position: points(r.position), heading: headings(r.heading), lights: points(r.lights), camera: points(r.camera),
+      ...r, route, verdicts, series: {}, position: points(r.position), heading: headings(r.heading), lights: points(r.lights), camera: points(r.camera),
       expert: r.expert && points(r.expert), expertHeading: r.expert && headings(r.expertHeading),
     };
   }
@@ -163,7 +164,7 @@
     const data = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
     const recordings = data.recordings.map(unpack);
     const maps = data.maps.map(layers);
-    const canvas = part("canvas"), c = canvas.getContext("2d");
+    const canvas = part("canvas");
     const state = { chosen: recordings[0], follow: recordings[0].ego, time: 0, playing: false, zoom: 1, last: 0 };
     let theme = {};
     const ink = (role) => theme[role] || "#888";
@@ -173,9 +174,11 @@
       const roles = ["ground", "road", "bike", "line", "yellow", "edge", "crosswalk", "bump", "stop", "route", "ego", "vehicle",
         "pedestrian", "cyclist", "other", "outline", "ghost", "red", "amber", "green", "unknown", "fault", "good", "ink", "muted", "panel"];
       theme = Object.fromEntries(roles.map((role) => [role, style.getPropertyValue(`--map-${role}`).trim()]));
+      theme.series = [0, 1, 2, 3, 4].map((i) => style.getPropertyValue(`--series-${i}`).trim());
+      theme.rule = style.getPropertyValue("--rule").trim();
     }
 
-    function drawMap(r) {
+    function drawMap(c, r) {
       LAYERS.forEach((layer, i) => {
         const path = maps[r.map][i];
         c.fillStyle = c.strokeStyle = ink(layer.role);
@@ -192,16 +195,16 @@
       c.stroke(r.route);
     }
 
-    function drawAgents(r, pixel) {
-      const n = r.kinds.length, frame = Math.min(Math.floor(state.time), r.frames - 1);
+    function drawAgents(c, r, shot, pixel) {
+      const n = r.kinds.length, time = Math.min(shot.time, r.frames - 1), frame = Math.floor(time);
       r.lightStates.forEach((states, i) => light(c, ink, r.lights[2 * i], r.lights[2 * i + 1], states[frame], pixel));
       const order = [...r.kinds.keys()].sort((a, b) => r.controlled[a] - r.controlled[b] || (a === r.ego) - (b === r.ego));
       for (const i of order) {
-        const pose = between(r.position, r.heading, n, i, state.time, r.frames);
+        const pose = between(r.position, r.heading, n, i, time, r.frames);
         const role = r.controlled[i] ? "ego" : KINDS[r.kinds[i]] || "other";
         if (!pose) continue;
         agent(c, ink, pose, r.kinds[i], role, r.sizes[i][0], r.sizes[i][1], pixel);
-        if (i === state.follow && i !== r.ego) {
+        if (i === shot.follow && i !== r.ego) {
           body(c, pose, r.sizes[i][0] + 1.6, r.sizes[i][1] + 1.6);
           c.setLineDash([0.8, 0.8]);
           c.strokeStyle = ink("ink");
@@ -211,7 +214,7 @@
         }
       }
       if (r.expert && part("ghost").checked) {
-        const pose = between(r.expert, r.expertHeading, 1, 0, state.time, r.frames);
+        const pose = between(r.expert, r.expertHeading, 1, 0, time, r.frames);
         if (pose) {
           body(c, pose, r.sizes[r.ego][0], r.sizes[r.ego][1]);
           c.strokeStyle = ink("ghost");
@@ -221,7 +224,7 @@
       }
       for (const [i, verdict] of r.verdicts) {
         for (const event of verdict.events) {
-          if (event.frame > state.time) continue;
+          if (event.frame > time) continue;
           const place = whereabouts(r, i, event.frame);
           c.beginPath();
           c.arc(place.x, place.y, 4.2, 0, 2 * Math.PI);
@@ -232,7 +235,7 @@
       }
     }
 
-    function drawText(r, width, height, scale) {
+    function drawText(c, r, width, height, scale) {
       const frame = Math.min(Math.floor(state.time), r.frames - 1), speed = speedOf(r, state.follow, frame);
       const lines = [`${(state.time * r.dt).toFixed(1)} s`, speed === null ? "not there" : `${speed.toFixed(1)} m/s`];
       c.textBaseline = "middle";
@@ -256,18 +259,20 @@
       c.stroke();
     }
 
-    // What the canvas shows: its middle in metres, and pixels of the page a metre.
-    function view() {
-      const r = state.chosen, n = r.kinds.length;
-      const eye = state.follow === r.ego
-        ? between(r.camera, new Float64Array(r.frames), 1, 0, state.time, r.frames)
-        : between(r.position, r.heading, n, state.follow, state.time, r.frames) || whereabouts(r, state.follow, state.time);
-      return { eye, scale: (canvas.clientWidth / VIEW) * state.zoom };
+    // What a canvas shows of a shot {r, time, follow, zoom}: its middle in metres, and pixels of the page a metre.
+    function view(canvas, { r, time, follow, zoom }) {
+      const n = r.kinds.length, at = Math.min(time, r.frames - 1);
+      const eye = follow === r.ego
+        ? between(r.camera, new Float64Array(r.frames), 1, 0, at, r.frames)
+        : between(r.position, r.heading, n, follow, at, r.frames) || whereabouts(r, follow, at);
+      return { eye, scale: (canvas.clientWidth / VIEW) * zoom };
     }
+
+    const main = () => ({ r: state.chosen, time: state.time, follow: state.follow, zoom: state.zoom });
 
     // The agent under a point of the canvas, or null: within its box and a few pixels around, the nearest.
     function agentAt(x, y) {
-      const r = state.chosen, { eye, scale } = view();
+      const r = state.chosen, { eye, scale } = view(canvas, main());
       const px = eye.x + (x - canvas.clientWidth / 2) / scale, py = eye.y - (y - canvas.clientHeight / 2) / scale;
       const near = r.kinds.map((_, i) => {
         const pose = between(r.position, r.heading, r.kinds.length, i, state.time, r.frames);
@@ -287,26 +292,133 @@
       draw();
     }
 
-    function draw() {
-      const r = state.chosen, ratio = window.devicePixelRatio || 1;
-      const width = canvas.clientWidth, height = canvas.clientHeight;
-      if (!width || !height) return;
+    // A canvas's context in pixels of the page, with its size; null where it is not shown.
+    function sized(canvas) {
+      const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+      if (!width || !height) return null;
       if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
         canvas.width = Math.round(width * ratio);
         canvas.height = Math.round(height * ratio);
       }
-      const { eye, scale } = view();
-      c.setTransform(1, 0, 0, 1, 0, 0);
+      const c = canvas.getContext("2d");
+      c.setTransform(ratio, 0, 0, ratio, 0, 0);
+      return { c, width, height, ratio };
+    }
+
+    function paint(canvas, shot) {
+      const place = sized(canvas);
+      if (!place) return;
+      const { c, width, height, ratio } = place, { eye, scale } = view(canvas, shot);
       c.fillStyle = ink("ground");
-      c.fillRect(0, 0, canvas.width, canvas.height);
+      c.fillRect(0, 0, width, height);
       const k = scale * ratio;
       c.setTransform(k, 0, 0, -k, canvas.width / 2 - k * eye.x, canvas.height / 2 + k * eye.y);
-      drawMap(r);
-      drawAgents(r, 1 / scale);
+      drawMap(c, shot.r);
+      drawAgents(c, shot.r, shot, 1 / scale);
       c.setTransform(ratio, 0, 0, ratio, 0, 0);
-      drawText(r, width, height, scale);
+      if (canvas === part("canvas")) drawText(c, shot.r, width, height, scale);
+    }
+
+    // The agent of recording r that is followed in the chosen one; the ego where r has others.
+    const same = (a, b) => a.id === b.id && a.numbers.join() === b.numbers.join();
+    const followed = (r) => (same(r, state.chosen) ? state.follow : r.ego);
+
+    // Speed (m/s) or acceleration (m/s\u00b2, over up to three frames on either side) at each frame; null where unknown.
+    function series(r, name) {
+      const i = followed(r), key = `${name} ${i}`;
+      if (r.series[key]) return r.series[key];
+      const speed = Array.from({ length: r.frames }, (_, t) => speedOf(r, i, t));
+      const slope = (t) => {
+        const a = Math.max(0, t - 3), b = Math.min(r.frames - 1, t + 3);
+        return a === b || speed[a] === null || speed[b] === null ? null : (speed[b] - speed[a]) / ((b - a) * r.dt);
+      };
+      return (r.series[key] = name === "speed" ? speed : speed.map((_, t) => slope(t)));
+    }
+
+    function plot(name, title) {
+      const place = sized(part(name));
+      if (!place) return;
+      const { c, width, height } = place, left = 44, top = 22, bottom = height - 18, wide = width - left - 8;
+      const rs = ofScenario(), lines = rs.map((r) => series(r, name)), known = lines.flat().filter((v) => v !== null);
+      const high = Math.max(1, ...known) * 1.05, low = Math.min(0, ...known) * 1.05;
+      const length = Math.max(...rs.map((r) => (r.frames - 1) * r.dt), 0.1);
+      const x = (seconds) => left + (seconds / length) * wide, y = (v) => bottom - ((v - low) / (high - low)) * (bottom - top);
+      c.clearRect(0, 0, width, height);
+      c.font = "12px system-ui, sans-serif";
+      c.textBaseline = "middle";
+      c.fillStyle = ink("ink");
+      c.textAlign = "left";
+      c.fillText(title, left, 9);
+      c.fillStyle = ink("muted");
+      c.textAlign = "right";
+      c.strokeStyle = theme.rule;
+      c.lineWidth = 1;
+      for (const v of new Set([low, 0, high])) {
+        c.fillText(number(v), left - 6, y(v));
+        c.beginPath(); c.moveTo(left, y(v)); c.lineTo(left + wide, y(v)); c.stroke();
+      }
+      c.fillText(`${length.toFixed(1)} s`, left + wide, height - 8);
+      rs.forEach((r, k) => {
+        c.strokeStyle = theme.series[k % 5];
+        c.lineWidth = r === state.chosen ? 2.4 : 1.2;
+        c.beginPath();
+        let pen = false;
+        lines[k].forEach((v, t) => {
+          if (v !== null) (pen ? c.lineTo : c.moveTo).call(c, x(t * r.dt), y(v));
+          pen = v !== null;
+        });
+        c.stroke();
+      });
+      c.strokeStyle = ink("ink");
+      c.lineWidth = 1;
+      const now = x(state.time * state.chosen.dt);
+      c.beginPath(); c.moveTo(now, top); c.lineTo(now, bottom); c.stroke();
+    }
+
+    const said = (r) => {
+      const fault = r.events.find((event) => !event.good) || r.events[0];
+      return `${r.label}${fault ? `, ${words(fault.name)} at ${(fault.frame * r.dt).toFixed(1)} s` : ""}`;
+    };
+
+    // The other policies' episodes of the scenario, each beside the chosen one at the same time.
+    function showOthers() {
+      const others = ofScenario();
+      part("others").hidden = others.length < 2;
+      part("others").replaceChildren(...(others.length < 2 ? [] : others).map((r, k) => {
+        const button = document.createElement("button"), name = document.createElement("span");
+        button.type = "button";
+        button.setAttribute("aria-pressed", String(r === state.chosen));
+        name.textContent = said(r);
+        name.style.setProperty("--line", `var(--series-${k % 5})`);
+        button.append(document.createElement("canvas"), name);
+        button.addEventListener("click", () => {
+          part("policy").value = String(k);
+          choose(true);
+          part("others").children[k].focus();
+        });
+        return button;
+      }));
+    }
+
+    function draw() {
+      const r = state.chosen;
+      paint(canvas, main());
+      ofScenario().forEach((other, k) => {
+        const button = part("others").children[k];
+        if (button) paint(button.firstChild, { r: other, time: state.time * r.dt / other.dt, follow: followed(other), zoom: state.zoom });
+      });
+      plot("speed", "speed, m/s");
+      plot("acceleration", "acceleration, m/s\u00b2");
       part("slider").value = String(Math.floor(state.time));
       part("clock").textContent = `${(state.time * r.dt).toFixed(1)} / ${((r.frames - 1) * r.dt).toFixed(1)} s`;
+    }
+
+    // Pictures outside of the player, each of one moment.
+    function drawPictures() {
+      for (const picture of document.querySelectorAll("canvas[data-episode]")) {
+        const r = recordings[Number(picture.dataset.episode)], agent = r.numbers.indexOf(Number(picture.dataset.agent));
+        paint(picture, { r, time: Number(picture.dataset.frame), follow: agent < 0 ? r.ego : agent, zoom: 1.6 });
+      }
     }
 
     function tick(now) {
@@ -407,7 +519,24 @@
       part("slider").max = String(state.chosen.frames - 1);
       showFacts(state.chosen);
       legend(state.chosen);
+      showOthers();
       draw();
+    }
+
+    // Shows the episode that the address names, if any, a little before what happened in it.
+    function visit() {
+      const [, episode, number] = location.hash.match(/^#episode-(\d+)(?:-(\d+))?$/) || [], r = recordings[Number(episode)];
+      if (!r) return;
+      part("scenario").value = String(ids.indexOf(r.id));
+      chooseScenario();
+      part("policy").value = String(ofScenario().indexOf(r));
+      choose(false);
+      const agent = r.numbers.indexOf(Number(number));
+      if (agent >= 0) follow(agent);
+      const event = (r.verdicts.get(state.follow) || r).events.find((one) => !one.good);
+      seek(event ? event.frame - Math.round(1 / r.dt) : 0);
+      root.scrollIntoView({ block: "start" });
+      canvas.focus({ preventScroll: true });
     }
 
     function chooseScenario() {
@@ -458,10 +587,18 @@
       else return;
       e.preventDefault();
     });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); draw(); });
-    new ResizeObserver(draw).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); draw(); drawPictures(); });
+    new ResizeObserver(() => { draw(); drawPictures(); }).observe(canvas);
+    for (const name of ["speed", "acceleration"]) {
+      part(name).addEventListener("click", (e) => {
+        const longest = Math.max(...ofScenario().map((r) => (r.frames - 1) * r.dt));
+        seek(Math.round((((e.offsetX - 44) / (part(name).clientWidth - 52)) * longest) / state.chosen.dt));
+      });
+    }
+    addEventListener("hashchange", visit);
     chooseScenario();
     play(false);
+    visit();
   }
 
   document.querySelectorAll(".player").forEach(mount);
