@@ -44,7 +44,8 @@ def embed(value: Any) -> str:
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     """Table of rows, `<tr>` each; heads and rows are inserted unescaped."""
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    return f'<div class="card table" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    inner = f'<table><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'<div class="card table" tabindex="0">{inner}</div>'
 
 
 def page(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[str] = ()) -> str:
