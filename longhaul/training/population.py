@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,14 @@ def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float
     return means | {"episodes": sum(score["episodes"] for score in scores)}, spread
 
 
-def settings(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
+def settings(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     """(label, numbers of its members) of each setting of the swept hyperparameters, in order."""
     for _, some in itertools.groupby(rows, key=lambda row: sorted(row["hyperparameters"].items())):
         group = list(some)
         yield Member(0, dict(group[0]["hyperparameters"])).label(), [row["member"] for row in group]
 
 
-def ranked(rows: list[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
+def ranked(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
     """Settings by the mean return of their members, the best first; those without a return last."""
     scores = [float(row["evaluation"]["trained"].get("return", -np.inf)) for row in rows]
     return sorted(settings(rows), key=lambda group: -float(np.mean([scores[i] for i in group[1]])))
