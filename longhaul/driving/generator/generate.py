@@ -22,7 +22,7 @@ from longhaul.driving.generator.roads import World
 from longhaul.driving.generator.traffic import DT
 from longhaul.driving.scenario.distance_field import Edges, make_edges, signed_distance
 
-CLEARANCE, OFF_EDGE = 0.15, 0.15
+CLEARANCE, OFF_EDGE = 0.15, 0.05
 """Metres that the ego's log keeps from other boxes, and from the edge of the road."""
 
 
@@ -75,6 +75,12 @@ DENSITIES, DENSITY_SHARES = (0.0, 0.25, 0.5, 1.0), (0.1, 0.3, 0.35, 0.25)
 NEAR, MOST, MOST_TRACKS = 120.0, 44, 64
 """Vehicles start within so many metres of the ego, and are so many at most; all tracks together; the nearest are
 kept."""
+WANDER, WAVE = 0.12, (60.0, 120.0)
+"""Metres: the deviation of how far drivers stray from the middle of their path, at most 2.5 times as far, and the
+length of the wave in which they do."""
+STANDS, QUEUES, RECORDER = 0.04, 0.5, 0.25
+"""Shares of logs: those in which the ego stands throughout, for no reason that one sees; of those before a red light,
+those in which it stands there from the start; and those that a wide car recorded."""
 TRIES = 60
 """Draws for one seed before giving up; two or three are usual."""
 
@@ -84,6 +90,7 @@ class Scene(NamedTuple):
 
     cars: traffic.Vehicles
     width: np.ndarray  # [N]
+    wave: np.ndarray  # [N, 3]: how far each strays from its path's middle, m; radians a metre; phase
     lights: np.ndarray | None  # int8 [legs, T]
     walkers: np.ndarray  # [M, T, 2], on crosswalks
     beside: list[tuple[int, np.ndarray, tuple[float, float, float]]]  # (kind, [T, 4]: x, y, heading, speed; size)
@@ -120,8 +127,18 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         ego_s = net.bound[ego, 0] - float(rng.uniform(6.0, 36.0))
     else:
         ego_s = float(rng.uniform(20.0, 110.0))
-    lights, waits = draw_lights(rng, world, net.leg[ego])
+    lights, mode = draw_lights(rng, world, net.leg[ego])
+    stands = rng.random() < STANDS
+    queues = not stands and mode in (RED_GREEN, RED) and rng.random() < QUEUES
+    wide = rng.random() < RECORDER
+    first = np.array([rng.uniform(4.9, 5.4), rng.uniform(2.1, 2.35)] if wide else [0.0, 0.0])
+    if queues:
+        ego_s = net.bound[ego, 0] - 2.7 - float(rng.uniform(0.3, 4.0))
     lane_s = place_traffic(rng, world, net, level, ego, ego_s)
+    if queues and rng.random() < 0.5:  # behind another one
+        lane_s.append((ego, ego_s))
+        ego_s -= 5.2 + float(rng.uniform(1.2, 3.0))
+        lane_s = [(p, s) for p, s in lane_s if p != ego or s > ego_s + 5.0 or s < ego_s - 8.0]
     path = np.array([ego, *(p for p, _ in lane_s)])
     s = np.array([ego_s, *(x for _, x in lane_s)])
     away = np.hypot(*(traffic.pose(net, path, s)[:, :2] - traffic.pose(net, path[:1], s[:1])[0, :2]).T)
@@ -132,33 +149,50 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     large = (rng.random(len(path)) < 0.1) & (np.arange(len(path)) > 0)
     length = np.where(large, rng.uniform(5.6, 8.5, len(path)), rng.uniform(4.2, 5.1, len(path)))
     width = np.where(large, rng.uniform(2.1, 2.45, len(path)), rng.uniform(1.75, 2.05, len(path)))
+    length[0], width[0] = np.where(first > 0.0, first, [length[0], width[0]])
     urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), STEPS, 1)
     provoke(rng, path, s, urge)
     speed = first_speeds(net, path, s, length, urge[:, 0], lights, world)
+    speed *= np.where(rng.random(len(path)) < 0.2, rng.uniform(0.0, 1.0, len(path)), 1.0)  # some are just setting off
+    if stands:
+        urge[0], speed[0] = 0.0, 0.0
+    elif queues and lights is not None:
+        queue = (net.lane[path, 0] == net.lane[ego, 0]) & (s >= s[0])
+        speed[queue] = 0.0
+        urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
+    amount = np.clip(rng.normal(0.0, WANDER, len(path)), -2.5 * WANDER, 2.5 * WANDER)
+    wave = np.stack(
+        [amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1
+    )
     cars = traffic.Vehicles(path, s, speed, length, urge)
     walkers = draw_walkers(rng, world, lights, level)
     start = traffic.pose(net, path[:1], s[:1])[0, :2]
     beside = [b for b in draw_beside(rng, world, level) if np.hypot(*(b[1][0, :2] - start)) < NEAR]
     beside.sort(key=lambda b: float(np.hypot(*(b[1][0, :2] - start))))
-    return Scene(cars, width, lights, walkers, beside[: MOST_TRACKS - len(path) - len(walkers)], waits)
+    few = beside[: MOST_TRACKS - len(path) - len(walkers)]
+    return Scene(cars, width, wave, lights, walkers, few, stands or mode == RED)
 
 
-def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.ndarray | None, bool]:
-    """States [legs, T] of a cycle that shows the ego's leg one of: green, red then green, green then red, red."""
+GREEN, RED_GREEN, GREEN_RED, RED = range(4)
+"""What the lights show to the ego while its log lasts."""
+
+
+def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.ndarray | None, int]:
+    """States [legs, T] of a cycle, and what it shows to the ego's leg, one of GREEN, RED_GREEN, GREEN_RED and RED."""
     if world.signals is None:
-        return None, False
+        return None, GREEN
     groups = np.array(world.signals)
     count = int(groups.max()) + 1
     green, yellow, clear = float(rng.uniform(8.0, 15.0)), 3.0, 1.5
     period = count * (green + yellow + clear)
-    mode = int(rng.choice(4, p=[0.42, 0.33, 0.20, 0.05]))
+    mode = int(rng.choice(4, p=[0.38, 0.32, 0.18, 0.12]))
     # where in its own group's green the ego's leg is at the first step
     low, high = ((0.0, max(green - 8.0, 1.0)), (-5.0, -1.5), (green - 3.0, green + 2.0), (-period / 2, -9.0))[mode]
     own = float(rng.uniform(low, high)) - groups[leg] * (-green - yellow - clear)
     time = np.arange(STEPS) * DT
     phase = (time[None] + own - groups[:, None] * (green + yellow + clear)) % period
     state = np.where(phase < green, log.LIGHT_GO, np.where(phase < green + yellow, log.LIGHT_CAUTION, log.LIGHT_STOP))
-    return state.astype(np.int8), mode == 3
+    return state.astype(np.int8), mode
 
 
 def place_traffic(
@@ -303,7 +337,7 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars = scene.cars
     path = np.broadcast_to(cars.path[:, None], s.shape)
-    poses, speeds, kinds = [traffic.pose(net, path, s)], [v], [log.VEHICLE] * len(s)
+    poses, speeds, kinds = [stray(traffic.pose(net, path, s), s, scene.wave)], [v], [log.VEHICLE] * len(s)
     sizes = [(float(a), float(b), 1.5 if a < 5.5 else 2.8) for a, b in zip(cars.length, scene.width, strict=True)]
     valids = [s < net.length[cars.path][:, None] - cars.length[:, None] / 2]
     for walk in scene.walkers:
@@ -321,6 +355,15 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
     return Bodies(
         np.array(kinds, np.int8), np.concatenate(poses), np.concatenate(speeds), np.array(sizes), np.concatenate(valids)
     )
+
+
+def stray(pose: np.ndarray, s: np.ndarray, wave: np.ndarray) -> np.ndarray:
+    """Poses [N, T, 3] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave` [N, 3]."""
+    amount, rate, phase = (wave[:, i, None] for i in range(3))
+    aside = np.round(amount * np.sin(rate * s + phase), 6)
+    turn = np.round(np.arctan(amount * rate * np.cos(rate * s + phase)), 6)
+    x, y, heading = np.moveaxis(pose, -1, 0)
+    return np.stack([x - aside * np.sin(heading), y + aside * np.cos(heading), heading + turn], -1)
 
 
 def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodies: Bodies) -> Log:

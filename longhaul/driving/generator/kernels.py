@@ -100,7 +100,9 @@ def drive(
 def acceleration(v, wanted, gap, leader, line, push, comfort, hardest, headway, room, line_room):
     """Acceleration of the driver model, m/s^2, at `gap` metres behind one of speed `leader`, and before a line."""
     share, scale = v / max(wanted, 0.1), 2.0 * np.sqrt(push * comfort)
-    if share > 1.0:
+    if wanted <= 0.0:  # who wants to stand does not creep
+        free = -comfort * min(4.0 * share, 1.2)
+    elif share > 1.0:
         free = -comfort * min(4.0 * (share - 1.0), 1.2)
     else:
         free = push * (1.0 - share * share * (share * share))

@@ -75,7 +75,7 @@ def draw_profile(rng: np.random.Generator, lanes: int, *, one_way: bool = False)
     right = int(rng.integers(1, lanes + 1))
     left = 0 if one_way else int(np.clip(right + rng.integers(-1, 2), 1, lanes))
     median = float(rng.uniform(1.2, 4.0)) if rng.random() < 0.4 and not one_way else 0.0
-    return Profile(float(rng.uniform(3.2, 3.8)), median, float(rng.choice([0.6, 2.5])), right, left)
+    return Profile(float(rng.uniform(3.0, 3.8)), median, float(rng.choice([0.15, 0.6, 2.5])), right, left)
 
 
 def offset(line: np.ndarray, distance: float) -> np.ndarray:
@@ -244,11 +244,11 @@ def crossing(rng: np.random.Generator, kind: str) -> World:
     count = 4 if kind == "crossing" else 3
     jitter = rng.uniform(-0.15, 0.15, 2)
     angles = np.array([0.0, np.pi / 2 + jitter[0], np.pi, 3 * np.pi / 2 + jitter[1]])[:count]
-    main, side = draw_profile(rng, 3), draw_profile(rng, 2)._replace(width=float(rng.uniform(3.2, 3.8)))
+    main, side = draw_profile(rng, 3), draw_profile(rng, 2)._replace(width=float(rng.uniform(3.0, 3.8)))
     main = main._replace(left=main.right)
     side = side._replace(left=side.right)
     profiles = [main, side, main, side][:count]
-    stops = stop_radii(angles, profiles, float(rng.uniform(6.0, 10.0)))
+    stops = stop_radii(angles, profiles, float(rng.uniform(4.0, 10.0)))
     legs = [Leg(float(a), p, s, s + 140.0) for a, p, s in zip(angles, profiles, stops, strict=True)]
     lights = rng.random() < (0.8 if kind == "crossing" else 0.6)
     split = rng.random() < 0.3

@@ -22,7 +22,7 @@ from longhaul.driving.datasets.log import (
 from longhaul.driving.generator import generate as generator
 from longhaul.driving.generator import kernels, roads, traffic
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.distance_field import make_edges, signed_distance
+from longhaul.driving.scenario.distance_field import make_edges, segment_distance, signed_distance
 from tests.helpers import polygons
 
 SEEDS = range(40)
@@ -107,7 +107,7 @@ def test_the_ego_moves_like_a_vehicle(logs: list[Log]) -> None:
 def test_every_kind_of_road_and_situation_appears(logs: list[Log]) -> None:
     kinds = Counter(log.id.split("-")[-1] for log in logs)
     assert set(kinds) == set(roads.KINDS)
-    length, braking, turning, red = [], [], [], []
+    length, braking, turning, red, wide, stray = [], [], [], [], [], []
     for log in logs:
         xy = log.tracks.position[log.sdc, log.current :, :2]
         length.append(np.hypot(*np.diff(xy, axis=0).T).sum())
@@ -116,8 +116,15 @@ def test_every_kind_of_road_and_situation_appears(logs: list[Log]) -> None:
         heading = np.unwrap(log.tracks.heading[log.sdc, log.current :].astype(float))
         turning.append(abs(heading[-1] - heading[0]) > np.radians(45))
         red.append((log.lights.state == LIGHT_STOP).any())
+        wide.append(log.tracks.size[log.sdc, 0, 1] > 2.1)
+        lanes = [f.points[:, :2] for f in log.features if f.kind == LANE_STREET]
+        start, vector = np.concatenate([a[:-1] for a in lanes]), np.concatenate([np.diff(a, axis=0) for a in lanes])
+        stray.append(segment_distance(xy[::5, None], start, vector).min(1).max())
     share = {name: float(np.mean(v)) for name, v in (("brake", braking), ("turn", turning), ("red", red))}
-    assert np.mean((np.array(length) > 30) & (np.array(length) < 120)) > 0.75
+    assert np.mean((np.array(length) > 30) & (np.array(length) < 120)) > 0.65
+    assert 0.02 < np.mean(np.array(length) == 0.0) < 0.15  # the ego stands throughout
+    assert 0.15 < np.mean(wide) < 0.4
+    assert 0.02 < np.median(stray) < 0.3
     assert 40 < np.median(length) < 90
     assert 0.2 < share["brake"] < 0.9, share
     assert 0.15 < share["turn"] < 0.6, share
