@@ -1,4 +1,4 @@
-"""Atomic writing of files, removal of any entry, names of checkpoints, and values as JSON can hold them."""
+"""Atomic and durable writing of files, removal of any entry, names of checkpoints, and values as JSON can hold them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def write(path: Path | str, content: str | bytes) -> None:
     finally:
         with suppress(OSError):  # on a full disk the failed write is the error to report
             partial.unlink(missing_ok=True)
+
+
+def sync(path: Path | str) -> None:
+    """Make a file's content, or the names in a folder, outlast a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

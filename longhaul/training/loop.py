@@ -283,12 +283,12 @@ def _outlets(
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
     mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.asked))
 
-    def settle() -> None:
+    def settle() -> None:  # durable, like the checkpoint: a machine's failure must not lose one of them alone
         lines.flush()
-        _sync(metrics)
+        files.sync(metrics)
         if run.many:
             single.flush()
-            _sync(folder / members.FILE)
+            files.sync(folder / members.FILE)
 
     return Outlets(sinks.fan(lines, events, health, mirror, console), console.note, settle, single)
 
@@ -521,12 +521,6 @@ def _weigh(folder: Path, executable: jax.stages.Compiled, mesh: Mesh, parts: dic
         _say(warning)
     if process_group.index() == 0:
         write_json(folder / footprints.FILE, found.plain())
-
-
-def _sync(path: Path) -> None:
-    """Make a file durable, like the checkpoint: a machine failure must not lose one of them alone."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def finish(

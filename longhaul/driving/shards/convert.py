@@ -164,7 +164,7 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    shard.settle(path.parent)
+    files.sync(path.parent)
 
 
 LOCK = ".lock"

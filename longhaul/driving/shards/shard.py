@@ -71,7 +71,7 @@ from longhaul.driving.scenario.lane_graph import (
     look_around,
 )
 from longhaul.driving.scenario.scenario import NO_ROAD, ONWARD, Road, Scenario
-from longhaul.runtime import bounded_json
+from longhaul.runtime import bounded_json, files
 
 LEVEL = 6
 """zlib's: 9 takes 1 % less room and several times as long."""
@@ -405,18 +405,8 @@ def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    settle(path.parent)
+    files.sync(path.parent)
     return offset + len(index)
-
-
-def settle(folder: Path) -> None:
-    """Makes renames in `folder` last through a loss of power, where the system can."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def open(path: Path) -> Shard:

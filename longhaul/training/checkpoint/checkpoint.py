@@ -240,7 +240,7 @@ class Checkpoints:
             before()
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True)
-            _sync(self._folder.parent)
+            files.sync(self._folder.parent)
         for left in self._folder.glob(f"*{PARTIAL}"):
             self._remove(left)
         partial = self._partial(str(step))
@@ -274,13 +274,13 @@ class Checkpoints:
                 return
             contents["files"] = {name: _digest(path, sync=True) for name, path in _files(partial)}
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-                _sync(folder)
+                files.sync(folder)
             _write(partial / MANIFEST, _render(contents))
             taken = [path.name for step, path in _steps(self._folder) if step == contents["step"]]
             again = f".{int((taken[0].split('.') + ['0'])[1]) + 1}" if taken else ""
             final = self._folder / f"{contents['step']}{again}"
             os.rename(partial, final)
-            _sync(self._folder)
+            files.sync(self._folder)
         except Exception as error:
             self._error = self._failure(contents, partial, error)
             return
@@ -428,16 +428,7 @@ def _write(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(other, path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.sync(path.parent)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -134,7 +134,7 @@ def closed(into: Path, manifest: Manifest, durable: bool, beside: Mapping[str, b
         write(into / name, content, durable)
     write(into / MANIFEST, manifests.to_bytes(manifest), durable)
     if durable:
-        _sync_folder(into)
+        files.sync(into)
     return into
 
 
@@ -199,16 +199,8 @@ def publish(staging: Path, manifest: Manifest, durable: bool = True) -> Path:
     staging.rename(folder)
     write(staging.parent / LATEST, f"{folder.name}\n".encode(), durable)
     if durable:
-        _sync_folder(staging.parent)
+        files.sync(staging.parent)
     return folder
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def tidy(folder: Path) -> None:

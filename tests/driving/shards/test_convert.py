@@ -24,6 +24,7 @@ from longhaul.driving.datasets.log import BadData, Log
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import convert, shard
+from longhaul.runtime import files
 from tests.driving.shards.test_shard import assert_close
 from tests.helpers import log_files as made
 
@@ -115,16 +116,16 @@ def test_a_conversion_stopped_at_any_write_goes_on(
 ) -> None:
     """Stopped before or after each shard gets its name, twice; then run to the end."""
     whole = convert.convert(given, tmp_path / "whole", per_shard=5)
-    settle, left = shard.settle, writes
+    sync, left = files.sync, writes
 
     def stop(folder: Path) -> None:
         nonlocal left
-        settle(folder)
+        sync(folder)
         left -= 1
         if left == 0:
             raise Killed
 
-    monkeypatch.setattr(shard, "settle", stop)
+    monkeypatch.setattr(files, "sync", stop)
     for left in (writes, 1):
         with suppress(Killed):
             convert.convert(given, tmp_path / "out", per_shard=5)
