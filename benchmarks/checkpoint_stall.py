@@ -1,4 +1,4 @@
-"""How long a save holds training up, and whether what it wrote is exact: `python -m benchmarks.checkpoint_stall`.
+"""Time that a save holds training up, and whether what it wrote is exact: `python -m benchmarks.checkpoint_stall`.
 
 A stand-in of training updates `--bytes` of random float32 in place (its buffers are donated, as in training) over
 `--devices` forced CPU devices. In each repeat it saves once through `longhaul.training.checkpoint.checkpoint`, and

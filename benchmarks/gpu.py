@@ -1,4 +1,4 @@
-"""What one accelerator does: figures of speed at its sizes, in one run that keeps to a limit of time.
+"""Work of one accelerator: figures of speed at its sizes, in one run that keeps to a limit of time.
 
     python -m benchmarks.gpu --json FILE [--only NAME...] [--minutes 9] [--peer-python PYTHON --peer-path FOLDER]
 

@@ -28,7 +28,7 @@ from longhaul.runtime import files
 from longhaul.telemetry import sinks
 
 POINTS = 40
-"""Of a condensed curve, at most."""
+"""Points of a condensed curve, at most."""
 
 OF_EPISODES = {
     "return": "episode/return",
@@ -94,7 +94,7 @@ def _mean(values: Iterable[float | None], weights: Iterable[float]) -> float | N
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How runs with their curves end, over the seeds, and whether they pass the bars."""
+    """Ends of runs with their curves, over the seeds, and whether they pass the bars."""
     ends = [_end(run["curve"]) for run in runs if run["curve"]]
     names = [name for name in (*OF_EPISODES, *OF_UPDATES) if all(end[name] is not None for end in ends)]
     means = {name: statistics.fmean(end[name] for end in ends) for name in names if ends}
@@ -141,7 +141,7 @@ def of_run(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def gather(folders: Mapping[int, Path], recipe: str, words: Sequence[str]) -> dict[str, Any]:
-    """What is written: which runs these are, their summary, their curves."""
+    """Document that is written: which runs these are, their summary, their curves."""
     abouts = [json.loads((folder / "run.json").read_text()) for folder in folders.values()]
     runs = [of_run(folder, seed) for seed, folder in folders.items()]
     first = abouts[0] if abouts else {}

@@ -1,4 +1,4 @@
-"""What an update's learning takes of a device's memory, by precision, accumulation and rematerialisation.
+"""Share that an update's learning takes of a device's memory, by precision, accumulation and rematerialisation.
 
     python -m benchmarks.memory [--torso latent] [--size 0.3] [--rows 1024] [--seconds] [--json FILE]
 

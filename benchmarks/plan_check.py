@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
 def compare(
     recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], crossing: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the planner says of two processes, and what they did."""
+    """Forecast of the planner for two processes, and what they did."""
     from longhaul.diagnostics import compute_plan
     from longhaul.diagnostics.chips import Chip
 

@@ -37,7 +37,7 @@ from longhaul.types import Algorithm
 PONG = "ale/pong"
 
 POINTS = 40
-"""Of a curve, at most."""
+"""Points of a curve, at most."""
 
 
 def blind(actions: int) -> Algorithm:

@@ -1,4 +1,4 @@
-"""Whether driving learns the same in less memory: seeds as they are, against bf16 + accumulation + rematerialisation.
+"""Check that driving learns the same in less memory: seeds as they are, against bf16, accumulation, rematerialisation.
 
     python -m benchmarks.precision_driving --json FILE [--seeds 0 1] [--runs-dir runs] [-- FLAGS of longhaul train]
 

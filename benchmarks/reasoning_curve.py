@@ -57,7 +57,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
 
 
 def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
-    """What a run told, and where its reward ends."""
+    """Records of a run, and the end of its reward."""
     about, records = json.loads((folder / "run.json").read_text()), sinks.read(folder / "metrics.jsonl")
     taught = about["run"]["algorithm"]["taught"]
     points = [

@@ -1,4 +1,4 @@
-"""How long from `kill -9` of one process to the next update, under `longhaul launch`: `python -m benchmarks.restart`.
+"""Time from `kill -9` of one process to the next update, under `longhaul launch`: `python -m benchmarks.restart`.
 
     python -m benchmarks.restart [--hosts 2] [--kills 4] [-- RECIPE FLAGS of longhaul train]
 
@@ -79,7 +79,7 @@ def kills(checkout: Path, home: Path, hosts: int, victims: list[int], words: lis
 
 
 def is_past(folder: Path, step: int, written: int) -> bool:
-    """Whether the records were written since, and the last is of an update after `step`."""
+    """True where the records were written since, and the last is of an update after `step`."""
     metrics = folder / "metrics.jsonl"
     if metrics.stat().st_mtime_ns == written:
         return False

@@ -1,4 +1,4 @@
-"""What SAC's update costs without physics, ours and Brax's: a row of steps added, then so many steps of the optimiser.
+"""Cost of SAC's update without physics, ours and Brax's: a row of steps added, then so many steps of the optimiser.
 
     python -m benchmarks.sac_update walker2d --peer-python PYTHON --json FILE
 
@@ -90,7 +90,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
 
 
 def serve() -> None:
-    """What a worker of ours does, to its end: a repeat a line, before which it fills the replay if the line says so."""
+    """Work of a worker of ours, to its end: a repeat a line, before which it fills the replay if the line says so."""
     work, fill = prepared(json.loads(sys.argv[1]))
     work(0)
     harness.tell({})

@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU, four forced devices, no implicit rank promotion, real logs where they are.
+"""Surroundings of every test: the CPU, four forced devices, no implicit rank promotion, real logs where they are.
 
 Warnings are errors (pyproject.toml). The persistent compilation cache stays off: a test that loads a program of
 yesterday proves nothing about the code of today, and an entry half-written by a killed worker would break the next run.

@@ -136,7 +136,7 @@ def within(name: str, folders: Iterable[str]) -> bool:
 
 
 def violations(name: str, source: str) -> list[str]:
-    """What the file `name` with the text `source` does against the rules, one sentence each."""
+    """Breaches of the rules by the file `name` with the text `source`, one sentence each."""
     if package_of(name) not in ORDER:
         return [f"longhaul/{name}.py is in no package of ORDER (tests/test_layers.py)"]
     rank, found = ORDER.index(package_of(name)), []

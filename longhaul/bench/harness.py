@@ -152,8 +152,8 @@ BENCHMARKS = {
         {"rows": 64, "width": 128, "streams": 16, "messages": 4_000},
     ),
 }  # fmt: skip
-"""By name. `devices` None: as many as a training run takes. Of `hackmatrix` this is the training alone; its whole
-figure is made by `hackmatrix_grid`."""
+"""Benchmarks by name. `devices` None: as many as a training run takes. Of `hackmatrix` this is the training alone; its
+whole figure is made by `hackmatrix_grid`."""
 
 LANES = {"central": ("shm", "grpc"), "sync": ("shm", "tcp", "folder")}
 

@@ -24,7 +24,7 @@ FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
 
 @dataclass(frozen=True)
 class Population:
-    """Which runs are trained side by side."""
+    """Runs that are trained side by side."""
 
     seeds: int = setting(
         1, "runs side by side in one program, each as if alone: with the seed, the next one, ...", least=1

@@ -35,7 +35,7 @@ JAXMARL = ("agents", "reset", "step_env", "observation_space", "action_space")
 BRAX = ("reset", "step", "observation_size", "action_size")
 GYMNASIUM = ("observation_space", "action_space", "reset", "step")
 PETTINGZOO = ("possible_agents", "observation_space", "action_space", "reset", "step")
-"""What an environment of each kind has."""
+"""Attributes of an environment of each kind."""
 
 
 def is_external(name: str) -> bool:

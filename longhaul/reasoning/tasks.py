@@ -30,7 +30,7 @@ from longhaul.runtime import bounded_json
 SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 MODULUS = 5
-"""Of the sums and differences of chained arithmetic: a result is one digit."""
+"""Modulus of the sums and differences of chained arithmetic: a result is one digit."""
 
 GREATEST, LIMIT = 9, 99
 """Largest number of countdown; largest result of one of its steps."""

@@ -160,7 +160,7 @@ def command(recipe: str, asked: Mapping[str, Any]) -> str:
 
 
 def data(run: Run, stored: Mapping[str, Any], licence: str | None) -> str:
-    """What the policy was trained on, and whose terms bind it."""
+    """Data that the policy was trained on, and whose terms bind it."""
     task, about = run.environment, stored.get("data") or {}
     recorded = task.data if isinstance(task, Driving) else getattr(run.algorithm, "recorded", ())
     terms = f"Licence of this policy: {licence}." if licence else "The publisher of this policy named no licence."

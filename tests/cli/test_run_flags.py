@@ -1,4 +1,4 @@
-"""What `longhaul train` makes of its words: every field of a Run is a flag, and each flag changes its own."""
+"""Runs that `longhaul train` makes of its words: every field of a Run is a flag, and each flag changes its own."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_fields_of_a_network_that_an_algorithm_does_not_have_are_refused() -> No
 
 
 def _damages() -> dict[str, Any]:
-    """What is done to the JSON of a run; -> its bytes, or the changed object."""
+    """Damage to the JSON of a run; -> its bytes, or the changed object."""
 
     def change(*path: Any, value: Any) -> Any:
         def apply(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is read from compiled programs: collectives, their bytes, trips and groups, and calls of the host."""
+"""Facts that are read from compiled programs: collectives, their bytes, trips and groups, and calls of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command can't do: one line that says why, an exit code, and nothing left behind."""
+"""Requests that the command refuses: one line that says why, an exit code, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path: Pa
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `longhaul COMMAND --help-all` prints, or `--help` where a command has no other."""
+    """Text that `longhaul COMMAND --help-all` prints, or `--help` where a command has no other."""
     assert main.main([*command.split(), "--help-all" if command.startswith("train ") else "--help"]) == 0
     return capsys.readouterr().out
 

@@ -47,7 +47,7 @@ class Browser:
         self.page.emulate_media(color_scheme="dark" if dark else "light")
 
     def run(self, script: str) -> Any:
-        """What an asynchronous function of this body returns, as JSON."""
+        """Result of an asynchronous function of this body, as JSON."""
         return self.page.evaluate(f"async () => {{ {script} }}")
 
     def click(self, x: float, y: float) -> None:
@@ -68,7 +68,7 @@ class Browser:
         return list(self._requests)
 
     def violations(self) -> list[str]:
-        """What axe-core finds: a line for each rule with the elements that break it."""
+        """Findings of axe-core: a line for each rule with the elements that break it."""
         from axe_playwright_python.sync_playwright import Axe
 
         found = Axe().run(self.page).response["violations"]

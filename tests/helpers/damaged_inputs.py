@@ -42,13 +42,13 @@ PIECES = (
     *(b"\xff" * 9 + b"\x01", b"\xff" * 8, b"\x00" * 8, b"\x7f\xf0", b"\xff\xff\xff\x7f", b"\x80" * 200),
     *(b"NaN", b"1e999", b"-1", b"[]", b"{}", b"null", b'"', b"\x80\x80\x80\x80\x10", b"[" * 5000, b'{"a":' * 3000),
 )
-"""What is put in somewhere."""
+"""Bytes that are put in somewhere."""
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 2**31, 2**63, -(2**63), 10**30, 1e308, -1e300, 1e7, 1e38, float("nan"), float("inf")),
     *("", "text", "x" * 5000, "\x1b[31m\n", "\ud800", b"\x00\xff", [], {}, [[]], [None], [1e308] * STEPS, [0] * 3),
 )
-"""What stands in the place of a value."""
+"""Values that take the place of a value."""
 
 
 def damage(payload: bytes, random: np.random.Generator) -> bytes:

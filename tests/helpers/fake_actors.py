@@ -33,7 +33,7 @@ Plan = dict[tuple[int, int], str]
 
 
 def make(plan: Plan, marks: str, actor: int) -> Any:
-    """What actor `actor` does."""
+    """Behaviour of actor `actor`."""
 
     def collect(weights: Any, state: Any, key: Any, ticket: Ticket, version: int) -> Any:
         _befall(plan.get((actor, ticket.batch), ""), Path(marks) / f"{actor}-{ticket.batch}")

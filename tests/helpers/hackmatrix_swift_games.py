@@ -31,7 +31,7 @@ def _resetter() -> Any:
 
 
 def starts(seed: int = 3) -> Any:
-    """How LANES games begin: (states, what is seen)."""
+    """Beginnings of LANES games: (states, what is seen)."""
     return jax.device_get(_resetter()(jax.random.split(jax.random.key(seed), LANES)))
 
 
@@ -165,7 +165,7 @@ class World:
         return np.asarray(led_to.reward).astype(np.float64).round(4)
 
     def value(self, name: str) -> Any:
-        """What all lanes agree on."""
+        """Values that all lanes agree on."""
         return same(getattr(self.state, name))
 
     @property

@@ -138,7 +138,7 @@ class Gone(Exception):
 def by_hand(
     algorithm: Algorithm, make: Make, sizes: Sizes, updates: int, key: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
-    """What a synchronous loop, written out, comes to: (parameters, all actions)."""
+    """Result of a synchronous loop, written out: (parameters, all actions)."""
     c = sizes.worlds
     vectors = [make(g // sizes.slots, g % sizes.slots) for g in range(sizes.groups)]
     seen = [

@@ -1,4 +1,4 @@
-"""What goes wrong with runs under `longhaul launch`, on purpose, and the program in which it can.
+"""Faults of runs under `longhaul launch`, on purpose, and the program that can have them.
 
 `python -m tests.helpers.launch_faults launch ...` is `longhaul launch` whose processes, of this program too, find
 their disk full as
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def spoil() -> None:
-    """What goes wrong in a process that trains, until it ends."""
+    """Faults in a process that trains, until it ends."""
     from longhaul.training import loop
     from longhaul.training.checkpoint import checkpoint
 

@@ -21,7 +21,7 @@ CODEC = Codec(
 """Small, with everything in it."""
 
 BARE = Codec(CODEC.layout._replace(scores=()))
-"""What an actor knows before the server has told which scores it wants."""
+"""Knowledge of an actor before the server has told which scores it wants."""
 
 
 def step(rng: np.random.Generator, codec: Codec = CODEC, *, first: bool = False) -> tuple[int, bytes]:

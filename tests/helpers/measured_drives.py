@@ -19,7 +19,7 @@ SLACK = 0.015
 def world_of(
     made: Scenario, motion: np.ndarray, agent: int, lanes: list[reference.Lane], playing: np.ndarray, replays: bool
 ) -> reference.World:
-    """What agent `agent` of a scenario did and met. `motion` [T+1, A, 4]: x, y, heading, speed of those controlled."""
+    """Deeds of agent `agent` of a scenario. `motion` [T+1, A, 4]: x, y, heading, speed of those controlled."""
     me, steps = int(made.controlled[agent]), len(motion)
     pose, velocity = made.pose[:steps].astype(float).copy(), made.velocity[:steps].astype(float).copy()
     present = made.present[:steps].copy()
@@ -50,10 +50,10 @@ def world_of(
 
 LOOSE = {"smallest_ttc": 0.04, "comfort": 0.05, "progress": 5e-3, "progression": 5e-3, "speed_limit": 5e-3}
 LOOSE |= {"log_divergence": 0.01, "final_divergence": 0.02}
-"""By how much a number may differ from the reference, beside what SLACK explains; others may not."""
+"""Amount by which a number may differ from the reference, beside what SLACK explains; others may not."""
 
 ON_LANES = {"wrong_way", "off_route", "speed_limit", "lanes", "driving_direction", "at_fault_collision"}
-"""What depends on lanes."""
+"""Metrics that depend on lanes."""
 
 
 def compare(found: dict[str, tuple[float, bool]], world: reference.World, where: str, mapped: bool = True) -> int:

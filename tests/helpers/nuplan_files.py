@@ -55,7 +55,7 @@ def token(kind: int, number: int) -> bytes:
 
 
 def frame_token(step: int) -> bytes:
-    """Of the point cloud of a step of the log."""
+    """Token of the point cloud of a step of the log."""
     return token(1, 2 * step)
 
 

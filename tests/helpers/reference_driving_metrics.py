@@ -71,8 +71,8 @@ _SIGNS = ((1, 1), (1, -1), (-1, -1), (-1, 1))
 
 
 def gap(one: np.ndarray, other: np.ndarray) -> float:
-    """By how much two convex polygons [P, 2] are apart along the best of the normals of their sides; negative: they
-    overlap. A line has two points."""
+    """Distance between two convex polygons [P, 2] along the best of the normals of their sides; negative: they overlap.
+    A line has two points."""
     best = -np.inf
     for shape in (one, other):
         for a, b in zip(shape, np.roll(shape, -1, 0), strict=True):
@@ -227,7 +227,7 @@ def contacts(world: World, t: int, slack: float) -> list[int]:
 
 
 def to_blame(world: World, t: int, n: int, straddles: bool, slack: float) -> bool:
-    """Whether the agent is at fault for a contact with another."""
+    """True where the agent is at fault for a contact with another."""
     if world.speed[t] < 0.05:
         return False
     if world.kinds[n] in (PEDESTRIAN, CYCLIST) or np.hypot(*world.velocities[t, n]) < 0.05:
@@ -323,7 +323,7 @@ def _grade(amount: float, some: float, much: float, *, at: bool = False) -> floa
 def red_light(
     world: World, s: np.ndarray, lateral: np.ndarray, heading: np.ndarray, steps: list[int], slack: float
 ) -> tuple[bool, bool]:
-    """Whether the front bumper passed a stop line that was red before and after, and whether any light was known."""
+    """True where the front bumper passed a stop line that was red before and after, and whether any light was known."""
     half, ran = world.size[0] / 2, False
     for at, state in zip(world.light_s, world.light_state, strict=True):
         for t in steps:

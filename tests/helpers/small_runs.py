@@ -25,7 +25,7 @@ from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 
 TIMES = ("wall_seconds", "sps")
-"""What may differ between records of two runs that are the same."""
+"""Names that may differ between records of two runs that are the same."""
 
 
 def small(**changes: Any) -> Run:
@@ -82,7 +82,7 @@ def checkpoints(folder: Path) -> list[int]:
 ASSEMBLIES: dict[str, Assembly] = {}
 PROGRAMS: dict[tuple[Any, ...], fused.Program] = {}
 STARTS: dict[tuple[int, int], Any] = {}
-"""What quick runs share, by their shape, or by an assembly's algorithm."""
+"""Parts that quick runs share, by their shape, or by an assembly's algorithm."""
 
 NUMBERS = itertools.count()
 

@@ -25,7 +25,7 @@ def tracked_folder(tmp_path: Path, name: str = "run", mode: str | None = "offlin
 
 
 def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopped: bool = False) -> None:
-    """What a run does that goes on from the update before `updates`."""
+    """Acts of a run that goes on from the update before `updates`."""
     metrics = folder / "metrics.jsonl"
     sinks.truncate_after(metrics, updates[0] - updates.step)
     said = [] if notes is None else notes

@@ -69,7 +69,7 @@ KINDS = ("shared", "tcp", "folder", pytest.param("chain", marks=CODEC))
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:
-    """What a version holds in the tests: every element tells the version."""
+    """Tensors of a version in the tests: every element tells the version."""
     return {
         "a": np.full((size,), version, np.int32),
         "b": np.full((7, 3), version, np.float32),
@@ -78,7 +78,7 @@ def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:
 
 
 def is_whole(version: int, held: object) -> bool:
-    """Whether the arrays are exactly those of `tensors(version)`."""
+    """True where the arrays are exactly those of `tensors(version)`."""
     assert isinstance(held, dict)
     wanted = tensors(version, len(held["a"]))
     return list(held) == list(wanted) and all(np.array_equal(held[name], wanted[name]) for name in wanted)

@@ -48,7 +48,7 @@ def assert_version(found: tuple[int, Params], version: int, expected: Params) ->
 def check_weights(
     learner: Weights, actor: Weights, params: Callable[[int], Params] = params_of, stays: bool = True
 ) -> None:
-    """What every implementation must do; `learner` and `actor` may be one object, to which nothing was published.
+    """Duties of every implementation; `learner` and `actor` may be one object, to which nothing was published.
 
     `params` makes the parameters of a version. `stays`: what `latest` returned does not change later; otherwise its
     memory is reused by the next call.

@@ -1,4 +1,4 @@
-"""Who a process is by its environment; how processes that were joined speak, agree, save and end."""
+"""Identity of a process by its environment; how processes that were joined speak, agree, save and end."""
 
 from __future__ import annotations
 

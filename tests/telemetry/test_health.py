@@ -85,7 +85,7 @@ ILLNESSES: dict[str, Change] = {
 """Of every check but that of the critic, which asks for a run that never learnt: what makes it fire from `ILL` on."""
 
 TOGETHER = {"stalling": {"plateau"}, "loss of return": {"plateau"}}
-"""What is found beside an illness, and rightly."""
+"""Findings beside an illness, and rightly."""
 
 
 @pytest.mark.parametrize("check", ILLNESSES)

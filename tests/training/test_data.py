@@ -210,7 +210,7 @@ def test_worlds_in_a_chunk_are_driven_as_in_a_bank_of_all(data: Path) -> None:
 
 
 def driven(environment: Any, indices: np.ndarray) -> Any:
-    """What worlds show on seven steps of braking and steering."""
+    """Observations of worlds on seven steps of braking and steering."""
 
     def step(state: Any, key: jax.Array) -> Any:
         following, led_to = environment.step(key, state, np.array([[1, 8]], np.int32))

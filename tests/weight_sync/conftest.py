@@ -28,7 +28,7 @@ def compiled_deltas() -> None:
 
 @pytest.fixture(params=[False, True], ids=["library", "streams"])
 def past(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether all is large here: images are written past the caches, by the compiled loops."""
+    """True where all is large here: images are written past the caches, by the compiled loops."""
     if request.param and importlib.util.find_spec("numba") is None:
         pytest.skip("numba, of the extra sync, is not installed")
     monkeypatch.setattr(digest, "LEAST", 241)

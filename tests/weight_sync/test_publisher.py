@@ -1,5 +1,5 @@
-"""What must never be, whoever stands still, writes beside another, fills the disk or comes by the hundred: a hang, or
-a wrong version served."""
+"""States that must never be, whoever stands still, writes beside another, fills the disk or comes by the hundred: a
+hang, or a wrong version served."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def blank(parts: dict[int, Values]) -> dict[int, Values]:
 
 
 def check(source: Layout, destination: Layout, bucket: int, **options: bool) -> resharding.Plan:
-    """What holds of every plan."""
+    """Properties of every plan."""
     made = resharding.plan(source, destination, bucket=bucket, **options)
     whole = values(source)
     wanted, found = cut(whole, destination), blank(cut(whole, destination))

@@ -174,7 +174,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
 
 
 GREEN, RED_GREEN, GREEN_RED, RED = range(4)
-"""What the lights show to the ego while its log lasts."""
+"""Phases that the lights show to the ego while its log lasts."""
 
 
 def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.ndarray | None, int]:

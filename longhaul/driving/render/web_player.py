@@ -128,7 +128,7 @@ def outcomes(recordings: Sequence[Recording]) -> str:
 
 
 def outcome(r: Recording) -> str:
-    """What came of the ego: its first fault, else whether it reached its goal, else its progress."""
+    """Outcome of the ego: its first fault, else whether it reached its goal, else its progress."""
     faults = [(at, name) for name, at in r.events.items() if at is not None and name not in GOOD_EVENTS]
     if faults:
         at, name = min(faults)

@@ -99,7 +99,7 @@ RED, YELLOW, GREEN = 1, 2, 3
 """States of a light; 0: none, or unknown."""
 
 CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
-"""Whom to control beside the ego, by kind."""
+"""Kinds of road user that may be controlled beside the ego."""
 
 CANDIDATES, NEARBY = 384, 256
 """Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are

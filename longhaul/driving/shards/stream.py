@@ -110,7 +110,7 @@ def open(paths: Sequence[str]) -> Library:
 
 
 def permute(place: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Which of `count` scenarios stand at the places `place`, int64 [...], of the order of (seed, epoch)."""
+    """Scenarios, of `count`, at the places `place` of the order of (seed, epoch), int64 [...]."""
     half = np.uint64(max(((count - 1).bit_length() + 1) // 2, 1))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)

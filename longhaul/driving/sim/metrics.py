@@ -118,7 +118,7 @@ class Tally(NamedTuple):
 
     @property
     def happened(self) -> Events:
-        """Which events there were."""
+        """Events that have happened."""
         return Events(*(self.has(name) for name in Events._fields))
 
 

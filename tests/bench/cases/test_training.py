@@ -42,7 +42,7 @@ def make_train(config):
 
     return train
 """
-"""What PureJaxRL's ppo.py looks like from outside."""
+"""Look of PureJaxRL's ppo.py from outside."""
 
 
 def check(record: dict[str, Any]) -> None:

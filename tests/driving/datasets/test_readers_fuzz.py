@@ -30,7 +30,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> damaged_inputs.Sources:
 
 
 def outcome(files: damaged_inputs.Files, scratch: Path) -> str:
-    """What became of an input; anything but a sound scenario or one clear line that names the file fails the test."""
+    """Outcome of an input; anything but a sound scenario or one clear line that names the file fails the test."""
     found, wrong = fuzz.attempt(fuzz.put(files, scratch))
     assert wrong is None, wrong
     return found

@@ -38,7 +38,7 @@ DATA = FilePath(os.environ.get("LONGHAUL_DATA", FilePath(__file__).resolve().par
 
 @pytest.fixture
 def disputes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many lights each route disputes of the logs that a test compiles; the ego's is the first of a log."""
+    """Number of lights that each route disputes of the logs that a test compiles; the ego's is the first of a log."""
     counts: list[int] = []
     signals_of = from_log.signals_of
 

@@ -49,7 +49,7 @@ def polyline(feature: Feature, log: Log) -> np.ndarray:
 
 
 def segments(road: Road) -> tuple[np.ndarray, np.ndarray]:
-    """Where rows start, and the way to their ends, float64 [M, 2]."""
+    """Starts of rows, and the way to their ends, float64 [M, 2]."""
     middle, half = lane_graph.middles(road).astype(float), lane_graph.halves(road).astype(float)
     return middle - half, 2 * half
 

@@ -156,7 +156,7 @@ def test_a_writer_that_fails_leaves_the_old_shard(tmp_path: Path) -> None:
 
 
 def attempt(path: Path) -> int:
-    """How many scenarios could be read; anything but scenarios or one clear line is a failure of the test."""
+    """Number of scenarios that could be read; anything but scenarios or one clear line is a failure of the test."""
     read, told = 0, []
     try:
         shard = shards.open(path)

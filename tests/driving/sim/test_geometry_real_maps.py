@@ -162,7 +162,7 @@ def test_offroad_of_a_hundred_thousand_boxes_agrees_with_the_exact_distance(
 
 
 def torn(points: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Whether the exact sign changes within a cell of each of `points` [P, 2] without an edge in between."""
+    """True where the exact sign changes within a cell of each of `points` [P, 2] without an edge in between."""
     angle = np.linspace(0.0, 2.0 * np.pi, 32, endpoint=False)
     ring = np.stack([np.cos(angle), np.sin(angle)], -1)
     here = signed_distances(points, lines)

@@ -386,7 +386,7 @@ def drive_all(environment: Simulator, seed: int) -> tuple[Any, Any, Any]:
 
 
 def is_mapped(made: Scenario, place: np.ndarray) -> bool:
-    """Whether all places [T, 2] are in blocks of the scenario's own: some 8 m around its routes."""
+    """True where all places [T, 2] are in blocks of the scenario's own: some 8 m around its routes."""
     blocks = np.floor((place - made.road.corner) / BLOCK).astype(int)
     return {tuple(block) for block in blocks.tolist()} <= {tuple(cell) for cell in made.road.cells.tolist()}
 

@@ -15,7 +15,7 @@ from tests.helpers.own_environments import GymCorridor, ListCorridor
 
 
 def course(environment: Any, steps: int) -> list[Any]:
-    """What so many steps lead to; an episode that ended begins anew."""
+    """Result of so many steps; an episode that ended begins anew."""
     seen = []
     for t in range(steps):
         observation, reward, terminated, truncated, _ = environment.step(t % 3 != 0)

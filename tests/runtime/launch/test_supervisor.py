@@ -1,4 +1,4 @@
-"""Who died first, of processes that run anywhere: `watch` over scripted ones."""
+"""First death, of processes that run anywhere: `watch` over scripted ones."""
 
 from __future__ import annotations
 

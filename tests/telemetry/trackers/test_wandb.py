@@ -36,7 +36,7 @@ BLOCK, HEAD = 32768, 7
 
 
 class Offline(NamedTuple):
-    """What an offline folder of wandb holds."""
+    """Records of an offline folder of wandb."""
 
     id: str
     project: str
@@ -440,7 +440,7 @@ THEIRS = {
     *(f"actions/{name}_frac" for name in ("move", "siphon", "program")),
     "stats/highest_stage",
 }
-"""What the old trainer logs, and what its specification wanted it to."""
+"""Metrics that the old trainer logs, and what its specification wanted it to."""
 
 
 def test_a_record_of_hackmatrix_has_all_the_old_names() -> None:

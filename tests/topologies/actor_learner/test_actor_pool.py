@@ -33,7 +33,7 @@ UPDATES = 12
 
 
 def alone(rule: Rule, updates: int = UPDATES) -> int:
-    """What a run's last number must be, computed without a crew: pinned, so that nothing depends on time."""
+    """Last number that a run must have, computed without a crew: pinned, so that nothing depends on time."""
     key, states = 11, np.arange(2 * rule.places, dtype=np.int64).reshape(-1, 2)
     totals = [0]
     for batch in range(updates):

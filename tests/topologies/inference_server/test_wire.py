@@ -66,7 +66,7 @@ def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
 
 
 def accepted(data: bytes, due: Due) -> bool:
-    """Whether a frame passes all checks; anything but WireError escapes."""
+    """True where a frame passes all checks; anything but WireError escapes."""
     try:
         head = wire.read(data, CODEC.most)
         CODEC.check_head(head, due)

@@ -73,7 +73,7 @@ def folder(stopped: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, *words: str) -> Run:
-    """What `longhaul train small --resume` would train with these flags."""
+    """Run that `longhaul train small --resume` would train with these flags."""
     stored = run_dir.load_run(folder)
     parsed = flags.parse("train small", "", run_flags.table(stored), words)
     return runs.resolve(run_flags.resumed(folder, small(), parsed))

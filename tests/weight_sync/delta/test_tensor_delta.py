@@ -274,7 +274,7 @@ FRAME = tensor_delta.encode(BASE, NEW, "bfloat16")
 
 
 def decoded(frame: bytes, by: ModuleType) -> bytes:
-    """What `frame` makes of BASE; nothing beyond the buffer is ever touched."""
+    """Result of `frame` on BASE; nothing beyond the buffer is ever touched."""
     whole, out = guarded(SIZE)
     try:
         with loops(by):

@@ -30,7 +30,7 @@ def pair() -> tuple[sockets.Wire, sockets.Wire]:
 
 
 def frames(count: int, session: int = 77) -> list[bytes]:
-    """What a side would send: each frame's bytes."""
+    """Words that a side would send: each frame's bytes."""
     a, b = pair()
     a.session = session
     found = []
