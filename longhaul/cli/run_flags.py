@@ -190,8 +190,8 @@ def table(run: Run) -> dict[str, list[Flag]]:
         groups[f"{group}: {headings[group]}"].append(flag)
     groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
-    groups["tracking: W&B, MLflow, SwanLab, Trackio, beside the run's own metrics.jsonl (docs/tracking.md)."] = (
-        list(TRACKING)
+    groups["tracking: W&B, MLflow, SwanLab, Trackio, beside the run's own metrics.jsonl (docs/tracking.md)."] = list(
+        TRACKING
     )
     groups[""] = [DEBUG]
     return groups

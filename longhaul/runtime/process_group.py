@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from longhaul.runtime import descriptors
 from longhaul.runtime.launch.process import end_with_parent
 
 T = TypeVar("T")
@@ -206,6 +207,7 @@ def start(hosts: Hosts) -> None:
     if known and hosts.index == 0:
         _check_port(hosts.coordinator, here=here)
     try:
+        descriptors.raise_limit()  # JAX's coordinator accepts every connection
         jax.distributed.initialize(
             coordinator_address=hosts.coordinator if known else None,
             num_processes=hosts.count if known else None,

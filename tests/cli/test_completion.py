@@ -104,7 +104,7 @@ def test_fish_completes_by_the_script(shell: dict[str, str]) -> None:
 @pytest.mark.parametrize("shell", ["zsh"], indirect=True)
 def test_zsh_completes_by_the_script(shell: dict[str, str]) -> None:
     """A line is written on a terminal, with a tab at its end; the shell runs what the tab makes of it."""
-    begin = "PS1= PROMPT_EOL_MARK=; autoload -Uz compinit; compinit -u -D; eval \"$(longhaul completion zsh)\"\n"
+    begin = 'PS1= PROMPT_EOL_MARK=; autoload -Uz compinit; compinit -u -D; eval "$(longhaul completion zsh)"\n'
     typed = "".join(f"longhaul {line}\t\n" for line, _ in TRIED)
     ours, its = pty.openpty()
     with subprocess.Popen(["zsh", "-f", "-i"], env=shell, stdin=its, stdout=its, stderr=its, start_new_session=True):

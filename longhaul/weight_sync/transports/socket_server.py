@@ -27,7 +27,7 @@ from longhaul.weight_sync import manifest
 from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.protocol import Held, ProtocolError, Verdict
 from longhaul.weight_sync.transports.base import Parcel, PublisherSide
-from longhaul.weight_sync.transports.sockets import PATIENCE, Frame, Wire, WireError, welcome
+from longhaul.weight_sync.transports.sockets import PATIENCE, Frame, Wire, WireError, keys, welcome
 
 BACKLOG = 512
 """Connections that wait to be accepted, at most: many receivers may bind at once."""
@@ -35,7 +35,7 @@ BACKLOG = 512
 STRANGERS = 32
 """Connections that have not bound, at most: another one ends the oldest."""
 
-RATE = 200.0
+RATE = 100.0
 """Connections accepted in a second, at most, after STRANGERS at once: a flood costs little of a processor's time."""
 
 RECEIVERS = 512
@@ -286,6 +286,7 @@ class SocketTransport:
             entered = welcome(frame, session.nonce, self._token)
             self._say(session, "welcome", entered)
             session.wire.session = entered["session"]
+            session.wire.keys = keys(self._token, session.nonce, str(words.get("nonce", "")))
             return
         session.delivery.released(words)
         if frame.kind == "bye":

@@ -2,9 +2,10 @@
 
 Frames are small messages, each checked, in order and in time. A frame carries the session's number, which the server
 draws for each connection, and its own number: a frame that was cut, repeated, reordered or taken from another
-connection is refused, and ends the connection. Images follow a frame as bare bytes: their digests are in the manifest.
-The way of an image is the transport's own: `socket_server.Delivery` on the server's side, `Collection` on the
-receiver's.
+connection is refused, and ends the connection. With a token each frame also proves that its sender knows it, so that
+nobody on the way can change one; the bytes of images are guarded against accidents alone. Images follow a frame as bare
+bytes: their digests are in the manifest. The way of an image is the transport's own: `socket_server.Delivery` on the
+server's side, `Collection` on the receiver's.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.session = 0
+        self.keys = b"", b""  # of the frames that are sent, and of those received; set by a handshake with a token
         self.most_blob = 0  # bytes of a blob that is received: until the handshake nobody can make us reserve memory
         self._sent = self._received = 0
         self._unsent = memoryview(b"")
@@ -107,7 +109,7 @@ class Wire:
         text = json.dumps({**(words or {}), "kind": kind}, separators=(",", ":")).encode()
         if len(text) > MOST_WORDS or len(blob) > MOST_BLOB:
             raise WireError(f"a frame of {len(text)} + {len(blob)} bytes; at most {MOST_WORDS} + {MOST_BLOB}")
-        digest = _check(self._sent, self.session, text, blob)
+        digest = _check(self._sent, self.session, text, blob, self.keys[0])
         head = HEAD.pack(MAGIC, self._sent, self.session, digest, len(blob), len(text))
         self._sent += 1
         return head + text + blob
@@ -167,7 +169,7 @@ class Wire:
         self._into, self._done = bytearray(HEAD.size), 0
         if session != self.session or number != self._received:
             raise WireError(f"frame {number} of session {session:x}; {self._received} of {self.session:x} comes next")
-        if digest != _check(number, session, text, blob):
+        if digest != _check(number, session, text, blob, self.keys[1]):
             raise WireError("a frame was damaged")
         self._received += 1
         try:
@@ -253,8 +255,9 @@ class Wire:
         self.sock.close()
 
 
-def _check(number: int, session: int, text: bytes, blob: bytes) -> int:
-    running = hasher()(struct.pack("<IQI", number, session, len(text)))
+def _check(number: int, session: int, text: bytes, blob: bytes, key: bytes) -> int:
+    head = struct.pack("<IQI", number, session, len(text))
+    running = hashlib.blake2b(head, digest_size=8, key=key) if key else hasher()(head)
     running.update(text)
     running.update(blob)
     return int.from_bytes(running.digest()[:8], "little")
@@ -305,6 +308,15 @@ def enter(wire: Wire, token: str | None, seconds: float) -> None:
     if answer.kind != "welcome" or not hmac.compare_digest(proof, str(answer.words.get("proof"))):
         raise PermissionError(str(answer.words.get("why", "the sender does not know the token")))
     wire.session, wire.most_blob = int(answer.words["session"]), MOST_BLOB
+    wire.keys = keys(token, theirs, mine)[::-1]
+
+
+def keys(token: str | None, first: str, second: str) -> tuple[bytes, bytes]:
+    """Keys of a session's frames from the server and from the client; empty without a token."""
+    if token is None:
+        return b"", b""
+    from_server, from_client = (_proof(token, f"frames of the {side}", first, second) for side in ("server", "client"))
+    return bytes.fromhex(from_server), bytes.fromhex(from_client)
 
 
 def _proof(token: str | None, side: str, first: str, second: str) -> str:

@@ -66,6 +66,20 @@ def test_frames_are_taken_once_in_order_and_whole(bend: Callable[[list[bytes]], 
             other.receive(5)
 
 
+def test_nobody_on_the_way_can_make_a_frame_of_those_who_share_a_token() -> None:
+    server, client = sockets.keys("a token of sixteen", "a", "b")
+    for forged in ((b"", b""), (client, server), (sockets.keys("another of sixteen", "a", "b"))):
+        mine, other = pair()
+        with closing(mine), closing(other):
+            mine.keys, other.keys = (server, client), (client, server)
+            mine.send("word", 5.0)
+            assert other.receive(5.0).kind == "word"
+            mine.keys = forged
+            mine.send("word", 5.0)
+            with pytest.raises(sockets.WireError, match="damaged"):
+                other.receive(5.0)
+
+
 def test_every_flipped_bit_of_a_frame_is_seen() -> None:
     good = frames(1)[0]
     for at in range(len(good)):

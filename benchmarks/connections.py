@@ -1,0 +1,289 @@
+"""Cost of strangers' connections to each port that listens during training: `python -m benchmarks.connections`.
+
+    python -m benchmarks.connections [--port publish serve central launch] [--count 5000] [--rate 200] [--json FILE]
+
+For each port one CartPole run trains, with a follower of its versions where it serves any. In turn there are a quiet
+time and an attack from this machine alone: `--count` connections, `--rate` a second, that are idle, slow (one byte a
+second), or lie (noise, another protocol, a meaningless frame). All are kept open as long as the server lets them. A
+figure gives agent steps a second and a CPU-second of the run under the attack and in the quiet times around it, the
+versions that arrived, the descriptors of the process that listens, and the memory of all processes of the run. `loss`
+counts the processor's time that the attacker takes, too (`attacker_cpu_share`, of all processors that this program may
+use); `cpu_loss` is what the run itself spends. At the end SIGTERM stops the run, which must have lost no save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks import results
+from longhaul.runtime import descriptors
+from longhaul.weight_sync.receiver import Receiver, follow
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PORTS = ("publish", "serve", "central", "launch")
+KINDS = ("idle", "slow", "lying")
+
+TRAIN = ("train", "cartpole", "--seed", "3", "--total-steps", str(10**11), "--save-interval-minutes", "0.1",
+         "--log-interval", "20")  # fmt: skip
+
+CENTRAL = ("--topology", "central", "--lane", "grpc", "--actors", "2", "--num-envs", "64", "--num-steps", "64")
+
+LIES = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # as TLS begins
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+    b"LHS1" + bytes(38) + b"\x10\x00{}",  # a frame of the weights' server, and of no meaning
+)
+
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""Bytes that a slow connection sends one by one."""
+
+
+class Target(NamedTuple):
+    """A training run, the process that listens, and where."""
+
+    folder: Path
+    training: psutil.Process
+    listening: psutil.Process
+    address: tuple[str, int]
+    follower: Receiver | None
+
+
+class Reading(NamedTuple):
+    """State of a run at one time."""
+
+    when: float
+    steps: int
+    version: int
+    open: int  # descriptors of the process that listens
+    memory: int  # bytes of the run's processes
+    cpu: float  # seconds of the run's processes
+    own_cpu: float  # seconds of this process
+
+
+def main() -> None:
+    parser = results.parser(__doc__)
+    parser.add_argument("--port", nargs="+", choices=PORTS, default=PORTS)
+    parser.add_argument("--count", type=int, default=5000, help="connections of each kind")
+    parser.add_argument("--rate", type=float, default=200.0, help="connections a second")
+    parser.add_argument("--quiet", type=float, default=15.0, help="seconds without connections, before and after each")
+    given = parser.parse_args()
+    descriptors.raise_limit()
+    needed = given.count + 256
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed:
+        raise SystemExit(f"--count {given.count} needs {needed} descriptors; raise `ulimit -Hn`, or give fewer")
+    for port in given.port:
+        for figure in measure(port, given.count, given.rate, given.quiet):
+            results.emit({"name": "connections", "port": port, **figure}, given.json)
+
+
+def measure(port: str, count: int, rate: float, quiet: float) -> Iterator[dict[str, Any]]:
+    """Figures of one port: one a kind of connection, and one of the run's end."""
+    with tempfile.TemporaryDirectory() as home, (Path(home) / "log").open("wb") as log:
+        with running(port, Path(home), log) as target:
+            before = window(target, rest(quiet))
+            for kind in KINDS:
+                under = window(target, attack(kind, target.address, count, rate))
+                after = window(target, rest(quiet))
+                yield {"kind": kind, "connections": count} | compared(before, under, after)
+                before = after
+            target.training.send_signal(signal.SIGTERM)
+            code = target.training.wait(120)
+        lines = Path(log.name).read_text()
+        saves = sorted(int(path.name) for path in (target.folder / "checkpoints").iterdir() if path.name.isdigit())
+        lost = len(re.findall(r"cannot save|until then it trains on", lines))
+        yield {"kind": "end", "exit_code": code, "newest_save": saves[-1], "saves_lost": lost}
+
+
+@contextmanager
+def running(port: str, home: Path, log: Any) -> Iterator[Target]:
+    """A run that trains, saves and listens."""
+    folder = home / port
+    words = [*TRAIN, "--runs-dir", str(home), "--run-name", port]
+    more = {
+        "publish": ("--publish", "tcp:127.0.0.1:0", "--publish-every", "100"),
+        "serve": ("--publish", "run", "--publish-every", "100"),
+        "central": CENTRAL,
+        "launch": (),
+    }
+    command = [*words, *more[port]]
+    if port == "launch":
+        command = ["launch", "--hosts", "2", "--", *command, "--mesh", "data=2"]
+    with ExitStack() as ends:
+        training = started(ends, log, *command)
+        await_(lambda: steps(folder) > 0 and (folder / "checkpoints").is_dir(), log)
+        listening = training
+        if port == "serve":
+            listening = started(ends, log, "sync", "serve", str(folder / "weights"), "--port", "0")
+        await_(lambda: bool(listeners(listening)), log)
+        process, address = listeners(listening)[0]
+        follower = None
+        if port in ("publish", "serve"):
+            follower = ends.enter_context(closing(follow([f"tcp:{address[0]}:{address[1]}"])))
+            await_(lambda: follower.held.version >= 0, log)
+        time.sleep(5.0)  # what is made once is made
+        yield Target(folder, training, process, address, follower)
+
+
+def started(ends: ExitStack, log: Any, *words: str) -> psutil.Process:
+    process = subprocess.Popen([sys.executable, "-m", "longhaul", *words], cwd=ROOT, stdout=log, stderr=log)
+
+    def end() -> None:
+        process.terminate()
+        process.wait()
+
+    ends.callback(end)
+    return psutil.Process(process.pid)
+
+
+def listeners(process: psutil.Process) -> list[tuple[psutil.Process, tuple[str, int]]]:
+    """Ports on which a process, or one of its children, listens."""
+    found = []
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):
+            for connection in each.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    host = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(connection.laddr.ip, connection.laddr.ip)
+                    found.append((each, (host.removeprefix("::ffff:"), connection.laddr.port)))
+    return found
+
+
+def await_(ready: Callable[[], bool], log: Any, seconds: float = 180.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            raise SystemExit(f"nothing happened for long:\n{Path(log.name).read_text()[-2000:]}")
+        time.sleep(0.1)
+
+
+def steps(folder: Path) -> int:
+    """Agent steps of the newest record."""
+    with suppress(OSError, ValueError, IndexError), (folder / "metrics.jsonl").open("rb") as records:
+        records.seek(max(0, records.seek(0, 2) - 20_000))
+        return int(json.loads(records.read().splitlines()[-1])["agent_steps"])
+    return 0
+
+
+def reading(target: Target) -> Reading:
+    count = steps(target.folder)
+    while steps(target.folder) == count:  # from one record to the next: windows begin and end at one
+        time.sleep(0.002)
+    memory, cpu = 0, 0.0
+    for process in {target.training, target.listening, *target.training.children(recursive=True)}:
+        with suppress(psutil.Error):
+            memory += process.memory_info().rss
+            cpu += sum(process.cpu_times()[:2])
+    version = -1 if target.follower is None else target.follower.held.version
+    now, own = time.monotonic(), time.process_time()
+    return Reading(now, steps(target.folder), version, target.listening.num_fds(), memory, cpu, own)
+
+
+class Window(NamedTuple):
+    begin: Reading
+    end: Reading
+    most: int  # descriptors at any time
+
+    @property
+    def per_second(self) -> float:
+        return (self.end.steps - self.begin.steps) / (self.end.when - self.begin.when)
+
+    @property
+    def per_cpu_second(self) -> float:
+        return (self.end.steps - self.begin.steps) / (self.end.cpu - self.begin.cpu)
+
+
+def window(target: Target, meanwhile: Iterable[Any]) -> Window:
+    """Readings before and after what is done meanwhile, which yields now and then."""
+    begin, most = reading(target), 0
+    for _ in meanwhile:
+        most = max(most, target.listening.num_fds())
+    return Window(begin, reading(target), most)
+
+
+def rest(seconds: float) -> Iterator[None]:
+    for _ in range(max(1, round(2 * seconds))):
+        time.sleep(0.5)
+        yield None
+
+
+def compared(before: Window, under: Window, after: Window) -> dict[str, Any]:
+    quiet = (before.per_second + after.per_second) / 2
+    quiet_cpu = (before.per_cpu_second + after.per_cpu_second) / 2
+    served = {} if under.end.version < 0 else {"newest_version": [under.begin.version, under.end.version]}
+    seconds = under.end.when - under.begin.when
+    return {
+        "seconds": round(seconds, 1),
+        "per_second": round(under.per_second),
+        "quiet_per_second": [round(before.per_second), round(after.per_second)],
+        "loss": round(1.0 - under.per_second / quiet, 4),
+        "attacker_cpu_share": round(
+            (under.end.own_cpu - under.begin.own_cpu) / seconds / len(os.sched_getaffinity(0)), 4
+        ),
+        "cpu_loss": round(1.0 - under.per_cpu_second / quiet_cpu, 4),
+        **served,
+        "descriptors": [under.begin.open, under.most, after.end.open],
+        "memory_mb": [round(x.memory / 2**20) for x in (under.begin, under.end, after.end)],
+    }
+
+
+def attack(kind: str, address: tuple[str, int], count: int, rate: float) -> Iterator[int]:
+    """Opens connections to `address`, which must be of this machine; yields their number each half second."""
+    if not address[0].startswith("127."):
+        raise ValueError(f"{address[0]} is another machine; connections are made on this one alone")
+    draw, began = random.Random(0), time.monotonic()
+    held: dict[int, socket.socket] = {}
+    poll, said, told = select.poll(), 0, began
+    try:
+        for number in range(count):
+            time.sleep(max(0.0, began + number / rate - time.monotonic()))
+            sock = socket.socket()
+            sock.setblocking(False)
+            with suppress(BlockingIOError, ConnectionError):
+                sock.connect(address)
+            held[sock.fileno()] = sock
+            poll.register(sock, select.POLLIN | select.POLLOUT if kind == "lying" else select.POLLIN)
+            for descriptor, events in poll.poll(0):
+                other = held[descriptor]
+                with suppress(BlockingIOError):
+                    try:
+                        if events & select.POLLOUT:  # connected: it lies once
+                            poll.modify(other, select.POLLIN)
+                            other.send(draw.choice(LIES) if draw.random() < 0.8 else draw.randbytes(200))
+                        if events & ~select.POLLOUT and not other.recv(4096):
+                            raise ConnectionResetError
+                    except ConnectionError:  # the server has ended it
+                        poll.unregister(other)
+                        held.pop(descriptor).close()
+            if time.monotonic() - told > 0.5:
+                told = time.monotonic()
+                yield len(held)
+            if kind == "slow" and time.monotonic() - began > said + 1:
+                for other in held.values():
+                    with suppress(OSError):
+                        other.send(GREETING[said % len(GREETING) :][:1])
+                said += 1
+    finally:
+        for sock in held.values():
+            sock.close()
+
+
+if __name__ == "__main__":
+    main()
