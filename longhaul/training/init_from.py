@@ -114,7 +114,7 @@ def published(folder: Path, like: PyTree) -> PyTree:
 
 
 def dotted(name: str) -> str:
-    """ ".params['policy']['kernel']" -> "params.policy.kernel"."""
+    """`.params['policy']['kernel']` -> `params.policy.kernel`."""
     return ".".join(part for part in re.split(r"[\[\]'.]+", name) if part)
 
 

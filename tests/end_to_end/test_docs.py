@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from longhaul.cli import main
 from longhaul.config import recipes
+from tests.helpers import own_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -47,6 +53,56 @@ def test_the_examples_of_a_page_reach_what_they_claim(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for the folders of runs
     assert result in run_blocks((ROOT / f"docs/{name}.md").read_text(), name, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_first_page_trains_and_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(own_environments.__file__, "my_env.py")
+    (block,) = BLOCK.findall((ROOT / "README.md").read_text())
+    names: dict[str, Any] = {"observation": np.eye(5, dtype=np.float32)[1]}
+    exec(block.replace("200_000", "32_768, num_envs=16"), names)
+    assert names["result"].evaluation["trained"]["return"] > names["result"].evaluation["untrained"]["return"]
+    assert names["action"] == 1  # to the right, where the reward is
+
+
+def test_the_examples_of_the_page_on_weights_move_them() -> None:
+    """A publisher, and a receiver beside it; then a delta. The third block needs a server of vLLM."""
+    publisher, receiver, _, delta = BLOCK.findall((ROOT / "docs/sync.md").read_text())
+    params = {"w": np.arange(6, dtype=np.float32)}
+    names: dict[str, Any] = {"version": 1, "params": params, "flush_the_prefix_cache": lambda *_: None}
+    exec(publisher + textwrap.indent(receiver, "    "), names)
+    assert names["version"] == 1 and names["params"] is not params
+    np.testing.assert_array_equal(names["params"]["w"], params["w"])
+    base = np.arange(1000, dtype=np.uint16)
+    names = {"base": base, "new": np.where(base % 9, base, base + 1), "staging": np.zeros_like(base)}
+    exec(delta, names)
+    np.testing.assert_array_equal(names["staging"], names["new"])
+
+
+@pytest.mark.slow
+def test_the_site_keeps_a_version_beside_the_next(tmp_path: Path) -> None:
+    tools = Path(sys.executable).parent  # mike calls mkdocs
+
+    def ran(*words: str) -> str:
+        variables = os.environ | {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "NO_MKDOCS_2_WARNING": "1",
+            "GIT_AUTHOR_NAME": "x",
+            "GIT_AUTHOR_EMAIL": "x@x",
+        }
+        variables |= {"GIT_COMMITTER_NAME": "x", "GIT_COMMITTER_EMAIL": "x@x"}
+        return subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
+
+    ran("git", "clone", "-q", str(ROOT), ".")
+    for version in ("0.1", "0.2"):
+        ran(str(tools / "mike"), "deploy", "--update-aliases", version, "latest")
+    found = {each["version"]: each["aliases"] for each in json.loads(ran("git", "show", "gh-pages:versions.json"))}
+    assert found == {"0.2": ["latest"], "0.1": []}
+    for folder in ("0.1", "0.2", "latest"):
+        assert "first-run.html" in ran("git", "ls-tree", "--name-only", f"gh-pages:{folder}").splitlines()
+    assert '"provider":"mike"' in ran("git", "show", "gh-pages:0.1/index.html").replace(" ", "")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import longhaul
+from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
 from longhaul.training import init_from
 
@@ -144,3 +146,31 @@ def test_a_policy_of_the_old_trainer_is_where_training_begins(folder: Path) -> N
     of_pickle = init_from.arrays(str(pickled(folder / "checkpoint_40.pkl", tree(arrays(16, 2)))), game.spec)
     jax.tree.map(np.testing.assert_array_equal, of_pickle, found)
     assert config.network.hidden_dim == 16
+
+
+@pytest.mark.slow
+def test_training_begins_at_the_return_that_play_shows_for_the_old_trainers_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without learning: the returns of training's episodes and of the evaluation are those of games by `play`."""
+    from tests.training.test_legacy_params import arrays, save
+
+    monkeypatch.chdir(folder)
+    drawn = arrays(16, 2, seed=3)
+    drawn["params.Dense_2.kernel"] *= 8.0  # far from even choices
+    path = save(folder / "params_50.npz", drawn)
+    sizes = {"hidden_dim": 16, "num_layers": 2, "num_envs": 64, "num_steps": 128, "total_steps": 64 * 128 * 12}
+    sizes |= {"log_interval": 12, "evaluation_episodes": 200}
+    begun = longhaul.train(
+        "hackmatrix", init_from=path, lr=0.0, runs_dir="runs", run_name="begun", **sizes
+    )
+    shown = {}
+    for name, words in {"mode": [], "sample": ["--sample"], "run": ["--run", "begun"]}.items():
+        source = words if name == "run" else ["--params", str(path), *words]
+        command = ["play", "hackmatrix", *source, "--episodes", "200", "--show", "table", "--json", "found.json"]
+        assert main.main(command) == 0
+        shown[name] = [row["return"] for row in json.loads(Path("found.json").read_text())["episodes"]]
+    assert shown["run"] == shown["mode"]
+    (trained,), untrained = begun.metrics["episode/return"], begun.evaluation["untrained"]["return"]
+    for found, of in ((trained, shown["sample"]), (untrained, shown["mode"])):
+        assert abs(found - np.mean(of)) < 5 * np.std(of) / 200**0.5

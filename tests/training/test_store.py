@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.training import run_dir, store
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.store import Mirror, Store, Unreachable
+from tests.helpers import azure_server
 from tests.helpers.s3_server import BUCKET, S3Server
 
 
@@ -186,7 +188,7 @@ def test_names_of_other_runs_are_told(tmp_path: Path) -> None:
     assert run_dir.find_folder(Path("elsewhere"), f"{url}/first").name == "first"
 
 
-# ------------------------------------------------------------------------------------------------------------------ S3
+# -------------------------------------------------------------------------------------------------------------- clouds
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +206,20 @@ def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/runs"
 
 
-def test_a_run_in_s3_comes_back_byte_for_byte(bucket: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_run_in_a_cloud_comes_back_byte_for_byte(
+    scheme: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if scheme == "az":
+            if (command := shutil.which("azurite-blob")) is None:
+                pytest.skip("azurite-blob is not on the PATH (npm install azurite)")
+            for name, value in stack.enter_context(azure_server.serving(command, BUCKET, tmp_path)).items():
+                monkeypatch.setenv(name, value)
+        comes_back(f"{scheme}://{BUCKET}/runs", tmp_path)
+
+
+def comes_back(bucket: str, tmp_path: Path) -> None:
     folder = tmp_path / "local" / "run"
     trained(folder, 1, 2)
     (folder / "large.bin").write_bytes(os.urandom(store.WHOLE + 5))  # in parts
