@@ -68,13 +68,13 @@ NO_JAX = (
 
 CORE = {
     *("jax", "optax", "orbax", "numpy", "rich", "google_crc32c", "tensorboardX", "PIL"),
-    *("ml_dtypes", "numba", "psutil", "scipy", "yaml"),
+    *("ml_dtypes", "numba", "psutil", "safetensors", "scipy", "yaml"),
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
-    *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
+    *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "tensorflow"),
     *("fsspec", "obstore", "mlflow", "swanlab", "trackio", "IPython"),
     *("imageio_ffmpeg", "minari", "shapely"),
     *("llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),

@@ -43,11 +43,13 @@ TRAFFIC = Flag(
 
 WORST = ("html", "gif")
 
+WHO = (*evaluation.POLICIES, hub.PRETRAINED)
+
 FLAGS = (
     RUN,
     MEMBER,
     STEP,
-    Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
+    Flag("policy", choice(WHO), "run", "the run's policy, the untrained one, the shipped one, or a driver"),
     DATA,
     TRAFFIC,
     Flag("episodes", INT, None, "scenarios; with --data, at most as many as it holds", shown="as in the run", least=1),
@@ -78,7 +80,7 @@ class Result(NamedTuple):
 def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
-    parsed = flags.parse("evaluate", about, {"": FLAGS}, words).values
+    parsed = shipped(flags.parse("evaluate", about, {"": FLAGS}, words).values)
     folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data", on_hub=True)
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
@@ -139,6 +141,15 @@ def named_task(run: Run) -> str:
     """Name of a run's environment or task."""
     task = run.environment
     return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
+
+
+def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
+    """Values of flags in which `--policy pretrained` is written as the RUN that it stands for."""
+    if parsed["policy"] != hub.PRETRAINED:
+        return parsed
+    if parsed["RUN"] not in (None, hub.PRETRAINED):
+        raise FlagError(f"--policy pretrained is a policy of its own; leave {parsed['RUN']} out")
+    return parsed | {"RUN": hub.PRETRAINED, "policy": "run"}
 
 
 def driver_of(who: str) -> str:
@@ -276,25 +287,25 @@ PICTURES = (".gif", ".mp4", ".html", ".png")
 
 def render(words: Sequence[str]) -> int:
     """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] [--traffic ...] --out FILE`."""
-    policy = Flag("policy", choice(evaluation.POLICIES), "run", "driver; without RUN: idm, log or constant")
+    policy = Flag("policy", choice(WHO), "run", "driver; without RUN: pretrained, idm, log or constant")
     id_flag = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
     groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, TRAFFIC, out, RUNS_DIR, DEBUG]}
-    parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
+    parsed = shipped(flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values)
     who = parsed["policy"]
     if parsed["out"] is None:
         raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
     if Path(parsed["out"]).suffix.lower() not in PICTURES:
         raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
     if parsed["RUN"] is not None:
-        folder = folder_of(parsed, "")
+        folder = folder_of(parsed, "", on_hub=True)
         stored = load_run(folder)
         if not isinstance(stored.environment, Driving):
             what = named_task(stored)
             raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
         run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
     elif who in ("run", "untrained"):
-        raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
+        raise FlagError("whose drive? give a RUN, or --policy pretrained, idm, log or constant")
     else:
         run, acting = resolve(recipes.recipe("driving")), None
     scenario = parsed["scenario"]

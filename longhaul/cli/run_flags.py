@@ -83,11 +83,11 @@ SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in config_fields.walk(
 
 
 def folder_of(values: Mapping[str, Any], usage: str, on_hub: bool = False) -> Path:
-    """Folder of the run that RUN names; with `on_hub` also of a policy, hf:USER/NAME."""
+    """Folder of the run that RUN names; with `on_hub` also of a policy: hf:USER/NAME, pretrained."""
     if values["RUN"] is None:
         raise FlagError(f"which run? {usage}")
     if on_hub and hub.is_address(values["RUN"]):
-        return hub.download(hub.parse(values["RUN"]))
+        return hub.folder_of(values["RUN"])
     return find_folder(Path(values["runs-dir"]), values["RUN"])
 
 

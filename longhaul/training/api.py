@@ -264,7 +264,7 @@ def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
     if isinstance(run, Result):
         return run.folder
     if hub.is_address(str(run)):
-        return hub.download(hub.parse(str(run)))
+        return hub.folder_of(str(run))
     return find_folder(Path(runs_dir), str(run))
 
 

@@ -99,18 +99,12 @@ def save(policy: Policy, kind: str, folder: Path, name: str = "policy") -> list[
         if kind == "npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
-            _save_safetensors(path, arrays)
+            from safetensors.numpy import save_file
+
+            save_file(arrays, path)
     about = folder / f"{name}.json"
     write_json(about, description(policy))
     return [path, about]
-
-
-def _save_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise RunError("--to safetensors needs safetensors; pip install 'longhaul-rl[export]', or take npz") from error
-    save_file(arrays, path)
 
 
 def description(policy: Policy) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Hub of Hugging Face: addresses of policies, and their way there and back, by its own library.
+"""Addresses of policies without their run: on the hub of Hugging Face, by its own library, and in the package.
 
     hf:USER/NAME, hf:USER/NAME@REVISION, hf://USER/NAME
+    pretrained: the driving policy that the package ships, in `driving/pretrained`
 
 What is downloaded stays in the library's cache. Of a repository only JSON and safetensors are taken, never a pickle.
 `HF_ENDPOINT` names another hub, `HF_TOKEN` the user.
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import longhaul.driving
 from longhaul.runtime.errors import RunError
 
 ADDRESS = re.compile(r"hf:(?://)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
@@ -26,6 +28,10 @@ FILES = (POLICY, "policy.json", "run.json")
 """Files that a policy is made of."""
 
 
+PRETRAINED = "pretrained"
+"""Address of the policy that the package ships."""
+
+
 class Address(NamedTuple):
     repository: str  # USER/NAME
     revision: str | None = None  # a branch, a tag or a commit; None: the newest
@@ -35,7 +41,18 @@ class Address(NamedTuple):
 
 
 def is_address(word: str) -> bool:
-    return word.startswith("hf:")
+    return word == PRETRAINED or word.startswith("hf:")
+
+
+def folder_of(word: str) -> Path:
+    """Folder with the files of the policy at an address. Raises RunError, one line, where there is none."""
+    if word != PRETRAINED:
+        return download(parse(word))
+    folder = Path(longhaul.driving.__file__).parent / PRETRAINED
+    lacking = [name for name in FILES if not (folder / name).is_file()]
+    if lacking:
+        raise RunError(f"{folder} lacks {', '.join(lacking)}; install longhaul-rl again")
+    return folder
 
 
 def parse(word: str) -> Address:
@@ -66,9 +83,9 @@ def download(address: Address) -> Path:
     return folder
 
 
-def pinned(address: Address) -> Address:
-    """The same policy by its commit, which never changes."""
-    return address._replace(revision=download(address).name)
+def pinned(word: str) -> str:
+    """Address of the same policy by its commit, which never changes."""
+    return word if word == PRETRAINED else str(parse(word)._replace(revision=download(parse(word)).name))
 
 
 def check_token(address: Address) -> None:

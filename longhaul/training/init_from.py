@@ -1,6 +1,6 @@
 """Start of a run from parameters that are there: another run's checkpoint, or a file of arrays.
 
-    --init-from RUN, RUN@STEP, params.npz, params.safetensors, checkpoint.pkl, hf:USER/NAME[@REVISION]
+    --init-from RUN, RUN@STEP, params.npz, params.safetensors, checkpoint.pkl, hf:USER/NAME[@REVISION], pretrained
 
 Leaves are matched by their path in the algorithm's state, written with dots: "params.policy.kernel". What the source
 has not begins as it would without; a shape that does not fit is an error. `params_STEP.npz` and `checkpoint_STEP.pkl`
@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from longhaul.config.run import Run
-from longhaul.runtime import pytree_serialization
+from longhaul.runtime import bounded_json, pytree_serialization
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.provenance import params_sha256
 from longhaul.training import hub, legacy_params
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.run_dir import find_folder
@@ -41,7 +42,7 @@ def located(source: str, runs_dir: Path) -> str:
     Raises RunError where there is neither such a file nor such a run.
     """
     if hub.is_address(source):
-        return str(hub.pinned(hub.parse(source)))
+        return hub.pinned(source)
     if Path(source).suffix in (".npz", ".safetensors", ".pkl"):
         if not Path(source).expanduser().is_file():
             raise RunError(f"--init-from is {source}, and there is no such file")
@@ -110,7 +111,14 @@ def published(folder: Path, like: PyTree) -> PyTree:
     forms = ({name: (x.shape, str(x.dtype)) for name, x in each.items()} for each in (found, named))
     if len({tuple(sorted(form.items())) for form in forms}) > 1:
         raise RunError(f"{folder / hub.POLICY} is not the policy of the run.json beside it; push it again")
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in named])
+    policy = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in named])
+    told, digest = bounded_json.read(folder / "policy.json").get("params_sha256"), params_sha256(policy.params)
+    if told != digest:
+        raise RunError(
+            f"{folder / hub.POLICY} is damaged: its arrays have the digest {digest[:12]}, and policy.json says "
+            f"{str(told)[:12]}; download or install it again"
+        )
+    return policy
 
 
 def dotted(name: str) -> str:
@@ -120,7 +128,7 @@ def dotted(name: str) -> str:
 
 def arrays(source: str, spec: Spec) -> dict[str, np.ndarray]:
     """Arrays of a source by dotted name. Raises RunError, one line, where it can't be read."""
-    path = hub.download(hub.parse(source)) / hub.POLICY if hub.is_address(source) else Path(source)
+    path = hub.folder_of(source) / hub.POLICY if hub.is_address(source) else Path(source)
     try:
         if path.suffix == ".npz":
             return _of_npz(path, spec)
@@ -158,10 +166,8 @@ def _of_legacy(path: Path, spec: Spec) -> dict[str, np.ndarray]:
 
 
 def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
-    try:
-        from safetensors.numpy import load_file
-    except ImportError as error:
-        raise RunError(f"--init-from {path} needs safetensors; pip install 'longhaul-rl[hub]'") from error
+    from safetensors.numpy import load_file
+
     try:
         found: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import longhaul
 from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
-from longhaul.training import init_from
+from longhaul.runtime.errors import RunError
+from longhaul.training import hub, init_from
 
 SMALL: dict[str, Any] = {
     "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 2, "block": 1, "log_interval": 1,
@@ -174,3 +176,16 @@ def test_training_begins_at_the_return_that_play_shows_for_the_old_trainers_file
     (trained,), untrained = begun.metrics["episode/return"], begun.evaluation["untrained"]["return"]
     for found, of in ((trained, shown["sample"]), (untrained, shown["mode"])):
         assert abs(found - np.mean(of)) < 5 * np.std(of) / 200**0.5
+def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
+    policy = longhaul.load("pretrained")
+    assert policy.run.recipe == "driving"
+    assert sum(file.stat().st_size for file in hub.folder_of("pretrained").iterdir()) < 4_000_000
+    observation = jax.tree.map(lambda x: np.zeros((3, *x.shape), x.dtype), policy.spec.observation)
+    assert len(policy(observation)) == 3
+    copy = tmp_path / "pretrained"
+    shutil.copytree(hub.folder_of("pretrained"), copy)
+    data = bytearray((copy / hub.POLICY).read_bytes())
+    data[-1] ^= 1
+    (copy / hub.POLICY).write_bytes(data)
+    with pytest.raises(RunError, match=r"policy.safetensors is damaged: its arrays have the digest"):
+        init_from.published(copy, policy.params)
