@@ -93,6 +93,8 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
 
     def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
+            if not isinstance(key, str):
+                raise RunError(f"--config {path}: {key!r:.80} is no name of a setting; longhaul train --help has them")
             place = (*where, key)
             if isinstance(value, dict) and (place in inside or key not in known):
                 if place not in inside:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
             return {name: file[name] for name in file.files}
     except (RunError, legacy_params.LegacyError):
         raise
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RunError(f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]})") from error
 
 

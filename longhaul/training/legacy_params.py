@@ -79,7 +79,9 @@ def read(path: Path, inputs: int, actions: int) -> Weights:
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = _arrays(path, archive)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # the file's own: it is not there, say
+            raise
         about = str(error) or type(error).__name__
         raise LegacyError(f"{path} is no whole .npz file ({about}); copy it again, or name another") from error
     return _weights(path, arrays, inputs, actions)
