@@ -93,18 +93,26 @@ def campaign(name: str, folder: Path, minutes: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.guided_fuzz", "--one", name, "--corpus", str(folder)]
         command += ["--minutes", str(left / 60)]
         variables = os.environ | {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         figures = folder / name / "figures"
         if not figures.exists():
-            raise SystemExit(f"{name} does not begin: {done.stderr[-2000:]}")
+            raise SystemExit(f"{name} does not begin: {done.stdout[-2000:]}")
         inputs, slowest, memory = json.loads(figures.read_text())
         figures.unlink()
         row["inputs"] += inputs
-        row["edges"] = max([row["edges"], *map(int, re.findall(r"cov: (\d+)", done.stderr))])
+        row["edges"] = max([row["edges"], *map(int, re.findall(r"cov: (\d+)", done.stdout))])
         row["slowest"], row["megabytes"] = max(row["slowest"], slowest), max(row["megabytes"], memory >> 20)
         if done.returncode:
-            said = re.findall(r"(?m)^(\w*(?:Error|Finding|Exception|Interrupt)\b.*|==\d+== ?ERROR.*)$", done.stderr)
-            kept = re.findall(r"written to (\S+)", done.stderr)
+            said = re.findall(r"(?m)^(\w*(?:Error|Finding|Exception|Interrupt)\b.*|==\d+== ?ERROR.*)$", done.stdout)
+            kept = re.findall(r"written to (\S+)", done.stdout)
             row["findings"].append(
                 f"{(said or [f'exit {done.returncode}'])[0][:200]} ({(kept or ['nothing kept'])[-1]})"
             )

@@ -46,6 +46,6 @@ def test_a_finding_is_reported(tmp_path: Path) -> None:
         f"sys.exit(fuzz.work('own', __import__('pathlib').Path({str(tmp_path)!r}), 0.5))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0 and "KeyError: 'found'" in done.stderr
+    assert done.returncode != 0 and "KeyError: 'found'" in done.stdout
     (kept,) = (tmp_path / "findings" / "own").iterdir()
     assert kept.read_bytes().startswith(b"?")
