@@ -30,8 +30,11 @@ complete -c longhaul -f -a '(longhaul completion --words (commandline -opc)[2..]
 }
 """Shell -> script. The last word is the one that is being written."""
 
-OF_RUNS = ("evaluate", "render", "export", "status", "doctor", "reason", "actor")
+OF_RUNS = ("evaluate", "render", "export", "status", "doctor", "reason", "actor", "report")
 """Commands whose first word is a run."""
+
+OF_MANY = ("compare", "rm")
+"""Commands whose words are runs."""
 
 OF_RECIPES = ("train", "doctor", "plan", "profile")
 """Commands whose first word is a recipe."""
@@ -62,6 +65,8 @@ def candidates(words: list[str]) -> list[str]:
         found = flags_of(before)
     elif not before:
         found = list(dict.fromkeys(command.split()[0] for command in COMMANDS))
+    elif before[0] in OF_MANY:
+        found = [name for name in runs() if name not in before]
     elif len(before) == 1:
         found = [command.split()[1] for command in COMMANDS if command.startswith(f"{before[0]} ")]
         found += runs() if before[0] in OF_RUNS else []

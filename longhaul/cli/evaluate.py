@@ -33,7 +33,8 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import load_run
 
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
-STEP = Flag("step", INT, None, "updates after which the checkpoint was saved", shown="the newest", least=1)
+STEP = Flag("step", INT, None, "updates after which the checkpoint was saved", shown="the newest", least=1,
+            aliases=("checkpoint",))  # fmt: skip
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True)
 JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
 TRAFFIC = Flag(

@@ -38,7 +38,11 @@ COMMANDS = {
     "envs": "the environments of longhaul train ppo --env NAME",
     "actor": "environments on this machine for a run's inference server on another",
     "launch": "a training run in several processes, here or on Ray, looked after: launch --hosts N -- train ...",
-    "status": "progress of a run",
+    "runs": "the runs of a folder as a table: status, steps, rate, return",
+    "status": "progress of a run, the newest if none is named",
+    "compare": "runs side by side: settings that differ, final metrics with intervals over seeds",
+    "report": "the page of a run as it stands: while it trains, after a kill, for a checkpoint",
+    "rm": "remove runs; those that train or that another began from stay",
     "doctor": "health of a run, or fitness of a recipe for many devices",
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
     "profile": "time of a recipe's updates by part, from a trace",
@@ -55,6 +59,9 @@ COMMANDS = {
 ENTRIES = {
     "play": ("play.command", "play"),
     "render": ("evaluate", "render"),
+    "compare": ("runs", "compare"),
+    "report": ("runs", "report"),
+    "rm": ("runs", "rm"),
     "recipes": ("main", "show_recipes"),
     "envs": ("main", "show_envs"),
 }

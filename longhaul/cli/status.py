@@ -14,6 +14,7 @@ from longhaul.config.run import Driving, Named, Run
 from longhaul.runtime import bounded_json, files
 from longhaul.telemetry import forecast, sinks, tracking
 from longhaul.topologies.actor_learner.config import LIVE
+from longhaul.training import runs
 from longhaul.training.run_dir import called, read_run
 
 OLD = 10.0
@@ -23,9 +24,12 @@ HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "r
 
 
 def status(words: Sequence[str]) -> int:
-    """`longhaul status RUN`."""
-    parsed = flags.parse("status", "Progress of a run.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
-    folder = folder_of(parsed, "longhaul status RUN")
+    """`longhaul status [RUN]`."""
+    line = "Progress of a run, the newest if none is named."
+    parsed = flags.parse("status", line, {"": [RUN, RUNS_DIR, DEBUG]}, words).values
+    if parsed["RUN"] is None and (newest := runs.summaries(runs.local(parsed["runs-dir"]))):
+        parsed["RUN"] = newest[0].name
+    folder = folder_of(parsed, f"there is none in {parsed['runs-dir']}; longhaul status RUN [--runs-dir FOLDER]")
     run = read_run(folder)
     about = bounded_json.read(folder / "run.json")
     metrics = folder / "metrics.jsonl"

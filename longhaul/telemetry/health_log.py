@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from longhaul.runtime import files
 from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
 from longhaul.telemetry import sinks
 from longhaul.telemetry.health import Bounds, Event, Finding, Plan, Record, Watch
-from longhaul.types import Spec
+
+if TYPE_CHECKING:
+    from longhaul.types import Spec
 
 FILE = "health.jsonl"
 

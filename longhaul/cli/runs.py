@@ -1,0 +1,246 @@
+"""The commands `runs`, `compare`, `report`, `rm`: runs of a folder as a table, side by side, reported, removed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
+from longhaul.driving.render.recording import Recording
+from longhaul.runtime import bounded_json, config_fields, files
+from longhaul.runtime.errors import RunError
+from longhaul.telemetry import health_log, screen, sinks
+from longhaul.training import comparison, store
+from longhaul.training import runs as folder_runs
+from longhaul.training.run_dir import find_folder
+from longhaul.training.runs import Summary
+
+SORTS = {
+    "newest": lambda run: -run.created,
+    "name": lambda run: run.name,
+    "status": lambda run: run.status,
+    "steps": lambda run: -run.steps,
+    "rate": lambda run: -(run.rate or 0.0),
+    "return": lambda run: -(run.value if run.value is not None else float("-inf")),
+}
+
+JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
+
+CURVE = 16
+"""Letters of a curve in the table."""
+
+
+def runs(words: Sequence[str]) -> int:
+    """`longhaul runs [FILTER...] [--sort ...] [--json FILE]`."""
+    some = Flag("FILTER", TEXT, (), "words or patterns in name, recipe, environment, algorithm or status; "
+                "FIELD=VALUE is a setting (lr=0.001)", many=True)  # fmt: skip
+    order = Flag("sort", choice(tuple(SORTS)), "newest", "order of the rows")
+    most = Flag("most", INT, None, "rows", shown="all", least=1)
+    parsed = flags.parse(
+        "runs", "The runs of a folder.", {"": [some, order, most, RUNS_DIR, JSON, DEBUG]}, words
+    ).values
+    folder = folder_runs.local(parsed["runs-dir"])
+    found = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
+    found = sorted(found, key=SORTS[parsed["sort"]])[: parsed["most"]]
+    tables.report(parsed["json"], [run._asdict() for run in found], lambda: _print(found, parsed["runs-dir"]))
+    return 0
+
+
+def _fits(folder: Path, run: Summary, word: str) -> bool:
+    """True if a run is what one word of a filter asks for."""
+    field, equals, value = word.partition("=")
+    if equals:
+        settings = folder_runs.config(folder / run.name)
+        named = [held for name, held in settings.items() if field.replace("-", "_") in (name, name.rpartition(".")[2])]
+        return any(_typed(held) == _typed(value) for held in named)
+    texts = (run.name, run.recipe, run.environment, run.algorithm, run.status)
+    return any(word in text or fnmatchcase(text, word) for text in texts)
+
+
+def _typed(value: Any) -> Any:
+    """A value for a comparison: numbers as numbers, whatever their form."""
+    with suppress(TypeError, ValueError):
+        return float(value)
+    return config_fields.plain(value).lower()
+
+
+def _print(found: Sequence[Summary], where: str) -> None:
+    if not found:
+        print(f"no run in {where}")
+        return
+    levels = screen.LEVELS["utf" in (sys.stdout.encoding or "").lower()]
+    rows = [
+        [
+            run.name, run.status, f"{run.steps:,}", f"{run.steps / max(run.total_steps, 1):.0%}",
+            "-" if run.rate is None else f"{run.rate:,.0f}", _number(run.value), _number(run.trained),
+            screen.sparkline(run.spark, CURVE, levels), screen.duration(max(0.0, time.time() - run.updated)),
+        ]
+        for run in found
+    ]  # fmt: skip
+    tables.table(["run", "status", "steps", "done", "steps/s", "return", "evaluated", "curve", "ago"], rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def compare(words: Sequence[str]) -> int:
+    """`longhaul compare RUN RUN... [--metric NAME...] [--json FILE]`."""
+    some = Flag("RUN", TEXT, (), "runs by name or folder, or patterns of names", many=True)
+    which = Flag("metric", TEXT, (), "metrics of the records", many=True, shown="return, rate and scores of episodes")
+    about = (
+        "Differences of runs in settings, and their final metrics; runs that differ in the seed alone are one group."
+    )
+    parsed = flags.parse("compare", about, {"": [some, which, RUNS_DIR, JSON, DEBUG]}, words).values
+    folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
+    if len(folders) < 2:
+        raise FlagError("which runs? longhaul compare RUN RUN... [--metric NAME...]")
+    curves, groups, differences = comparison.of(folders)
+    there = dict.fromkeys(name for each in curves.values() for name in each.names)
+    metrics = parsed["metric"] or [name for name in there if name in MAIN]
+    if unknown := [name for name in metrics if name not in there]:
+        hint = flags.suggestion(unknown[0], list(there), f"there are {', '.join(list(there)[:8])}")
+        raise RunError(f"--metric is {unknown[0]!r}, which no run has; {hint}")
+    rows = comparison.table(curves, groups, metrics)
+
+    def show() -> None:
+        if differences:
+            settings = {name.rpartition(".")[2]: values for name, values in differences.items()}
+            tables.table(
+                ["run", *settings], [[name, *(config_fields.plain(values[i]) for values in settings.values())]
+                                     for i, name in enumerate(folders)],
+            )  # fmt: skip
+            print()
+        tables.table(
+            ["runs", "metric", "mean", "2.5 %", "97.5 %", "IQM", "2.5 %", "97.5 %", "count"],
+            [
+                [", ".join(row.runs), row.metric, *(_finite(value) for value in row[3:]), str(len(row.values))]
+                for row in rows
+            ],
+        )
+
+    plain = {"runs": list(folders), "differences": differences, "table": [row._asdict() for row in rows]}
+    tables.report(parsed["json"], plain, show)
+    return 0
+
+
+MAIN = tuple(f"episode/{name}" for name in ("return", "accuracy", "goal", "progress", "collision", "offroad")) + (
+    "sps",
+)
+"""Metrics that are compared if none is named."""
+
+
+def _finite(value: float) -> str:
+    return "-" if value != value else f"{value:,.4g}"
+
+
+def _chosen(words: Sequence[str], runs_dir: Path) -> dict[str, Path]:
+    """Folders by the names of the runs that words name, patterns among them."""
+    folder = folder_runs.local(runs_dir)
+    found: dict[str, Path] = {}
+    for word in words:
+        there = [name for name in folder_runs.names(folder) if fnmatchcase(name, word)]
+        chosen = [folder / name for name in there] or [find_folder(runs_dir, word)]
+        found |= {path.name: path for path in chosen}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(words: Sequence[str]) -> int:
+    """`longhaul report RUN [--checkpoint STEP] [--out FILE]`."""
+    step = Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0)
+    out = Flag("out", PATH, None, "the page to write", shown="report.html in the run's folder")
+    about = "The report of a run as it stands: while it trains, after a stop or a kill, and for a checkpoint."
+    parsed = flags.parse("report", about, {"": [RUN, step, out, RUNS_DIR, DEBUG]}, words).values
+    folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
+    page = folder / "report.html"
+    if parsed["checkpoint"] is None and parsed["out"] is None and (folder / "result.json").is_file() and page.is_file():
+        print(page)  # of the run's end, with its evaluation and films
+        return 0
+    with screen.stage("importing", plain=False):
+        from longhaul.training import loop
+        from longhaul.training import report as pages
+    records = sinks.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    result = folder_runs.document(folder / "result.json")
+    films: list[Recording] = []
+    if parsed["checkpoint"] is not None:
+        from longhaul.training.checkpoint.resume import restore_policy
+
+        steps = files.checkpoint_steps(folder)
+        number = parsed["checkpoint"] or (steps[-1] if steps else None)
+        with screen.stage("restoring the policy", plain=False):
+            run, policy, untrained = restore_policy(folder, None, number)
+        scores: dict[str, Any] = {}
+        for name, means, recordings in loop.evaluations(run, policy, untrained):
+            scores[name], films = means, [*films, *recordings]
+        result = {"status": f"checkpoint {number}", "evaluation": scores}
+        records = [record for record in records if number is None or record["update"] <= number]
+        page = folder / f"report-{number}.html"
+    page = Path(parsed["out"] or page)
+    pages.write_report(
+        page, run=bounded_json.read(folder / "run.json") | {"id": folder.name}, records=records, result=result,
+        recordings=films, findings=health_log.read(folder),
+    )  # fmt: skip
+    print(page)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------- removal
+
+
+def rm(words: Sequence[str]) -> int:
+    """`longhaul rm RUN... [--yes]`."""
+    some = Flag("RUN", TEXT, (), "runs by name or folder, or patterns of names", many=True)
+    yes = Flag("yes", ALONE, False, "do not ask")
+    about = "Removes runs with all their files. Keeps those that train, and those that another run began from."
+    parsed = flags.parse("rm", about, {"": [some, yes, RUNS_DIR, DEBUG]}, words).values
+    if store.address(parsed["runs-dir"]):
+        raise FlagError(f"--runs-dir is {parsed['runs-dir']}; runs of a store are removed by its own tools")
+    if not parsed["RUN"]:
+        raise FlagError("which runs? longhaul rm RUN...")
+    folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
+    sources = _sources(Path(parsed["runs-dir"]), folders)
+    gone = []
+    for name, folder in folders.items():
+        if folder_runs.trains(folder):
+            tables.progress(f"{name} is kept: it trains")
+        elif others := sources.get(folder.resolve()):
+            tables.progress(f"{name} is kept: {', '.join(others)} began from it")
+        else:
+            gone.append(folder)
+    if not gone:
+        return tables.FAILED
+    if not parsed["yes"]:
+        if not sys.stdin.isatty():
+            raise FlagError(
+                f"{len(gone)} run{'s' * (len(gone) != 1)} would be removed, and nobody can be asked here; give --yes"
+            )
+        print(*(str(folder) for folder in gone), sep="\n")
+        if input(f"remove {len(gone)} run{'s' * (len(gone) != 1)}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return tables.FAILED
+    for folder in gone:
+        files.remove(folder)
+        print(f"removed {folder}")
+    return 0
+
+
+def _sources(runs_dir: Path, leaving: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """Folders that runs which stay began from, with the names of these runs."""
+    found: dict[Path, list[str]] = {}
+    for run in folder_runs.summaries(runs_dir):
+        if run.init_from and run.name not in leaving:
+            found.setdefault(Path(run.init_from.partition("@")[0]).resolve(), []).append(run.name)
+    return found
