@@ -403,8 +403,33 @@ class GRPOConfig:
     adam_b2: float = setting(0.98, "share of its past that Adam's second moment keeps in a step")
     max_grad_norm: float = setting(1.0, "norm to which longer gradients are cut", above=0, resume=CHANGEABLE)
     kl_coef: float = setting(
-        0.0, "weight of the KL divergence to the policy before the first update from rewards", least=0
+        0.0,
+        "weight of the KL divergence to the policy before the first update from rewards; with --lora, to the model "
+        "without it",
+        least=0,
     )
+    correction: str = setting(
+        "truncate",
+        "rule for tokens whose probability differs between sampler and learner by more than --correction-cap: "
+        "truncate the ratio, or mask the token",
+        choices=("truncate", "mask", "none"),
+        resume=CHANGEABLE,
+    )
+    correction_cap: float = setting(3.0, "largest ratio of a token's probabilities", above=1, resume=CHANGEABLE)
+    mask_truncated: bool = setting(
+        False, "leave completions out of the loss that were cut at --num-steps", resume=CHANGEABLE
+    )
+    overlong: float = setting(
+        0.0,
+        "share of --num-steps at its end over which a completion's reward falls by 1 (DAPO's soft penalty)",
+        least=0,
+        most=1,
+        resume=CHANGEABLE,
+    )
+    length_penalty: float = setting(
+        0.0, "part of the reward that a completion of --num-steps tokens loses, a shorter one less", least=0,
+        resume=CHANGEABLE,
+    )  # fmt: skip
     temperature: float = setting(1.0, "temperature at which completions are sampled", above=0)
     group: int = setting(16, "completions of a problem", least=2, why=": an advantage is over the group's mean")
     taught: int = setting(0, "updates of the warm start, which imitates demonstrations", least=0)

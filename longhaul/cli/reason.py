@@ -19,7 +19,7 @@ from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, TEXT, Flag, FlagError,
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, test_time_compute
-from longhaul.reasoning.config import QUESTIONS, Reasoning
+from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
 from longhaul.reasoning.test_time_compute import Solution, drawing
 from longhaul.runtime.errors import RunError
@@ -67,7 +67,7 @@ def reason(words: Sequence[str]) -> int:
     if made.posed is not None:
         for prompt in asked:
             made.posed(prompt)  # what is no problem is said before anything is loaded
-    if parsed["steps"] is not None and task.task == QUESTIONS:
+    if parsed["steps"] is not None and task.in_words:
         raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
     run, policy, _ = restore_policy(folder)
     draw = drawing(

@@ -487,6 +487,28 @@ def reasoning_questions() -> Run:
     )
 
 
+def reasoning_smollm() -> Run:
+    """RECIPE"""
+    return Run(
+        "reasoning-smollm",
+        Reasoning(
+            task="reasoning-gym:chain_sum",
+            task_settings="min_terms=2,max_terms=2,min_digits=1,max_digits=1",
+            template="Question: {question}\nAnswer: ", stop="\n", shots=4, problems=2048, wave=64,
+        ),
+        GRPOConfig(
+            loss="dapo", group=8, lr=2e-4, warmup=2, anneal=False, num_minibatches=1, mask_truncated=False,
+            model_folder="smollm2-135m", model=ModelConfig(lora=16),
+        ),
+        topology="actors",
+        acting=ActorConfig(actor_kind="thread", actors=1),
+        total_steps=60 * 8 * 8 * 12,
+        num_envs=8,
+        num_steps=12,
+        health=Bounds(entropy=0.0, solved=0.95),
+    )  # fmt: skip
+
+
 def general() -> Run:
     """PPO with PureJaxRL's settings in any environment: give --env NAME."""
     return Run("ppo", Named("cartpole"), PPOConfig(), total_steps=1_000_000, num_envs=64, num_steps=128)
@@ -518,6 +540,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "hackmatrix-best": hackmatrix_best,
     "reasoning-arithmetic": reasoning_arithmetic,
     "reasoning-questions": reasoning_questions,
+    "reasoning-smollm": reasoning_smollm,
     "bc": cloning,
     "ppo": general,
 }

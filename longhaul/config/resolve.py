@@ -430,10 +430,6 @@ def both(run: Run) -> tuple[Reasoning, GRPOConfig]:
     return run.environment, run.algorithm
 
 
-def reads_file(run: Run) -> bool:
-    return isinstance(run.environment, Reasoning) and run.environment.task == QUESTIONS
-
-
 def _fitted(run: Run) -> Run:
     """`run` with the paths of its questions and its model made absolute, and with the model that its files tell of.
 
@@ -443,7 +439,7 @@ def _fitted(run: Run) -> Run:
     if not isinstance(run.environment, Reasoning) or not isinstance(run.algorithm, GRPOConfig):
         return run
     task, config = run.environment, run.algorithm
-    if not reads_file(run):
+    if not task.in_words:
         if config.model_folder:
             raise RunError(
                 f"--model-folder is {config.model_folder}, and problems of --task {task.task} are written in "
@@ -454,17 +450,23 @@ def _fitted(run: Run) -> Run:
     paths: dict[str, Any] = {name: _path(getattr(task, name)) for name in ("questions", "held_out_questions")}
     if config.model.pad != tokenizer.NONE:
         config = dataclasses.replace(config, model_folder=_path(config.model_folder))
-        words = tokeniser(config.model_folder)
+        words = tokeniser(config.model_folder, task)
         known = _model_of(config, words) if config.model_folder else config.model
         size = known.vocabulary if config.model_folder else words.size
         config = dataclasses.replace(config, model=dataclasses.replace(known, vocabulary=size, pad=tokenizer.NONE))
     return dataclasses.replace(run, environment=dataclasses.replace(task, **paths), algorithm=config)
 
 
-def tokeniser(folder: str) -> Tokeniser:
-    """Tokeniser of a model's folder; bytes where there is no folder."""
+def tokeniser(folder: str, task: Reasoning) -> Tokeniser:
+    """Tokeniser of a model's folder, for prompts and completions of `task`; bytes where there is no folder."""
+    stop = problem_sets.plain(task.stop)
+    if not folder:
+        if task.chat:
+            raise RunError("--chat needs the template of a model; give --model-folder, or leave it out")
+        return tokenizer.stopped(tokenizer.BYTES, stop) if stop else tokenizer.BYTES
     try:
-        return huggingface.tokeniser(folder) if folder else tokenizer.BYTES
+        words = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
+        return tokenizer.stopped(words, stop) if stop else words
     except ImportError as error:
         raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     except huggingface.HubError as error:
@@ -483,4 +485,5 @@ def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
     if not words.ends:
         raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
                        "generation_config.json")  # fmt: skip
-    return dataclasses.replace(told, precision=config.model.precision, remat=config.model.remat)
+    own = config.model
+    return dataclasses.replace(told, precision=own.precision, remat=own.remat, lora=own.lora)

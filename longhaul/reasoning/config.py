@@ -25,13 +25,30 @@ QUESTIONS = "questions"
 
 TASKS = (*MADE, QUESTIONS)
 
+GYM = "reasoning-gym:"
+"""Beginning of the name of a task of reasoning-gym."""
+
+FORMATS = ("text", "line", "tags")
+"""Formats of an answer: the whole completion; its last line; after any thinking, between <answer> and </answer>."""
+
 
 @dataclass(frozen=True)
 class Reasoning:
     """Problems with answers that a program checks. Of a run, `num_envs` are problems of an update, a group of
     completions each, and `num_steps` the most tokens of one."""
 
-    task: str = setting("arithmetic", "task of the problems; longhaul reason shows them", choices=TASKS)
+    task: str = setting(
+        "arithmetic", f"task of the problems: {', '.join(TASKS)}, or reasoning-gym:NAME; longhaul reason shows them"
+    )
+    task_settings: str = setting("", "settings of a task of reasoning-gym, such as min_terms=2,max_terms=3")
+    shots: int = setting(0, "solved examples before each question of reasoning-gym", least=0, most=64)
+    answer_format: str = setting(
+        "text", "answer of reasoning-gym in a completion: all of it, its last line, or between <answer> tags",
+        choices=FORMATS,
+    )  # fmt: skip
+    chat: bool = setting(False, "put a question into the model's chat template")
+    system: str = setting("", "system prompt of --chat")
+    stop: str = setting("", "text that ends a completion, beside the model's own tokens; \\n is a newline")
     fewest: int = setting(1, "operations of a problem, or digits of a number; at most --most", least=1)
     most: int = setting(4, "most operations or digits; numbers of countdown", least=1, most=64)
     held_out_fewest: int = setting(2, "fewest operations of a held-out problem, on which a run is evaluated", least=1)
@@ -46,12 +63,17 @@ class Reasoning:
     check: str = setting(
         "numeric", "comparison of answers: numeric, exact, or package.module:function, (problem, completion) -> reward"
     )
-    template: str = setting("{question}\n", "text around a question, with {question} in its place")
+    template: str = setting("{question}\n", "text around a question, with {question} in its place; \\n is a newline")
 
     @property
     def exact(self) -> bool:
         """True where the device can check completions."""
         return self.task in EXACT
+
+    @property
+    def in_words(self) -> bool:
+        """True where prompts are text in a model's own vocabulary, or in bytes."""
+        return self.task == QUESTIONS or self.task.startswith(GYM)
 
 
 CHAINS = ("solver", "own")
@@ -119,6 +141,10 @@ class ModelConfig:
         "fp32", "type of the layers' computation; parameters and logits are fp32", choices=PRECISIONS
     )
     remat: str = setting("none", "parts of a layer computed again for the gradient, which saves memory", choices=REMATS)
+    lora: int = setting(
+        0, "rank of LoRA's factors beside each kernel of the layers, which alone are learnt; 0: all learns", least=0,
+        most=1024, flag="lora",
+    )  # fmt: skip
 
     @property
     def biased(self) -> bool:

@@ -3,8 +3,8 @@
 A decode step is small products and much besides, so its speed depends on the layout. Here x is [width, B], and the keys
 and values of a layer are [S, kv_heads, head_dim, B]: those of a token are one block, every product reads its factors in
 place, and all rows are computed side by side between the products. Work that does not depend on the token is done
-before the loop: kernels are transposed, those of one input joined. Layers are compiled one by one,
-because a loop over them would copy its part of the cache out and in again for each token.
+before the loop: kernels are transposed, those of one input joined, LoRA's factors merged. Layers are compiled one by
+one, because a loop over them would copy its part of the cache out and in again for each token.
 
 Mathematics and parameters are those of transformer.py; a test compares the two. The price is a second copy of the
 kernels while sampling.
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
     """Kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
-    kernels = dict(params["layers"])
+    kernels = transformer.merged(config, params["layers"])
     for joined, names in JOINED.items():
         kernels[joined] = jnp.concatenate([kernels.pop(name) for name in names], axis=-1)
         if config.biased and joined == "enter":

@@ -73,16 +73,21 @@ def scores(known: Marks, ends: Any, written: Any, leaders: Any, samples: int) ->
     )
 
 
+def _waves(config: ModelConfig, how: Sampling, words: Tokeniser) -> Callable[..., Drawn]:
+    sample = sampler(config, how.length, how.temperature, group=how.group, words=words)
+    return in_waves(sample, max(1, how.wave // how.group))
+
+
 def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
     """Compiled function (params, problems, key, budget of steps) -> (quality of `sampling.group` completions of each,
     completions). The default budget is unbounded."""
-    sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
+    sample = _waves(config, sampling, tokenizer.TOKENISER)
 
     @jax.jit
     def evaluate(
         params: Params, problems: Bank, key: Key, budget: jax.Array | int = UNBOUNDED
     ) -> tuple[Quality, Drawn]:
-        drawn = sample(params, jnp.repeat(problems.prompt, sampling.group, axis=0), key, jnp.int32(budget))
+        drawn = sample(params, problems.prompt, key, jnp.int32(budget))
         return quality(problems, drawn, sampling.group), drawn
 
     return evaluate
@@ -111,11 +116,10 @@ def evaluate_on_host(
     task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
-    sample = jax.jit(in_waves(sampler(config, how.length, how.temperature, words=words), how.wave))
+    sample = jax.jit(_waves(config, how, words))
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
-        prompts = jnp.repeat(posed.prompt, how.group, axis=0)
-        drawn = jax.device_get(sample(params, prompts, key, jnp.int32(UNBOUNDED)))
+        drawn = jax.device_get(sample(params, posed.prompt, key, jnp.int32(UNBOUNDED)))
         return quality_on_host(task, asked, drawn, words, how.group), drawn
 
     return evaluate

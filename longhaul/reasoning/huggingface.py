@@ -7,8 +7,9 @@ experts, another rope) are refused by name before any weight is read. Written fi
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
-from longhaul.reasoning.transformer import check, shapes, size
+from longhaul.reasoning.transformer import check, merged, shapes, size
 from longhaul.runtime import bounded_json
 from longhaul.types import Params
 
@@ -244,7 +245,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """Parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
-    return _views(config, jax.tree.map(np.asarray, params))
+    whole = {**params, "layers": merged(config, params["layers"])}
+    return _views(dataclasses.replace(config, lora=0), jax.tree.map(np.asarray, whole))
 
 
 def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
@@ -288,10 +290,12 @@ def save(
 # ------------------------------------------------------------------------------------------------------- tokenisers
 
 
-def tokeniser(folder: Path | str) -> Tokeniser:
-    """Tokeniser of a model's folder, without a template's marks. Raises HubError where none can be read.
+def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> Tokeniser:
+    """Tokeniser of a model's folder. Raises HubError where none can be read.
 
-    The tokens that end a text are those of generation_config.json, else of config.json, else ().
+    With `chat` a question stands in the model's chat template, after `system`, if any. A text never gives a special
+    token: where it is spelt like one, it is read letter by letter. The tokens that end a text are those of
+    generation_config.json, else of config.json, else ().
     """
     from tokenizers import Tokenizer
 
@@ -302,13 +306,85 @@ def tokeniser(folder: Path | str) -> Tokeniser:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
         raise HubError(f"{path}: {error}") from error
+    marked = Tokenizer.from_str(inner.to_str())
+    inner.encode_special_tokens = True  # as text
     ends = _ends(Path(folder))
+
+    def encode(text: str) -> list[int]:
+        return list(inner.encode(text, add_special_tokens=False).ids)
+
+    def with_marks(text: str) -> list[int]:
+        return list(marked.encode(text, add_special_tokens=False).ids)
+
+    special = [token.content for token in marked.get_added_tokens_decoder().values() if token.special]
     return Tokeniser(
         inner.get_vocab_size(),
-        lambda text: list(inner.encode(text, add_special_tokens=False).ids),
+        encode,
         lambda numbers: str(inner.decode(cut(numbers, ends), skip_special_tokens=False)),
         ends=ends,
+        chat=_chat(Path(folder), system, encode, with_marks, special) if chat else None,
     )
+
+
+HERE = "\ue000"
+"""Stands for a question that spells a special token, while the template is filled in; of Unicode's private use."""
+
+
+def _chat(
+    folder: Path,
+    system: str,
+    encode: Callable[[str], list[int]],
+    with_marks: Callable[[str], list[int]],
+    special: Sequence[str],
+) -> Callable[[str], list[int]]:
+    """Function of a question to the numbers of a conversation that the model is to continue."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    source, names = _template(folder)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    place = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    place.globals["raise_exception"] = refuse
+
+    def filled(question: str) -> str:
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": question})
+        try:
+            return place.from_string(source).render(messages=turns, add_generation_prompt=True, **names)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise HubError(f"{folder}: the chat template fails: {str(error).splitlines()[0]}") from error
+
+    if HERE not in filled(HERE):
+        raise HubError(f"{folder}: the chat template leaves out the question")
+
+    def ask(question: str) -> list[int]:
+        if not any(word in question for word in special):
+            return with_marks(filled(question))
+        first, *rest = map(with_marks, filled(HERE).split(HERE))
+        return first + [number for part in rest for number in encode(question) + part]
+
+    return ask
+
+
+def _template(folder: Path) -> tuple[str, dict[str, str]]:
+    """(source of a chat template, names in it: the marks that begin and end a text)."""
+    path = folder / "tokenizer_config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        apart = folder / "chat_template.jinja"
+        source = apart.read_text(encoding="utf-8") if apart.exists() else fields.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise HubError(f"{path}: {error}") from error
+    if isinstance(source, list):  # several, by name
+        source = {each["name"]: each["template"] for each in source}.get("default")
+    if not isinstance(source, str):
+        raise HubError(f"{folder} has no chat template; leave --chat out")
+    names = {name: fields.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    plain = {name: each.get("content") if isinstance(each, dict) else each for name, each in names.items()}
+    return source, {name: each for name, each in plain.items() if each is not None}
 
 
 def _ends(folder: Path) -> tuple[int, ...]:

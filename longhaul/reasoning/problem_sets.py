@@ -7,14 +7,15 @@ file.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import tasks, tokenizer
-from longhaul.reasoning.config import MADE, QUESTIONS, Reasoning
+from longhaul.reasoning import gym_tasks, tasks, tokenizer
+from longhaul.reasoning.config import GYM, MADE, QUESTIONS, TASKS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -37,6 +38,8 @@ class World(NamedTuple):
 def check(config: Reasoning) -> None:
     """Raises FieldError where a setting is out of bounds, or does not fit the others."""
     config_fields.check(config)
+    if config.task not in TASKS and not config.task.startswith(GYM):
+        raise FieldError("task", repr(config.task), f"it must be one of {', '.join(TASKS)}, or {GYM}NAME")
     if config.task == "countdown" and config.most < 2:
         raise FieldError("most", config.most, "countdown needs at least 2 numbers")
     if tasks.QUESTION not in config.template:
@@ -50,13 +53,23 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
     """Task of a run, with problems no easier than `fewest`. Raises ValueError for an unreadable file."""
     if config.task == QUESTIONS:
         return _read(config, config.questions)
+    if config.task.startswith(GYM):
+        return gym_tasks.task(
+            config.task.removeprefix(GYM), config.task_settings, template=plain(config.template),
+            form=config.answer_format, shots=config.shots, report=lambda line: print(line, file=sys.stderr),
+        )  # fmt: skip
     return MADE[config.task](fewest or config.fewest, config.most)
 
 
 def _read(config: Reasoning, path: str) -> Task:
     if not path:
         raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
-    return tasks.questions(path, check=config.check, template=config.template)
+    return tasks.questions(path, check=config.check, template=plain(config.template))
+
+
+def plain(text: str) -> str:
+    """Text of a flag, in which \\n is a newline."""
+    return text.replace("\\n", "\n")
 
 
 def held_out_task(config: Reasoning) -> Task:

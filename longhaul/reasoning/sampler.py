@@ -32,6 +32,9 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, checked, ended, marks
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
+LOGITS = 2**24
+"""Most logits that a loss has at a time: 64 MB, whatever the batch. Their gradient computes them again."""
+
 UNBOUNDED = 2**30
 """Budget of steps that no completion reaches."""
 
@@ -61,6 +64,7 @@ class Completions(NamedTuple):
     lesson: jax.Array  # int32 [B], one of those below
     version: jax.Array  # int32 [B]: number of updates behind the weights
     problem: jax.Array  # int32 [B]: place in the bank
+    cut: jax.Array  # bool [B]: without an end; known together with the reward
 
     @property
     def taught(self) -> jax.Array:
@@ -115,7 +119,7 @@ def bank(
         numbers = words.encode(text)
         return numbers if numbers and numbers[-1] in words.ends else [*numbers, *words.ends[:1]]
 
-    prompts = [words.encode(problem.prompt) for problem in problems]
+    prompts = [words.ask(problem.prompt) for problem in problems]
     solutions = [ended(task.solution(problem, rng)) for problem in problems]
     demonstrations = [ended(task.demonstration(problem, rng)) for problem in problems]
     longest = max(map(len, [*solutions, *demonstrations]))
@@ -150,6 +154,7 @@ class _Decoding(NamedTuple):
     logits: jax.Array  # [V, B], of the next token
     drawn: Drawn  # [N, B], time first, so that one token of all rows is one block
     steps: jax.Array  # int32 [B], written so far
+    matched: jax.Array  # int32 [B]: characters of the stop text with which a row ends
     answering: jax.Array  # bool [B]: the mark is written
     ended: jax.Array  # bool [B]
 
@@ -175,9 +180,16 @@ def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer
 
 
 def sampler(
-    config: ModelConfig, length: int, temperature: float, *, ends: bool = True, words: Tokeniser = tokenizer.TOKENISER
+    config: ModelConfig,
+    length: int,
+    temperature: float,
+    *,
+    group: int = 1,
+    ends: bool = True,
+    words: Tokeniser = tokenizer.TOKENISER,
 ) -> Callable[..., Drawn]:
-    """Function (params, prompt [B, P], key, budget) -> completions of at most `length` tokens, a loop of decode steps.
+    """Function (params, prompt [M, P], key, budget) -> `group` completions of at most `length` tokens of each prompt,
+    which is read once; a loop of decode steps.
 
     `budget` int32: most steps of each; it has no effect for `words` without steps and answers. The loop ends with the
     longest completion; without `ends`, with the last allowed token.
@@ -187,14 +199,17 @@ def sampler(
     pad = words.pad
 
     def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
-        rows, room = prompt.shape
+        rows, room = group * prompt.shape[0], prompt.shape[1]
         hidden, kept = transformer.trunk(config, params, prompt, prompt != pad, keeps=True)
         assert kept is not None
-        logits = transformer.unembed(config, params, hidden[:, -1]).T
+        logits = jnp.repeat(transformer.unembed(config, params, hidden[:, -1]), group, axis=0).T
+        kept = jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), kept)
+        prompt = jnp.repeat(prompt, group, axis=0)
         nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
         blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
         cache = decode.begin(kept, prompt != pad, room + length)
-        begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
+        zeros = jnp.zeros(rows, jnp.int32)
+        begun = _Decoding(jnp.int32(0), cache, logits, blank, zeros, zeros, none, none)
         kernels = decode.prepare(config, params, room + length)
         keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
 
@@ -209,8 +224,13 @@ def sampler(
             answering = now.answering | (token == words.answer)
             count = now.steps + ((token == words.step) & ~now.answering)
             logits, cache = decode.step(config, kernels, token, now.cache)
-            ended = now.ended | _any_of(token, words.ends) & ends
-            return _Decoding(now.t + 1, cache, logits, drawn, count, answering, ended)
+            matched, stops = now.matched, _any_of(token, words.ends)
+            if words.stop is not None:
+                matched = jnp.asarray(words.stop)[now.matched, token]
+                stops |= matched == len(words.stop)
+            ended = now.ended | stops & ends
+            matched = jnp.where(ended, 0, matched)
+            return _Decoding(now.t + 1, cache, logits, drawn, count, matched, answering, ended)
 
         def goes_on(now: _Decoding) -> jax.Array:
             return (now.t < length) & ~jnp.all(now.ended)
@@ -228,7 +248,7 @@ def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
 
 
 def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
-    """Sampler that decodes at most about `wave` rows at a time."""
+    """Sampler that decodes at most about `wave` prompts at a time."""
 
     def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
         rows = prompt.shape[0]
@@ -239,7 +259,7 @@ def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
         drawn = jax.lax.map(
             lambda each: sample(params, each[0], each[1], budget), (parts, jax.random.split(key, count))
         )
-        return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), drawn)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn)
 
     return some
 
@@ -249,15 +269,41 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability of each token, entropy of its distribution), float32 [B, N], of completions [B, N].
 
-    All tokens up to the padding, `config.pad`, are read. Differentiable.
+    `prompt` [M, P]: one for B / M completions side by side, and read once. All tokens up to the padding, `config.pad`,
+    are read. Differentiable, but for the entropy.
     """
-    whole = jnp.concatenate([prompt, text], axis=1)
-    hidden, _ = transformer.trunk(config, params, whole, whole != config.pad)
-    room = prompt.shape[1]
-    logits = transformer.unembed(config, params, hidden[:, room - 1 : -1])
-    scores = scored(logits, temperature, pad=config.pad)
-    chosen = jnp.take_along_axis(scores, text[:, :, None], axis=2)[:, :, 0]
-    return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+    (rows, steps), asked = text.shape, prompt != config.pad
+    shared = rows > len(prompt)
+    if shared:
+        first, kept = transformer.trunk(config, params, prompt, asked, keeps=True)
+        assert kept is not None
+        before, read = transformer.Past(kept, asked), text[:, :-1]
+        rest, _ = transformer.trunk(config, params, read, read != config.pad, past=before)
+        hidden = jnp.concatenate([jnp.repeat(first[:, -1:], rows // len(prompt), axis=0), rest], axis=1)
+    else:
+        whole = jnp.concatenate([prompt, text], axis=1)
+        hidden = transformer.trunk(config, params, whole, whole != config.pad)[0][:, prompt.shape[1] - 1 : -1]
+
+    @jax.checkpoint
+    def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        inner, token = part
+        scores = scored(transformer.unembed(config, params, inner), temperature, pad=config.pad)
+        fixed = jax.lax.stop_gradient(scores)
+        chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
+        return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
+
+    flat = hidden.reshape(rows * steps, -1), text.reshape(-1)
+    size = max(1, LOGITS // config.vocabulary)
+    if rows * steps <= size:
+        found = some(flat)
+    else:  # a whole number of pieces, so that one program computes each
+        count = -(-rows * steps // size)
+        short = count * size - rows * steps
+        pieces = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(count, size, *x.shape[1:]), flat
+        )
+        found = jax.tree.map(lambda x: x.reshape(-1)[: rows * steps], jax.lax.map(some, pieces))
+    return jax.tree.map(lambda x: x.reshape(rows, steps), found)
 
 
 # --------------------------------------------------------------------------------------------------------- collector
@@ -282,7 +328,7 @@ def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Com
         "episode/cut": rows - ended.sum(),
         "episode/informative": group * (groups.max(axis=1) > groups.min(axis=1)).sum(),
     }
-    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), sums
+    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness, cut=~ended), sums
 
 
 Marking = Callable[[Completions, Metrics], tuple[Completions, Metrics]]
@@ -325,7 +371,10 @@ def collector(
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
-    sample = in_waves(sampler(config, sampling.length, sampling.temperature, words=words), sampling.wave)
+    sample = in_waves(
+        sampler(config, sampling.length, sampling.temperature, group=sampling.group, words=words),
+        max(1, sampling.wave // sampling.group),
+    )
     count = problems.prompt.shape[0]
 
     def start(key: Key) -> tuple[()]:
@@ -339,8 +388,9 @@ def collector(
 
     def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
-        which = jnp.repeat(jax.random.randint(key_which, (prompts,), 0, count), sampling.group)
-        return which, sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+        which = jax.random.randint(key_which, (prompts,), 0, count)
+        drawn = sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+        return jnp.repeat(which, sampling.group), drawn
 
     lessons = (
         sampled,
@@ -357,7 +407,7 @@ def collector(
         lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
             problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, nothing, nothing, lesson, made,
-            which.astype(jnp.int32),
+            which.astype(jnp.int32), jnp.zeros(rows, bool),
         )  # fmt: skip
         marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
         known, sums = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)

@@ -56,6 +56,7 @@ class Problem(NamedTuple):
     prompt: str
     answer: str  # text between `>` and `$`; of countdown the target, which many answers reach
     steps: tuple[str, ...] = ()  # of the solution; () where there are many
+    entry: Any = None  # what a library's verifier needs
 
 
 class Written(NamedTuple):

@@ -215,7 +215,7 @@ def drawing(
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
         nonlocal calls
-        encoded = [words.encode(prompt) for prompt in prompts for _ in range(count)]
+        encoded = [words.ask(prompt) for prompt in prompts for _ in range(count)]
         room = -(-max(map(len, encoded)) // ROOM) * ROOM
         rows = 1 << (len(encoded) - 1).bit_length()  # a power of two
         padded = [[words.pad] * (room - len(each)) + each for each in encoded]

@@ -1,7 +1,7 @@
 """Transformers, decoder-only: Llama 2 and 3, Qwen2 and Qwen3 (dense), as plain functions over a dict of stacked arrays.
 
 Llama: Touvron et al. 2023 (arXiv 2307.09288), Dubey et al. 2024 (2407.21783); rotary positions: Su et al. 2021
-(2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245).
+(2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245); LoRA: Hu et al. 2021 (2106.09685).
 
 Each parameter of the layers is one array with a leading axis L, so that the layers are one scan, a rule of
 `partition.py` needs one name, and a checkpoint is a flat dict. Logits are always float32 (MiniMax-M1 and ScaleRL, arXiv
@@ -35,6 +35,12 @@ TOGETHER = 2**20
 NEVER = -1e30
 """Score of a token outside the mask; finite, so that a row without any token does not become NaN."""
 
+
+ADAPTED = ("query", "key", "value", "out", "gate", "up", "narrow")
+"""Kernels that LoRA adds to: all of a layer (Schulman et al. 2025 found attention alone worse)."""
+
+ALPHA = 32.0
+"""LoRA's factor is ALPHA / rank."""
 
 KeyValue = tuple[jax.Array, jax.Array]
 """Keys and values [B, T, kv_heads, head_dim] of a layer; [L, B, T, kv_heads, head_dim] of all."""
@@ -71,6 +77,10 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
         layer |= {"query_bias": (wide,), "key_bias": (narrow,), "value_bias": (narrow,)}
     if config.normed:
         layer |= {"query_norm": (config.head_dim,), "key_norm": (config.head_dim,)}
+    if config.lora:
+        for name in ADAPTED:
+            inputs, outputs = layer[name]
+            layer |= {f"{name}_down": (inputs, config.lora), f"{name}_up": (config.lora, outputs)}
     whole: dict[str, Any] = {"embedding": (config.vocabulary, config.width), "final_norm": (config.width,)}
     if not config.tied:
         whole["unembedding"] = (config.width, config.vocabulary)
@@ -86,13 +96,13 @@ def init(key: Key, config: ModelConfig) -> Params:
     check(config)
     flat, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     named = [(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
-    kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias"))]
+    kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias", "_up"))]
     drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels), strict=True))
     arrays = []
     for number, name, shape in named:
         if name.endswith("norm"):
             arrays.append(jnp.ones(shape, jnp.float32))
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "_up")):
             arrays.append(jnp.zeros(shape, jnp.float32))
         else:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
@@ -113,6 +123,29 @@ def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.A
 def size(config: ModelConfig) -> int:
     """Number of a model's parameters."""
     return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def merged(config: ModelConfig, layers: PyTree) -> dict[str, jax.Array]:
+    """Parameters of the layers with LoRA's factors multiplied and added to their kernels."""
+    if not config.lora:
+        return dict(layers)
+    kept = {name: x for name, x in layers.items() if not name.endswith(("_down", "_up"))}
+    return kept | {
+        name: kept[name] + ALPHA / config.lora * layers[f"{name}_down"] @ layers[f"{name}_up"] for name in ADAPTED
+    }
+
+
+def split(config: ModelConfig, params: Params) -> tuple[Params, Params]:
+    """(parameters that are learnt, the rest): LoRA's factors, or all; `joined` is the inverse."""
+    if not config.lora:
+        return params, {}
+    adapters = {name: x for name, x in params["layers"].items() if name.endswith(("_down", "_up"))}
+    layers = {name: x for name, x in params["layers"].items() if name not in adapters}
+    return {"layers": adapters}, {**params, "layers": layers}
+
+
+def joined(learnt: Params, rest: Params) -> Params:
+    return {**rest, "layers": {**rest["layers"], **learnt["layers"]}} if rest else learnt
 
 
 def frequencies(config: ModelConfig) -> jax.Array:
@@ -144,21 +177,42 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
     return jnp.matmul(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
 
 
+class Past(NamedTuple):
+    """Prompts before tokens of a `trunk`: M of them, each before B / M rows side by side."""
+
+    kept: KeyValue  # of all layers
+    mask: jax.Array  # bool [M, P]
+
+
 def trunk(
-    config: ModelConfig, params: Params, tokens: jax.Array, mask: jax.Array, *, keeps: bool = False
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    keeps: bool = False,
+    past: Past | None = None,
 ) -> tuple[jax.Array, KeyValue | None]:
-    """(the last layer's normalised output [B, T, width], which `unembed` takes; with `keeps`, keys and values)."""
+    """(the last layer's normalised output [B, T, width], which `unembed` takes; with `keeps`, keys and values).
+
+    The tokens follow the prompts of `past`, if any, whose keys and values are read and not computed again.
+    """
     dtype = PRECISIONS[config.precision]
     steps = tokens.shape[1]
     positions = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    if past is not None:
+        before = jnp.sum(past.mask, axis=1, dtype=jnp.int32)
+        positions += jnp.repeat(before, len(tokens) // len(before))[:, None]
     seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
     turn = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, head_dim / 2]
 
-    def layer(x: jax.Array, weights: PyTree) -> tuple[jax.Array, KeyValue | None]:
+    def layer(x: jax.Array, each: tuple[PyTree, KeyValue | None]) -> tuple[jax.Array, KeyValue | None]:
+        weights, prefix = each
         own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
-        mixed, kept = _attention(config, own, y, seen, turn)
+        asked = None if past is None or prefix is None else Past(prefix, past.mask)
+        mixed, kept = _attention(config, own, y, seen, turn, asked)
         x = x + mixed
         y = rms_norm(x, weights["mlp_norm"], config.eps)
         x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))
@@ -167,12 +221,13 @@ def trunk(
     x = params["embedding"][tokens].astype(dtype)
     part = rematerialised(layer, config.remat, scanned=True)
     unroll = config.layers if config.layers <= UNROLLED else 1
-    x, kept = jax.lax.scan(part, x, params["layers"], unroll=unroll)
+    prefixes = None if past is None else past.kept
+    x, kept = jax.lax.scan(part, x, (params["layers"], prefixes), unroll=unroll)
     return rms_norm(x, params["final_norm"], config.eps), kept
 
 
 class _Kernels(NamedTuple):
-    """Kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias if present."""
+    """Kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias and LoRA's factors if present."""
 
     weights: dict[str, jax.Array]
     dtype: Any
@@ -181,6 +236,9 @@ class _Kernels(NamedTuple):
         y = affine(x, self.weights[name])
         if f"{name}_bias" in self.weights:
             y = y + along_last(self.weights[f"{name}_bias"].astype(self.dtype), y)
+        if f"{name}_down" in self.weights:
+            down, up = self.weights[f"{name}_down"], self.weights[f"{name}_up"]
+            y = y + affine(affine(x, down), ALPHA / down.shape[-1] * up)
         return y
 
 
@@ -193,9 +251,14 @@ def turned(x: jax.Array, turn: tuple[jax.Array, ...], axis: int = -1) -> jax.Arr
 
 
 def _attention(
-    config: ModelConfig, own: _Kernels, x: jax.Array, seen: jax.Array, turn: tuple[jax.Array, jax.Array]
+    config: ModelConfig,
+    own: _Kernels,
+    x: jax.Array,
+    seen: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    past: Past | None,
 ) -> tuple[jax.Array, KeyValue]:
-    """Attention of one layer from x [B, T, width] to `seen` [B, T, T], and its keys and values."""
+    """Attention of one layer from x [B, T, width] to `seen` [B, T, T] and to the prompts, and its keys and values."""
     rows, steps, _ = x.shape
     query, key, value = (own(name, x).reshape(rows, steps, -1, config.head_dim) for name in ("query", "key", "value"))
     if config.normed:
@@ -206,6 +269,18 @@ def _attention(
     query = query.reshape(rows, steps, config.kv_heads, group, config.head_dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores / math.sqrt(config.head_dim), NEVER)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(rows, steps, -1)
+    if past is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(rows, steps, -1)
+        return own("out", mixed), (key, value)
+    (first_key, first_value), count = past.kept, len(past.mask)
+    asks = query.reshape(count, -1, *query.shape[1:])  # [M, B / M, T, ...]: a prompt is read once for its rows
+    before = jnp.einsum("mrtkgd,mskd->mrkgts", asks, first_key, preferred_element_type=jnp.float32)
+    before = jnp.where(past.mask[:, None, None, None, None], before / math.sqrt(config.head_dim), NEVER)
+    whole = jnp.concatenate([before.reshape(rows, *before.shape[2:]), scores], axis=-1)
+    weights = jax.nn.softmax(whole, axis=-1).astype(value.dtype)
+    first, rest = jnp.split(weights, (past.mask.shape[1],), axis=-1)
+    first = first.reshape(count, -1, *first.shape[1:])
+    mixed = jnp.einsum("mrkgts,mskd->mrtkgd", first, first_value).reshape(rows, steps, -1)
+    mixed = mixed + jnp.einsum("bkgts,bskd->btkgd", rest, value).reshape(rows, steps, -1)
     return own("out", mixed), (key, value)

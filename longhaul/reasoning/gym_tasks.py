@@ -1,0 +1,113 @@
+"""Tasks of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760): a hundred generators, each with its own verifier.
+
+`reasoning-gym:NAME` names one; its settings are the keyword arguments of the library's config, as in
+"min_terms=2,max_terms=3". A completion's answer is all of its text, its last line, or what stands between <answer> and
+</answer> after the thinking. Solved examples may stand before a question (Brown et al. 2020, arXiv 2005.14165).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from longhaul.reasoning.config import GYM
+from longhaul.reasoning.tasks import QUESTION, Problem, Task, Written
+
+TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+RIGHT = 0.99
+"""Score from which an answer is right: a verifier gives less for right answers in another form."""
+
+ITEMS = 2**31 - 1
+"""Items of a dataset; each is generated from its number."""
+
+
+def parsed(settings: str) -> dict[str, Any]:
+    """Keyword arguments of "name=value,name=value". Raises ValueError for another text."""
+    try:
+        call = ast.parse(f"f({settings})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ValueError(f"task settings are {settings!r}; they are written like min_terms=2,max_terms=3") from error
+
+
+def answer(text: str, form: str) -> str | None:
+    """Answer of a completion in one of config.FORMATS; None where it lacks one."""
+    if form == "tags":
+        found = TAGS.findall(text.rpartition("</think>")[2])
+        return found[-1].strip() if found else None
+    lines = text.strip().splitlines()
+    return (lines[-1] if lines and form == "line" else text).strip() or None
+
+
+def task(
+    name: str,
+    settings: str = "",
+    *,
+    template: str = QUESTION,
+    form: str = "text",
+    shots: int = 0,
+    report: Callable[[str], None] = print,
+) -> Task:
+    """Task of a dataset, with `shots` solved examples before each question. Raises ValueError where there is none.
+
+    A verifier that raises counts as wrong; the first error is reported once.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"{GYM}{name} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+    if name not in DATASETS:
+        from difflib import get_close_matches
+
+        near = " or ".join(get_close_matches(name, DATASETS, n=3, cutoff=0.5)) or "chain_sum"
+        raise ValueError(f"reasoning-gym has no {name!r}; did you mean {near}?")
+    try:
+        data = reasoning_gym.create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
+        data[0]
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{GYM}{name} with {settings or 'no settings'}: {error}") from error
+
+    def plain(number: int) -> tuple[str, dict[str, Any]]:
+        entry = data[number]
+        return template.replace(QUESTION, entry["question"].strip()), entry
+
+    # The last items are examples; a question drawn at random is one of them once in a billion.
+    examples = "".join(f"{text}{entry['answer']}\n\n" for text, entry in (plain(ITEMS - 1 - i) for i in range(shots)))
+    failed: list[str] = []
+
+    def problem(rng: np.random.Generator) -> Problem:
+        text, entry = plain(int(rng.integers(ITEMS - shots)))
+        return Problem(examples + text, str(entry["answer"]), entry=entry)
+
+    def solution(problem: Problem, rng: np.random.Generator) -> str:
+        return f"<answer>{problem.answer}</answer>" if form == "tags" else problem.answer
+
+    def reward(problem: Problem, completion: str) -> float:
+        found = answer(completion, form)
+        if found is None or problem.entry is None:
+            return 0.0
+        try:
+            return float(data.score_answer(found, problem.entry) >= RIGHT)
+        except Exception as error:  # of any kind, from code that nobody here wrote
+            if not failed:
+                failed.append(found)
+                report(f"the verifier of {name} raises {error!r} for {found!r}; such answers count as wrong")
+            return 0.0
+
+    def soundness(problem: Problem, completion: str) -> float:
+        """Right answer in the right format: what the gate looks at, as there are no steps to check."""
+        return reward(problem, completion)
+
+    def reading(completion: str) -> Written:
+        return Written((), False, answer(completion, form))
+
+    return Task(
+        f"{GYM}{name}", problem, solution, reward, soundness, False, lambda text: Problem(text, ""), solution, reading
+    )
