@@ -494,17 +494,18 @@ def reasoning_smollm() -> Run:
         Reasoning(
             task="reasoning-gym:chain_sum",
             task_settings="min_terms=2,max_terms=2,min_digits=1,max_digits=1",
-            template="Question: {question}\nAnswer: ", stop="\n", shots=4, problems=2048, wave=64,
+            template="Question: {question}\nAnswer: ", stop="\n", shots=2, problems=2048, wave=128,
         ),
         GRPOConfig(
-            loss="dapo", group=8, lr=2e-4, warmup=2, anneal=False, num_minibatches=1, mask_truncated=False,
+            loss="dapo", group=16, lr=5e-4, warmup=4, anneal=False, num_minibatches=1,
             model_folder="smollm2-135m", model=ModelConfig(lora=16),
         ),
         topology="actors",
         acting=ActorConfig(actor_kind="thread", actors=1),
-        total_steps=60 * 8 * 8 * 12,
+        total_steps=100 * 8 * 16 * 6,
         num_envs=8,
-        num_steps=12,
+        num_steps=6,
+        evaluation_episodes=64,
         health=Bounds(entropy=0.0, solved=0.95),
     )  # fmt: skip
 

@@ -153,7 +153,7 @@ def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: py
 
     def scripted(*_: Any, **__: Any) -> Any:
         def sample(params: Any, prompt: Any, key: Any, budget: Any) -> sampler.Drawn:
-            rows = np.array([written[bytes(np.asarray(each))] for each in prompt])
+            rows = np.array([written[bytes(np.asarray(each))] for each in prompt]).repeat(4)
             kinds = jnp.arange(len(rows))[:, None] % 4  # of a group: lucky, sound, sound, wrong
             text = jnp.select([kinds == 0, kinds == 3], [lucky[rows], wrong[rows]], bank.solution[rows])
             return sampler.Drawn(text, text != tokenizer.PAD, text != tokenizer.PAD, jnp.zeros(text.shape))
