@@ -75,6 +75,7 @@ OPTIONAL = {
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "tensorflow"),
+    *("gguf", "jinja2", "reasoning_gym"),
     *("fsspec", "obstore", "mlflow", "swanlab", "trackio", "IPython"),
     *("imageio_ffmpeg", "minari", "shapely"),
     *("llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),

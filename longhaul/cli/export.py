@@ -1,20 +1,33 @@
-"""The command `export`: a run's policy as a program without Longhaul, or as a file of arrays."""
+"""The command `export`: a run's policy as a program without Longhaul, a file of arrays, or a folder of Hugging Face."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import flags
 from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, PATH, Flag, choice, optional
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
+from longhaul.reasoning import huggingface
+from longhaul.runtime.errors import RunError
 from longhaul.training import api, hub
 from longhaul.training import export as exports
+from longhaul.training.checkpoint.resume import restore_policy
+
+HF = "hf"
+"""Language models: config, weights, tokeniser and chat template, as transformers reads them."""
 
 FLAGS = (
     RUN,
-    Flag("to", choice(exports.KINDS), "jax", "a program that needs JAX, or an ONNX runtime, alone; or arrays by name"),
+    Flag(
+        "to",
+        choice((*exports.KINDS, HF)),
+        "jax",
+        "a program that needs JAX, or an ONNX runtime, alone; arrays by name; hf: a language model's folder",
+    ),
     Flag("out", optional(PATH), None, "the folder to write to", shown="export, in the run's folder"),
     STEP,
     MEMBER,
@@ -24,13 +37,28 @@ FLAGS = (
 
 
 def export(words: Sequence[str]) -> int:
-    """`longhaul export RUN [--to jax|onnx|safetensors|npz] [--out FOLDER] [--step N]`."""
+    """`longhaul export RUN [--to jax|onnx|safetensors|npz|hf] [--out FOLDER] [--step N]`."""
     about = "A run's policy as files that others use: its mode, checked in a process without Longhaul."
     parsed = flags.parse("export", about, {"": FLAGS}, words).values
     folder = folder_of(parsed, "longhaul export RUN --to jax", on_hub=True)
+    if parsed["to"] == HF:
+        print(_language_model(folder, parsed))
+        return 0
     policy = api.load(folder, member=parsed["member"], step=parsed["step"])
     for path in exports.save(
         policy, parsed["to"], Path(parsed["out"] or ("export" if hub.is_address(parsed["RUN"]) else folder / "export"))
     ):
         print(path)
     return 0
+
+
+def _language_model(folder: Path, parsed: dict[str, Any]) -> Path:
+    run, policy, _ = restore_policy(folder, parsed["member"], parsed["step"])
+    if not isinstance(run.algorithm, GRPOConfig):
+        raise RunError(f"run {folder.name} is no language model's; --to hf is for a recipe reasoning-...")
+    out, source = Path(parsed["out"] or folder / "export"), run.algorithm.model_folder
+    try:
+        huggingface.save(out, run.algorithm.model, policy.params, source=source or None)
+    except ImportError as error:
+        raise RunError(f"--to hf needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+    return out

@@ -488,7 +488,12 @@ def reasoning_questions() -> Run:
 
 
 def reasoning_smollm() -> Run:
-    """RECIPE"""
+    """SmolLM2-135M-Instruct on sums of reasoning-gym by DAPO and LoRA: first `longhaul fetch smollm2-135m`.
+
+    The prompt has two solved examples, so that the answer's format is known and a completion has few tokens. Measured,
+    seed 0: pass@1 on 64 problems held out from 0.383 to 0.738, 507 s of one core. Curves:
+    benchmarks/results/reasoning-smollm.json.
+    """
     return Run(
         "reasoning-smollm",
         Reasoning(
@@ -497,12 +502,12 @@ def reasoning_smollm() -> Run:
             template="Question: {question}\nAnswer: ", stop="\n", shots=2, problems=2048, wave=128,
         ),
         GRPOConfig(
-            loss="dapo", group=16, lr=5e-4, warmup=4, anneal=False, num_minibatches=1,
+            loss="dapo", group=16, lr=1e-4, warmup=4, num_minibatches=1,
             model_folder="smollm2-135m", model=ModelConfig(lora=16),
         ),
         topology="actors",
         acting=ActorConfig(actor_kind="thread", actors=1),
-        total_steps=100 * 8 * 16 * 6,
+        total_steps=24 * 8 * 16 * 6,
         num_envs=8,
         num_steps=6,
         evaluation_episodes=64,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -254,10 +255,29 @@ def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
     return (json.dumps(fields_of(config, dtype), indent=2) + "\n").encode()
 
 
+WORDS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files that say how a model reads and ends a text."""
+
+
 def save(
-    folder: Path | str, config: ModelConfig, params: Params, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
+    folder: Path | str,
+    config: ModelConfig,
+    params: Params,
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    source: Path | str | None = None,
 ) -> None:
-    """Writes config.json and the weights, in files of about `shard_bytes`."""
+    """Writes config.json and the weights, in files of about `shard_bytes`; LoRA's factors are merged.
+
+    The tokeniser, the chat template and the tokens that begin and end a text are copied from the model at `source`.
+    """
     from safetensors.numpy import save_file
 
     folder, target = Path(folder), _dtype(dtype)
@@ -272,6 +292,8 @@ def save(
         shards[-1][name] = array
         room -= array.nbytes
     (folder / "config.json").write_bytes(config_text(config, dtype))
+    if source is not None:
+        _copy_words(Path(source), folder)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # files of an earlier model
         old.unlink(missing_ok=True)
     about = {"format": "pt"}  # required by transformers
@@ -285,6 +307,15 @@ def save(
     weight_map = {name: file for file, arrays in zip(names, shards, strict=True) for name in arrays}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_words(source: Path, folder: Path) -> None:
+    for name in WORDS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+    known, path = bounded_json.read(source / "config.json", MOST_JSON), folder / "config.json"
+    marks = {name: known[name] for name in known if name.endswith("_token_id")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | marks, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- tokenisers
@@ -373,7 +404,7 @@ def _template(folder: Path) -> tuple[str, dict[str, str]]:
     """(source of a chat template, names in it: the marks that begin and end a text)."""
     path = folder / "tokenizer_config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        fields = bounded_json.read(path, MOST_JSON) if path.exists() else {}
         apart = folder / "chat_template.jinja"
         source = apart.read_text(encoding="utf-8") if apart.exists() else fields.get("chat_template")
     except (OSError, ValueError) as error:

@@ -93,4 +93,5 @@ def marks(task: Task, asked: Sequence[Problem], texts: Iterable[str]) -> Marks:
 
 def ended(token: np.ndarray, words: Tokeniser) -> np.ndarray:
     """Mask bool [B] of completions [B, N] with an end, or with padding behind the text that stops them."""
-    return np.asarray(np.isin(token, words.ends).any(axis=1) | (token[:, -1] == words.pad))
+    found = np.asarray(np.isin(token, words.ends).any(axis=1))
+    return found if words.stop is None else found | (token[:, -1] == words.pad)

@@ -259,3 +259,51 @@ def test_the_rate_falls_to_a_tenth_in_the_last_third() -> None:
     assert at(27) == pytest.approx(5.5e-4)
     assert at(31, 1) == pytest.approx(1e-4 + 9e-4 * 3 / 60)
     assert at(31, 1, anneal=False) == pytest.approx(1e-3)
+
+
+def test_ratios_far_from_the_sampler_are_truncated_or_masked() -> None:
+    acted, taken = jnp.zeros((1, 3)), jnp.ones((1, 3), bool)
+    log_prob = jnp.log(jnp.array([[4.0, 0.9, 0.2]]))
+
+    def slope(correction: str) -> list[float]:
+        """d loss / d log-probability of a bad completion's tokens, which DAPO's clipping bounds below alone."""
+
+        def total(x: jax.Array) -> jax.Array:
+            each, _ = grpo.surrogate(LOSSES["dapo"], x, acted, taken, jnp.array([-1.0]), correction, 3.0)
+            return jnp.sum(each)
+
+        return np.round(np.asarray(jax.grad(total)(log_prob))[0], 5).tolist()
+
+    assert slope("none") == [4.0, pytest.approx(0.9), 0.0]
+    assert slope("truncate") == [0.0, pytest.approx(0.9), 0.0]
+    assert slope("mask") == [0.0, pytest.approx(0.9), 0.0]
+    assert float(grpo.surrogate(LOSSES["dapo"], log_prob, acted, taken, jnp.array([-1.0]), "mask", 3.0)[0][0, 0]) == 0.0
+
+
+def test_long_completions_lose_reward_and_cut_ones_can_be_left_out() -> None:
+    _, data = completions()  # of 2, 6, 3, 4, 5, 6, 1, 6 tokens of 6
+    soft = grpo.shaped(config(overlong=0.5), data)
+    np.testing.assert_allclose(data.reward - soft, [0, 1, 0, 1 / 3, 2 / 3, 1, 0, 1], atol=1e-6)
+    light = grpo.shaped(config(length_penalty=0.6), data)
+    np.testing.assert_allclose(data.reward - light, np.array([2, 6, 3, 4, 5, 6, 1, 6]) / 10, atol=1e-6)
+    data = data._replace(cut=jnp.arange(ROWS) == 1)
+    kept, left = (
+        grpo._worths(config(mask_truncated=flag), data, ()).weight.any(axis=1).tolist() for flag in (False, True)
+    )
+    assert (kept[1], left[1], left[0]) == (True, False, True)
+
+
+def test_lora_moves_its_factors_alone() -> None:
+    model = dataclasses.replace(TINY, lora=2)
+    settings = config(model=model, lr=1e-2, warmup=0, num_minibatches=1, kl_coef=0.1)
+    made = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.identity))
+    state = made.init(jax.random.key(0))
+    _, data = completions()
+    after, metrics = quick(made.learn)(state, data, jax.random.key(1))
+    moved, rest = transformer.split(model, after.params)
+    _, before = transformer.split(model, state.params)
+    jax.tree.map(np.testing.assert_array_equal, rest, before)
+    assert all(np.any(x) for name, x in moved["layers"].items() if name.endswith("_up"))
+    assert float(metrics["grpo/reference_kl"]) == pytest.approx(0.0, abs=1e-6)  # the factors begin as nothing
+    sizes = {x.size for x in jax.tree.leaves(after.opt_state)}
+    assert max(sizes) == max(x.size for x in jax.tree.leaves(moved))

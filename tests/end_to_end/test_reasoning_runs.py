@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.cli import reason
+from longhaul.cli import export, reason
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
@@ -31,6 +31,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import evaluate, reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
+from tests.helpers import small_chat
 from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, stop
 
 TASK = Reasoning(problems=64, most=3)
@@ -122,6 +123,7 @@ import os, signal
 from pathlib import Path
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.end_to_end import test_reasoning_runs as here
+from tests.helpers import small_chat
 from tests.helpers.small_runs import after, begin
 
 Checkpoints.wait = after(4, lambda: os.kill(os.getpid(), signal.SIGKILL), Checkpoints.wait)
@@ -427,3 +429,64 @@ def test_countdown_is_imitated_and_rewarded(tmp_path: Path) -> None:
     assert 0.4 < np.mean([row["episode/return"] for row in taught]) < 0.9  # half of them miss the target
     assert np.mean([row["episode/return"] for row in own[-5:]]) > 0.2
     assert np.mean([row["episode/soundness"] for row in own[-5:]]) > 0.3
+
+
+# ------------------------------------------------------------------------------------------------- a pretrained model
+
+
+def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By LoRA in its chat template; the exported folder answers like the run."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    small_chat.write(tmp_path / "model")
+    sums = Reasoning(
+        task="reasoning-gym:chain_sum", task_settings="min_terms=2,max_terms=2,min_digits=1,max_digits=1", problems=8,
+        template="{question}", stop="\\n", chat=True,
+    )  # fmt: skip
+    algorithm = GRPOConfig(
+        group=4, lr=1e-2, num_minibatches=1, model_folder=str(tmp_path / "model"), model=ModelConfig(lora=2)
+    )
+    run = small(
+        environment=sums, algorithm=algorithm, num_steps=5, total_steps=2 * 8 * 5, topology="actors",
+        acting=ActorConfig(actor_kind="thread", actors=1), evaluation_episodes=4,
+    )  # fmt: skip
+    begin(run, folder := tmp_path / "run")
+    stored, policy, _ = restore_policy(folder)
+    assert isinstance(stored.algorithm, GRPOConfig)
+    config = stored.algorithm.model
+    _, loaded = huggingface.load(tmp_path / "model")
+    _, kept = transformer.split(config, policy.params)
+    jax.tree.map(np.testing.assert_array_equal, kept, loaded)
+    assert export.export([str(folder), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    plain, merged = huggingface.load(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "generation_config.json"}
+    words, again = reasoning_setup.words(stored), huggingface.tokeniser(tmp_path / "out", chat=True)
+    asked = words.ask("What is 2+3?")
+    assert (asked, words.ends) == (again.ask("What is 2+3?"), again.ends)
+    prompt = jnp.asarray([asked], jnp.int32)
+    found, wanted = (
+        transformer.forward(dataclasses.replace(made, pad=-1), params, prompt, prompt >= 0)
+        for made, params in ((plain, merged), (config, policy.params))
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task": "reasoning-gym:chain_sums"}, "has no 'chain_sums'; did you mean chain_sum"),
+        ({"task": "riddles"}, "--task is 'riddles'; it must be one of arithmetic"),
+        ({"task": "reasoning-gym:chain_sum", "chat": True}, "--chat needs the template of a model"),
+    ],
+)
+def test_a_task_that_is_not_there_is_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        reasoning_setup.bank(
+            small(
+                environment=Reasoning(problems=4, **changes), algorithm=GRPOConfig(group=4, model=MODEL),
+                topology="actors", acting=ActorConfig(actor_kind="thread", actors=1),
+            )
+        )  # fmt: skip

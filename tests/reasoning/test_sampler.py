@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -183,3 +186,71 @@ def test_what_does_not_fit_a_bank_is_named() -> None:
         sampler.bank(tasks.countdown(), sums, rng, 12)
     with pytest.raises(ValueError, match="temperature is 0"):
         sampler.collector(CONFIG, drawn_problems()[1], sampler.Sampling(temperature=0.0), prompts=1)
+
+
+# ------------------------------------------------------------------------------------------------------- large models
+
+WIDE = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16, vocabulary=257, pad=-1)
+
+
+def grouped_texts() -> tuple[jax.Array, jax.Array]:
+    """Two prompts of different lengths, three completions of each."""
+    rng = np.random.default_rng(0)
+    prompt = np.where(np.arange(5)[None] < [[0], [2]], -1, rng.integers(0, 257, (2, 5)))
+    text = np.where(np.arange(7)[None] < [[7], [3], [1], [7], [5], [2]], rng.integers(0, 257, (6, 7)), -1)
+    return jnp.asarray(prompt, jnp.int32), jnp.asarray(text, jnp.int32)
+
+
+def test_a_prompt_read_once_for_its_group_and_a_loss_in_pieces_change_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, text = grouped_texts()
+    params, counts = transformer.init(jax.random.key(0), WIDE), text >= 0
+
+    def total(params: Any, asked: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_prob, entropy = sampler.log_probs(WIDE, params, asked, text, 0.9)
+        return jnp.sum(jnp.where(counts, log_prob, 0.0)), jnp.where(counts, entropy, 0.0)
+
+    slope = jax.value_and_grad(total, has_aux=True)
+    wanted = quick(slope)(params, jnp.repeat(prompt, 3, axis=0))
+    monkeypatch.setattr(sampler, "LOGITS", 5 * 257)  # five tokens at a time
+    found = quick(lambda *x: slope(*x))(params, prompt)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
+
+
+def test_no_array_of_a_compiled_loss_has_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, text = grouped_texts()
+    params = transformer.init(jax.random.key(0), WIDE)
+
+    def largest(least: int) -> int:
+        """Tokens whose logits the gradient's program has at a time."""
+        monkeypatch.setattr(sampler, "LOGITS", least)
+        slope = jax.grad(lambda p: jnp.sum(sampler.log_probs(WIDE, p, prompt, text, 1.0)[0]))
+        shapes = re.findall(r"f32\[([\d,]+)\]", jax.jit(slope).lower(params).compile().as_text())
+        arrays = [math.prod(map(int, shape.split(","))) for shape in shapes if "257" in shape.split(",")]
+        return max(size // 257 for size in arrays)
+
+    assert largest(2**24) >= text.size  # all at once, where the loss is small
+    assert largest(5 * 257) <= max(5, WIDE.width)  # or the embedding itself
+
+
+def test_a_completion_ends_with_the_text_that_stops_it() -> None:
+    words = tokenizer.stopped(tokenizer.BYTES, "ab")
+    model = dataclasses.replace(WIDE, vocabulary=words.size)
+    params = transformer.init(jax.random.key(0), model)
+    forced = {**params, "embedding": params["embedding"] * 0.0}  # every token is as likely as another
+    prompt = jnp.asarray([list(b"x?")] * 64, jnp.int32)
+    few = [ord("a"), ord("b")]
+    bias = jnp.where(jnp.isin(jnp.arange(words.size), jnp.array(few)), 0.0, transformer.NEVER)
+    real = sampler.chosen
+    sample = sampler.sampler(model, 8, 1.0, words=words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "chosen", lambda logits, *rest: real(logits + bias[:, None], *rest))
+        drawn = quick(sample)(forced, prompt, jax.random.key(0), jnp.int32(sampler.UNBOUNDED))
+    texts = ["".join(chr(c) for c in row if c >= 0) for row in np.asarray(drawn.token).tolist()]
+    assert any(text.startswith("aab") for text in texts)  # a false start is no start
+    for text in texts:
+        _, found, tail = text.partition("ab")
+        assert (tail == "" and found) or (len(text) == 8 and not found)
+    assert [words.decode(row) for row in np.asarray(drawn.token)] == [text.partition("ab")[0] for text in texts]

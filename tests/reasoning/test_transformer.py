@@ -149,3 +149,47 @@ def test_a_model_begins_as_its_shapes_say() -> None:
     assert float(jnp.std(layers["narrow"])) == pytest.approx(root / np.sqrt(TINY.hidden), rel=0.1)
     with pytest.raises(ValueError, match="head_dim is 15"):
         transformer.init(jax.random.key(0), dataclasses.replace(TINY, head_dim=15))
+
+
+def adapted(rank: int = 3) -> tuple[ModelConfig, Any]:
+    """A model with LoRA's factors, none of them zero."""
+    config = dataclasses.replace(reference.CONFIGS["llama"], layers=2, lora=rank)
+    params = transformer.init(jax.random.key(2), config)
+    learnt, rest = transformer.split(config, params)
+    learnt = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), learnt)
+    return config, transformer.joined(learnt, rest)
+
+
+def test_adapters_are_their_merged_model_and_begin_as_none() -> None:
+    config, params = adapted()
+    plain = dataclasses.replace(config, lora=0)
+    tokens, ones = reference.TOKENS[:2], ALL[:2]
+    merged = {**params, "layers": transformer.merged(config, params["layers"])}
+    wanted = forward(plain, merged, tokens, ones)
+    assert relative(forward(config, params, tokens, ones), wanted) < 1e-5
+    _, rest = transformer.split(config, params)
+    assert relative(forward(plain, rest, tokens, ones), wanted) > 1e-2
+    begun = transformer.init(jax.random.key(2), config)
+    _, kernels = transformer.split(config, begun)
+    np.testing.assert_array_equal(forward(config, begun, tokens, ones), forward(plain, kernels, tokens, ones))
+
+
+def test_tokens_after_a_shared_prompt_are_those_of_the_whole_text() -> None:
+    config = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
+    params, rng = transformer.init(jax.random.key(0), config), np.random.default_rng(0)
+    prompt, text = rng.integers(1, config.vocabulary, (2, 5)), rng.integers(1, config.vocabulary, (6, 4))
+    asked = np.array([[True] * 5, [False, False, True, True, True]])
+    read = np.arange(4)[None] < np.array([4, 3, 1, 4, 2, 4])[:, None]
+
+    @quick
+    def both(params: Any) -> tuple[jax.Array, jax.Array]:
+        _, kept = transformer.trunk(config, params, jnp.asarray(prompt), jnp.asarray(asked), keeps=True)
+        assert kept is not None
+        past = transformer.Past(kept, jnp.asarray(asked))
+        after, _ = transformer.trunk(config, params, jnp.asarray(text), jnp.asarray(read), past=past)
+        whole = jnp.concatenate([jnp.repeat(jnp.asarray(prompt), 3, axis=0), jnp.asarray(text)], axis=1)
+        mask = jnp.concatenate([jnp.repeat(jnp.asarray(asked), 3, axis=0), jnp.asarray(read)], axis=1)
+        return after, transformer.trunk(config, params, whole, mask)[0][:, 5:]
+
+    found, wanted = both(params)
+    assert relative(np.asarray(found)[read], np.asarray(wanted)[read]) < 1e-5
