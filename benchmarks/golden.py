@@ -4,6 +4,9 @@ Each case trains a small run with the code of OLD_CHECKOUT and with this one, in
 `params_sha256` of result.json. A case "NAME, resumed" begins a run with the old code, stops it by SIGTERM, and goes on
 with this code: it must end with the parameters of the old code's undisturbed run.
 
+The driving cases train on generated scenarios. These were changed on purpose by 26a5996, so a comparison
+across that commit differs; abb6b51, before it, has the digest of ea1a2ca.
+
 Prints one JSON line for each case. The exit code is 1 if any digest differs.
 """
 
