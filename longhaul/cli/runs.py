@@ -183,9 +183,12 @@ def report(words: Sequence[str]) -> int:
         with screen.stage("restoring the policy", plain=False):
             run, policy, untrained = restore_policy(folder, None, number)
         scores: dict[str, Any] = {}
+        chains: list[Any] = []
         for name, means, recordings in loop.evaluations(run, policy, untrained):
-            scores[name], films = means, [*films, *recordings]
-        result = {"status": f"checkpoint {number}", "evaluation": scores}
+            chains = chains or means.pop("chains", [])
+            scores[name] = {metric: value for metric, value in means.items() if metric != "chains"}
+            films += recordings
+        result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": chains}
         records = [record for record in records if number is None or record["update"] <= number]
         page = folder / f"report-{number}.html"
     page = Path(parsed["out"] or page)
