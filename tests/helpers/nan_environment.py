@@ -42,3 +42,8 @@ def add(patch: pytest.MonkeyPatch, name: str, chance: float) -> None:
     """Until `patch` is undone there is an environment of that name."""
     make = registry.make
     patch.setattr(registry, "make", lambda word: Poisonous(make("cartpole"), chance) if word == name else make(word))
+
+
+def poles() -> Environment:
+    """The same for a command line: --env tests.helpers.nan_environment:poles."""
+    return Poisonous(registry.make("cartpole"), 1e-4)

@@ -1,0 +1,289 @@
+"""Runs of every kind that are killed at random moments, under limits and with a jumping clock, and must end as if not.
+
+    python -m benchmarks.chaos --minutes 60 [--kinds ppo,actors] [--hits kill,descriptors] [--seed 0] [--json FILE]
+
+A kind is a recipe in a topology (`KINDS`). It is trained once undisturbed. Then it is trained again and again: each
+process lives in a hit's circumstances (`HITS`) until a random moment, at which all of its processes get SIGKILL, or one
+time in four SIGTERM; the last process is left alone. Its run must end with exit code 0 and, where the kind is exact,
+with the parameters of the undisturbed one, bit for bit; no process may end by a traceback. The table has a row for each
+kind and hit. The clock jumps by libfaketime, where the system has it (Debian's package of that name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+POLES = "--env numpy/longhaul.envs.host.numpy_cartpole:cartpole"
+
+SMALL = "--num-envs 16 --num-steps 16 --hidden-dim 16 --num-layers 1 --evaluation-episodes 4 --threads 1"
+
+LONGEST = 300.0
+"""Seconds after which a process that should end hangs."""
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+
+
+class Kind(NamedTuple):
+    flags: str
+    updates: int  # until the end
+    steps: int  # of an update
+    exact: bool = True  # the parameters at the end follow from the seed
+
+
+KINDS = {
+    "ppo": Kind(f"cartpole {SMALL}", 4000, 256),
+    "impala": Kind(f"impala-cartpole {SMALL}", 4000, 256),
+    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 200, 256),
+    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 60, 256),
+    "population": Kind(f"cartpole {SMALL} --seeds 3", 2000, 256),
+    "actors": Kind(f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 800, 256),
+    "central": Kind(f"cartpole {POLES} {SMALL} --topology central --actors 2", 800, 256, exact=False),
+    "hackmatrix": Kind("hackmatrix --num-envs 16 --num-steps 16 --hidden-dim 8 --evaluation-episodes 2", 100, 256),
+    "driving": Kind(
+        "driving --scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 16 --evaluation-episodes 2", 60, 128
+    ),
+    "reasoning": Kind("reasoning-arithmetic --num-envs 8 --evaluation-episodes 16", 20, 3584),
+    "nan": Kind(f"ppo --env tests.helpers.nan_environment:poles {SMALL} --save-interval 10 --rollbacks 50", 300, 256),
+}
+"""Recipe kinds and topologies. In `nan` some rewards are not numbers: the run goes back and around them."""
+
+
+class Hit(NamedTuple):
+    """Circumstances of a process: limits that are set before it begins, variables, something done while it lives."""
+
+    limits: Mapping[int, int] = {}
+    variables: Mapping[str, str] = {}
+    meanwhile: Callable[[Path, random.Random], None] = lambda folder, rng: None
+
+
+def jump(folder: Path, rng: random.Random) -> None:
+    """The clock to any moment within a day."""
+    clock(folder).write_text(f"{rng.choice('+-')}{rng.randrange(86_400)}s\n")
+
+
+def clock(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.clock")
+
+
+def deny(folder: Path, rng: random.Random) -> None:
+    """The right to write checkpoints, or gives it back."""
+    if (folder / "checkpoints").is_dir():
+        (folder / "checkpoints").chmod(rng.choice([0o500, 0o700]))
+
+
+HITS = {
+    "kill": Hit(),
+    "descriptors": Hit({resource.RLIMIT_NOFILE: 64}),
+    "disk": Hit({resource.RLIMIT_FSIZE: 1 << 14}),
+    "memory": Hit({resource.RLIMIT_AS: 3 << 30}),
+    "clock": Hit(
+        variables={"LD_PRELOAD": str(FAKETIME), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1"}, meanwhile=jump
+    ),
+    "threads": Hit({resource.RLIMIT_NPROC: 200}),
+    "permissions": Hit(meanwhile=deny),
+}
+"""All but the first are lifted for the last process. Root has any right and any number of threads, so that `threads`
+and `permissions` need another user."""
+
+
+def usable() -> list[str]:
+    root = os.getuid() == 0
+    missing = {"threads": root, "permissions": root, "clock": not FAKETIME.exists()}
+    return [name for name in HITS if not missing.get(name)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
+    parser.add_argument("--hits", default=",".join(usable()), help="likewise")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    asked = parser.parse_args()
+    kinds, hits = asked.kinds.split(","), asked.hits.split(",")
+    for name, known in [(each, KINDS) for each in kinds] + [(each, HITS) for each in hits]:
+        if name not in known:
+            parser.error(f"there is no {name!r}; there are {', '.join(known)}")
+    rows, until = [], time.monotonic() + 60 * asked.minutes
+    with tempfile.TemporaryDirectory() as scratch:
+        whole: dict[str, str | None] = {}
+        rng = random.Random(asked.seed)
+        for kind, hit in turns(kinds, hits, rng):
+            if time.monotonic() >= until:
+                break
+            if kind not in whole:
+                whole[kind] = undisturbed(kind, Path(scratch))
+            rows.append(disturbed(kind, hit, whole[kind], Path(scratch) / "run", rng))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    show(rows)
+    if asked.json:
+        asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+def turns(kinds: list[str], hits: list[str], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Every kind in turn without an end; every other time a kill alone."""
+    while True:
+        for kind in rng.sample(kinds, len(kinds)):
+            yield kind, hits[0] if rng.random() < 0.5 else rng.choice(hits)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'kind':12} {'hit':12} {'runs':>5} {'kills':>6} {'as undisturbed':>15} {'seconds':>8}  wrong")
+    for kind, hit in dict.fromkeys((row["kind"], row["hit"]) for row in sorted(rows, key=lambda row: row["kind"])):
+        some = [row for row in rows if (row["kind"], row["hit"]) == (kind, hit)]
+        same = f"{sum(row['same'] for row in some)} of {len(some)}" if KINDS[kind].exact else "not exact"
+        wrong = "; ".join(row["wrong"] for row in some if row["wrong"]) or "nothing"
+        kills, seconds = sum(row["kills"] for row in some), sum(row["seconds"] for row in some)
+        print(f"{kind:12} {hit:12} {len(some):>5} {kills:>6} {same:>15} {seconds:>8.0f}  {wrong}")
+    print(f"{'together':25} {len(rows):>5} {sum(row['kills'] for row in rows):>6}")
+
+
+def undisturbed(kind: str, scratch: Path) -> str | None:
+    """Digest of the parameters at the end; the cache of compiled programs is full then, too."""
+    folder = scratch / f"whole-{kind}"
+    process = start(kind, folder, Hit())
+    code = process.wait(LONGEST * 2)
+    if code:
+        raise SystemExit(f"{kind} undisturbed ends with {code}: {log(folder)[-2000:]}")
+    return digest(folder)
+
+
+def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.Random) -> dict[str, Any]:
+    """One run with one to four kills."""
+    began, wrong, codes = time.monotonic(), "", Counter[int]()
+    shutil.rmtree(folder, ignore_errors=True)
+    log_file(folder).unlink(missing_ok=True)
+    clock(folder).write_text("+0s\n")
+    kills, wanted = 0, rng.randrange(1, 5)
+    for _ in range(wanted):
+        process = start(kind, folder, HITS[hit])
+        killed = live(process, folder, HITS[hit], rng)
+        kills += killed
+        code = process.returncode
+        codes[code] += 1
+        if "Traceback" in log(folder) and not killed:
+            wrong = f"ended by a traceback with {code}: {log(folder)[-300:]!r}"
+        if code == 0:
+            break
+    if (folder / "checkpoints").is_dir():
+        (folder / "checkpoints").chmod(0o700)
+    process = start(kind, folder, Hit())
+    try:
+        code = process.wait(LONGEST)
+    except subprocess.TimeoutExpired:
+        end(process, signal.SIGKILL)
+        code, wrong = -1, "hangs"
+    same = digest(folder) == whole
+    if not wrong and code:
+        wrong = f"ends with {code}: {log(folder)[-300:]!r}"
+    if not wrong and KINDS[kind].exact and not same:
+        wrong = "other parameters"
+    seconds = round(time.monotonic() - began, 1)
+    about = {"kind": kind, "hit": hit, "kills": kills, "codes": dict(codes), "same": same, "seconds": seconds}
+    return about | {"wrong": wrong}
+
+
+def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random) -> bool:
+    """True if a process was killed at a random moment: within its start, or just behind some progress."""
+    done, until = updates(folder), time.monotonic() + LONGEST
+    moment = time.monotonic() + rng.uniform(0.0, 8.0)
+    early = rng.random() < 0.4
+    while process.poll() is None and time.monotonic() < until:
+        if (early and time.monotonic() >= moment) or (not early and updates(folder) > done):
+            break
+        time.sleep(0.002 if not early else 0.05)
+        if rng.random() < 0.01:
+            hit.meanwhile(folder, rng)
+    if not early:
+        time.sleep(rng.uniform(0.0, 1.0))
+    if process.poll() is not None:
+        return False
+    hit.meanwhile(folder, rng)
+    end(process, signal.SIGTERM if rng.random() < 0.25 else signal.SIGKILL)
+    return True
+
+
+def end(process: subprocess.Popen[bytes], number: int) -> None:
+    """A signal to all processes of a session; who does not end within a minute is killed."""
+    try:
+        os.killpg(process.pid, number)
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
+    about = KINDS[kind]
+    words = ["train", *shlex.split(about.flags)]
+    total = ["--total-steps", str(about.updates * about.steps), "--save-interval", "20", "--log-interval", "5"]
+    words += ["--runs-dir", str(folder.parent)]
+    if (folder / "run.json").exists():
+        words = ["train", words[1], "--resume", folder.name, "--runs-dir", str(folder.parent)]
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # it was killed before it said what it is
+        words += [*total[: 2 if "--save-interval" in words else 4], *total[4:], "--run-name", folder.name]
+
+    def limit() -> None:
+        for what, most in hit.limits.items():
+            resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+
+    cache = folder.parent / "cache"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    variables |= hit.variables
+    if "LD_PRELOAD" in hit.variables:
+        variables["FAKETIME_TIMESTAMP_FILE"] = str(clock(folder))
+    with log_file(folder).open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "longhaul", *words], env=variables, cwd=folder.parent, preexec_fn=limit,
+            start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def log_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def log(folder: Path) -> str:
+    """What the newest process of a run said."""
+    return log_file(folder).read_text(errors="replace")
+
+
+def updates(folder: Path) -> int:
+    """Lines of metrics so far."""
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def digest(folder: Path) -> str | None:
+    try:
+        found = json.loads((folder / "result.json").read_text())
+    except OSError:
+        return None
+    return json.dumps(found.get("params_sha256") or [each["params_sha256"] for each in found["members"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
