@@ -60,7 +60,7 @@ NO_JAX = (
     "weight_sync",
     *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),
     *("config/run", "config/recipes", "config/population", "training/run_dir", "training/hub"),
-    *("training/runs", "training/comparison"),
+    *("training/runs", "training/comparison", "training/board", "cli/board"),
     *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync"),
     *("cli/run_flags", "cli/train", "cli/status", "cli/data", "cli/bench"),
 )
@@ -77,7 +77,7 @@ OPTIONAL = {
     *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "tensorflow"),
     *("gguf", "jinja2", "reasoning_gym"),
     *("fsspec", "obstore", "mlflow", "swanlab", "trackio", "IPython"),
-    *("imageio_ffmpeg", "minari", "shapely"),
+    *("imageio_ffmpeg", "minari", "shapely", "starlette", "uvicorn"),
     *("llvmlite", "xxhash", "zstandard", "flatbuffers", "onnx", "huggingface_hub"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""

@@ -44,6 +44,7 @@ COMMANDS = {
     "compare": "runs side by side: settings that differ, final metrics with intervals over seeds",
     "report": "the page of a run as it stands: while it trains, after a kill, for a checkpoint",
     "rm": "remove runs; those that train or that another began from stay",
+    "board": "a web page of the runs in a folder: live curves, comparison, CSV",
     "doctor": "health of a run, or fitness of a recipe for many devices",
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
     "profile": "time of a recipe's updates by part, from a trace",
@@ -68,7 +69,7 @@ ENTRIES = {
 }
 """Command -> (module of `longhaul.cli`, function in it), where they are not called like the command."""
 
-OWN_INTERRUPT = ("data", "sync", "bench", "launch")
+OWN_INTERRUPT = ("data", "sync", "bench", "launch", "board")
 """Commands that handle Ctrl-C themselves, or by an exception."""
 
 FLAGS = ("--help", "--version", "--debug")

@@ -1,0 +1,52 @@
+"""The command `board`: a web page of the runs in a folder, which lives while they train. Without JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Sequence
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError
+from longhaul.runtime import credentials
+
+FLAGS = (
+    Flag("FOLDER", PATH, "runs", "the folder of runs, or a store's address"),
+    Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond loopback, pages need a token"),
+    Flag("port", INT, 8008, "the port to listen at; 0 finds a free one", least=0, most=65535),
+    Flag("token-file", flags.optional(PATH), None, "a file with the token to ask for", shown="a new one, if needed"),
+    DEBUG,
+)
+
+
+def board(words: Sequence[str]) -> int:
+    """`longhaul board [FOLDER]`."""
+    values = flags.parse("board", "A web page of the runs in a folder.", {"": FLAGS}, words).values
+    try:
+        import uvicorn
+
+        from longhaul.training import board
+    except ImportError as error:
+        raise FlagError(f"the board needs {error.name}: pip install 'longhaul-rl[board]'") from error
+    host, port = values["host"], values["port"]
+    token = credentials.load(values["token-file"]).token
+    if token is None and host not in board.LOOPBACK:
+        token = secrets.token_urlsafe(16)
+    app = board.application(values["FOLDER"], token)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise FlagError(f"--host {host} --port {port}: {error.strerror}; give another, 0 finds a free port") from error
+    name = f"[{host}]" if family == socket.AF_INET6 else host
+    query = f"?token={token}" if token else ""
+    print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
+    tables.progress(f"shows the runs in {values['FOLDER']}; Ctrl-C ends it")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
