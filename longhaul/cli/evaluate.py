@@ -15,6 +15,7 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config import recipes
+from longhaul.config.resolve import named as named_environment
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.render import save as pictures
@@ -146,11 +147,14 @@ def named_task(run: Run) -> str:
 
 def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
     """Values of flags in which `--policy pretrained` is written as the RUN that it stands for."""
-    if parsed["policy"] != hub.PRETRAINED:
+    who = parsed["policy"]
+    many = (who,) if isinstance(who, str) else who
+    if hub.PRETRAINED not in many:
         return parsed
     if parsed["RUN"] not in (None, hub.PRETRAINED):
         raise FlagError(f"--policy pretrained is a policy of its own; leave {parsed['RUN']} out")
-    return parsed | {"RUN": hub.PRETRAINED, "policy": "run"}
+    written = tuple("run" if each == hub.PRETRAINED else each for each in many)
+    return parsed | {"RUN": hub.PRETRAINED, "policy": written[0] if isinstance(who, str) else written}
 
 
 def driver_of(who: str) -> str:
@@ -287,12 +291,18 @@ PICTURES = (".gif", ".mp4", ".html", ".png")
 
 
 def render(words: Sequence[str]) -> int:
-    """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] [--traffic ...] --out FILE`."""
-    policy = Flag("policy", choice(WHO), "run", "driver; without RUN: pretrained, idm, log or constant")
-    id_flag = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
+    """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID...] [--traffic ...] --out FILE`."""
+    policy = Flag(
+        "policy", choice(WHO), ("run",), "drivers, side by side; without RUN: pretrained, idm, log or constant",
+        many=True,
+    )  # fmt: skip
+    id_flag = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
+    count = Flag("episodes", INT, 1, "scenarios, the first ones, where none is named", least=1)
+    past = Flag("past-violations", flags.ALONE, False, "an episode goes on after a collision, off the road, past a red")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, TRAFFIC, out, RUNS_DIR, DEBUG]}
-    parsed = shipped(flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values)
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, past, out, RUNS_DIR, DEBUG]}
+    about = "Draws scenarios as policies drive them, or an episode of another environment."
+    parsed = shipped(flags.parse("render", about, groups, words).values)
     who = parsed["policy"]
     if parsed["out"] is None:
         raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
@@ -300,24 +310,55 @@ def render(words: Sequence[str]) -> int:
         raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
     if parsed["RUN"] is not None:
         folder = folder_of(parsed, "", on_hub=True)
-        stored = load_run(folder)
-        if not isinstance(stored.environment, Driving):
-            what = named_task(stored)
-            raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
-        run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
-    elif who in ("run", "untrained"):
+        if not isinstance(load_run(folder).environment, Driving):
+            return _draw_other(folder, parsed)
+        found = [policy_of(folder, each, parsed["member"], parsed["step"]) for each in who]
+        run, acting = found[0][0], [policy for _, policy in found]
+    elif {"run", "untrained"} & {*who}:
         raise FlagError("whose drive? give a RUN, or --policy pretrained, idm, log or constant")
     else:
-        run, acting = resolve(recipes.recipe("driving")), None
-    scenario = parsed["scenario"]
-    drives = evaluate_driving.drives(run, parsed["data"], 1 if scenario is None else None, parsed["traffic"])
+        run, acting = resolve(recipes.recipe("driving")), [None] * len(who)
+    named = parsed["scenario"]
+    drives = evaluate_driving.drives(run, parsed["data"], None if named else parsed["episodes"], parsed["traffic"])
     ids = [each.id for each in drives.scenarios]
-    if scenario is not None and scenario not in ids:
-        hint = flags.suggestion(scenario, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
-        raise RunError(f"no scenario is named {scenario!r}; {hint}")
-    which = 0 if scenario is None else ids.index(scenario)
-    recording = labelled(drives.some([which]).play(acting, driver_of(who), [0])[1][0], who)
+    for each in named:
+        if each not in ids:
+            hint = flags.suggestion(each, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
+            raise RunError(f"no scenario is named {each!r}; {hint}")
+    some = drives.some([ids.index(each) for each in named]) if named else drives
+    task = run.environment
+    assert isinstance(task, Driving)
+    goals = tuple(name for name in task.simulator.terminations if name == "goal")
+    changes = {"terminations": goals} if parsed["past-violations"] else {}
+    shown = range(len(some.scenarios))
+    films = [
+        [labelled(film, each) for film in some.play(policy, driver_of(each), shown, **changes)[1]]
+        for each, policy in zip(who, acting, strict=True)
+    ]
     with screen.stage("drawing"):
-        pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
+        recordings = [film for of_scenario in zip(*films) for film in of_scenario]
+        pictures.save(recordings, parsed["out"], fps=max(1, min(50, round(1 / recordings[0].dt))))
+    print(parsed["out"])
+    return 0
+
+
+def _draw_other(folder: Path, parsed: dict[str, Any]) -> int:
+    """Draws an episode of a run in another environment than driving."""
+    task, (who, *more) = load_run(folder).environment, parsed["policy"]
+    for name in ("data", "scenario", "traffic", "past-violations"):
+        if parsed[name]:
+            what = named_task(load_run(folder))
+            raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
+    if not isinstance(task, Named):
+        raise FlagError(f"run {folder.name} is {named_task(load_run(folder))}, of which there is no picture")
+    if more:
+        raise FlagError(f"--policy is {' '.join(parsed['policy'])}; {task.env} is drawn for one policy at a time")
+    run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
+    with screen.stage("drawing"):
+        try:
+            images = evaluation.film(run, task.env, named_environment(task), acting, run.seed)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        pictures.film(images, parsed["out"], f"{folder.name}: {task.env}")
     print(parsed["out"])
     return 0

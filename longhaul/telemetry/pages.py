@@ -44,7 +44,7 @@ def embed(value: Any) -> str:
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     """Table of rows, `<tr>` each; heads and rows are inserted unescaped."""
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    inner = f'<table><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    inner = f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="card table" tabindex="0">{inner}</div>'
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from PIL import Image
 
 from longhaul import rollout
 from longhaul.algorithms import registry
@@ -15,6 +16,7 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.driving.sim import config
+from longhaul.envs import pictures
 from longhaul.envs.callback import Called
 from longhaul.envs.registry import SpecStub
 from longhaul.reasoning import evaluate as quality
@@ -86,6 +88,35 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
 
     return play
 
+
+def film(run: Run, name: str, environment: Environment, policy: Params, seed: int = 0) -> list[Image.Image]:
+    """Pictures of one episode of the policy's mode, at most `FRAMES`. Raises ValueError where there are none."""
+    algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
+    if isinstance(environment, SpecStub | Called):
+        return host_rollout.film(name, algorithm, policy, FRAMES, seed)
+    if environment.spec.agents is not None:
+        raise ValueError(f"{name} has no picture: it has several agents")
+    draw, remembered = pictures.painter(name, environment), algorithm.memory(1)
+
+    @jax.jit
+    def step(state: Any, seen: Any, memory: Any, key: Any) -> Any:
+        action, memory, _ = algorithm.act(policy, memory, jax.tree.map(lambda leaf: leaf[None], seen), None)
+        after, led_to = environment.step(key, state, action[0])
+        return after, led_to.successor, memory, led_to.terminated | led_to.truncated
+
+    state, seen = jax.jit(environment.reset)(jax.random.key(seed))
+    states, observations = [jax.device_get(state)], [jax.device_get(seen)]
+    for t in range(FRAMES - 1):
+        state, seen, remembered, over = step(state, seen, remembered, jax.random.fold_in(jax.random.key(seed + 1), t))
+        states.append(jax.device_get(state))
+        observations.append(jax.device_get(seen))
+        if over:
+            break
+    return draw(states, observations)
+
+
+FRAMES = 500
+"""Largest number of pictures of an episode."""
 
 SAMPLES = 8
 """Completions of a problem in an evaluation: the k of pass@k and majority@k."""

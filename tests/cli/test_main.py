@@ -194,6 +194,16 @@ def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp
     words = f"render --policy log --data {paths['womd-example']} --scenario straight --out b.html"
     assert longhaul(*words.split())[:2] == (0, "b.html\n")
     assert "straight" in (tmp_path / "b.html").read_text()
+    many = "render --policy constant idm --episodes 2 --past-violations --out c.html"
+    assert longhaul(*many.split())[:2] == (0, "c.html\n")
+    data = re.search(r'<script type="application/json">(.*?)</script>', (tmp_path / "c.html").read_text())
+    assert data is not None
+    drawn = json.loads(data[1])["recordings"]
+    assert [each["label"] for each in drawn] == ["constant", "idm"] * 2
+    assert drawn[0]["id"] == drawn[1]["id"] != drawn[2]["id"]
+    faults = [event["frame"] for each in drawn for event in each["events"] if not event["good"]]
+    ends = [each["frames"] - 1 for each in drawn for event in each["events"] if not event["good"]]
+    assert faults and all(frame < end for frame, end in zip(faults, ends, strict=True))  # it went on
     words = words.replace("--scenario straight", "--scenario strait")
     assert_refused(longhaul(*words.split()), "no scenario is named 'strait'; did you mean straight?")
 
@@ -215,3 +225,15 @@ def test_driving_is_scored_by_scenario(longhaul: Any, tmp_path: Path) -> None:
     assert header.split()[:4] == ["scenario", "accuracy", "progress", "collision"]
     assert [row.split()[0] for row in rows] == [scenario["id"] for scenario in report["scenarios"]]
     assert mean.split()[:5] == ["mean", "of", "2", "1.000", "1.000"]
+
+
+@pytest.mark.slow
+def test_an_episode_of_cartpole_is_drawn(longhaul: Any, tmp_path: Path) -> None:
+    words = "train cartpole --total-steps 2048 --num-envs 4 --num-steps 16 --evaluation-episodes 2 --run-name p"
+    code, _, err = longhaul(*words.split())
+    assert code == 0, err
+    assert longhaul(*["render", "p", "--out", "p.gif"])[:2] == (0, "p.gif\n")
+    assert (tmp_path / "p.gif").read_bytes().startswith(b"GIF")
+    both = "render p --out p.gif --policy run untrained"
+    assert_refused(longhaul(*both.split()), "drawn for one policy at a time")
+    assert_refused(longhaul(*["render", "p", "--out", "p.gif", "--traffic", "idm"]), "--traffic is for driving")

@@ -85,7 +85,7 @@ BAD = [
     ("render --out x.gif", ["whose drive?"]),
     ("render cartpole", ["where to? give --out"]),
     ("render cartpole --out x.bmp", ["--out is 'x.bmp'; its suffix must be one of .gif, .mp4, .html, .png"]),
-    ("render cartpole --out x.gif", ["only driving can be drawn, and run cartpole is cartpole"]),
+    ("render cartpole --out x.gif --data y", ["--data is for driving, and run cartpole is cartpole"]),
     ("data inspect missing.json", ["missing.json: no such file or folder"]),
     ("data inspect empty", ["empty: no driving logs in this folder"]),
     ("status", ["which run? longhaul status RUN"]),

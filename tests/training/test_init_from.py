@@ -163,9 +163,7 @@ def test_training_begins_at_the_return_that_play_shows_for_the_old_trainers_file
     path = save(folder / "params_50.npz", drawn)
     sizes = {"hidden_dim": 16, "num_layers": 2, "num_envs": 64, "num_steps": 128, "total_steps": 64 * 128 * 12}
     sizes |= {"log_interval": 12, "evaluation_episodes": 200}
-    begun = longhaul.train(
-        "hackmatrix", init_from=path, lr=0.0, runs_dir="runs", run_name="begun", **sizes
-    )
+    begun = longhaul.train("hackmatrix", init_from=path, lr=0.0, runs_dir="runs", run_name="begun", **sizes)
     shown = {}
     for name, words in {"mode": [], "sample": ["--sample"], "run": ["--run", "begun"]}.items():
         source = words if name == "run" else ["--params", str(path), *words]
@@ -176,6 +174,8 @@ def test_training_begins_at_the_return_that_play_shows_for_the_old_trainers_file
     (trained,), untrained = begun.metrics["episode/return"], begun.evaluation["untrained"]["return"]
     for found, of in ((trained, shown["sample"]), (untrained, shown["mode"])):
         assert abs(found - np.mean(of)) < 5 * np.std(of) / 200**0.5
+
+
 def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
     policy = longhaul.load("pretrained")
     assert policy.run.recipe == "driving"

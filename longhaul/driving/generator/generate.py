@@ -161,9 +161,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         speed[queue] = 0.0
         urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
     amount = np.clip(rng.normal(0.0, WANDER, len(path)), -2.5 * WANDER, 2.5 * WANDER)
-    wave = np.stack(
-        [amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1
-    )
+    wave = np.stack([amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1)
     cars = traffic.Vehicles(path, s, speed, length, urge)
     walkers = draw_walkers(rng, world, lights, level)
     start = traffic.pose(net, path[:1], s[:1])[0, :2]

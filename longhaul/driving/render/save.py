@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import os
 import shutil
@@ -21,6 +23,7 @@ from longhaul.driving.render import web_player
 from longhaul.driving.render.frames import COLOURS, SIZE, frames
 from longhaul.driving.render.recording import Recording, check
 from longhaul.runtime import files as pages
+from longhaul.telemetry import pages as web_pages
 
 STRIP = 5
 """Frames a recording gets in a film strip."""
@@ -40,11 +43,45 @@ def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> No
         raise ValueError(f"cannot draw to {str(path)!r}: suffix {suffix!r} is none of .gif, .mp4, .html, .png")
     check(recordings)
     if suffix == ".mp4":
-        mp4(recordings, path, fps)
+        _encode(_all_frames(recordings), SIZE, path, fps)
     elif suffix == ".html":
         pages.write(path, web_player.document(recordings))
     else:
         pages.write(path, gif(recordings, fps) if suffix == ".gif" else png(recordings))
+
+
+def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int = 25) -> None:
+    """Writes pictures of one size, of anything, as a .gif, .mp4, .png (a film strip) or .html (a page with the .gif).
+
+    Raises ValueError as `save` does.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix == ".mp4":
+        return _encode(iter(images), images[0].size, path, fps)
+    buffer = io.BytesIO()
+    if suffix == ".png":
+        strip(images, buffer)
+    else:
+        first, *rest = (image.quantize(64, dither=Image.Dither.NONE) for image in images)
+        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=max(20, round(100 / fps) * 10), loop=0)
+    if suffix != ".html":
+        return pages.write(path, buffer.getvalue())
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    shown = html.escape(title, quote=True)
+    body = f'<main><header><h1>{shown}</h1></header><img alt="An episode" src="data:image/gif;base64,{data}"></main>'
+    style = [web_pages.asset("page.css"), "img { max-width: 100%; }"]
+    return pages.write(path, web_pages.page(title, body, styles=style))
+
+
+def strip(images: Sequence[Image.Image], buffer: io.BytesIO) -> None:
+    """A film strip as PNG: pictures evenly spaced from the first to the last."""
+    chosen = [images[i] for i in np.linspace(0, len(images) - 1, min(STRIP, len(images))).round().astype(int).tolist()]
+    wide, high = images[0].size
+    sheet = Image.new("RGB", (len(chosen) * (wide + 8) - 8, high), COLOURS["panel"])
+    for column, image in enumerate(chosen):
+        sheet.paste(image, (column * (wide + 8), 0))
+    sheet.save(buffer, "PNG", optimize=False)
 
 
 def gif(recordings: Sequence[Recording], fps: int) -> bytes:
@@ -60,14 +97,14 @@ def gif(recordings: Sequence[Recording], fps: int) -> bytes:
     return buffer.getvalue()
 
 
-def mp4(recordings: Sequence[Recording], path: Path, fps: int) -> None:
-    """The same as a film, by ffmpeg. Raises ValueError where there is no ffmpeg, RuntimeError where it fails."""
+def _encode(images: Iterator[Image.Image], size: tuple[int, int], path: Path, fps: int) -> None:
+    """A film by ffmpeg. Raises ValueError where there is no ffmpeg, RuntimeError where it fails."""
     program = _ffmpeg()
     if program is None:
         raise ValueError(f"{str(path)!r} needs ffmpeg; install it, or longhaul's extra video, or write a .gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{SIZE[0]}x{SIZE[1]}", "-r", str(fps), "-i", "-"]
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{size[0]}x{size[1]}", "-r", str(fps), "-i", "-"]
     target = ["-pix_fmt", "yuv420p", "-movflags", "+faststart", str(partial)]
     try:
         with tempfile.TemporaryFile() as complaints:
@@ -75,7 +112,7 @@ def mp4(recordings: Sequence[Recording], path: Path, fps: int) -> None:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=complaints) as process:
                 assert process.stdin is not None
                 try:
-                    for frame in _all_frames(recordings):
+                    for frame in images:
                         process.stdin.write(frame.tobytes())
                     process.stdin.close()
                 except BrokenPipeError:

@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
+from longhaul.envs import pictures
 from longhaul.envs.host import registry
+from longhaul.envs.host.gymnasium_vector import Loop
 from longhaul.envs.host.vector import HostVector, LostState, Slot
 from longhaul.envs.registry import spec_stub
 from longhaul.spaces import Measure
@@ -234,6 +237,42 @@ def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: i
         "return": Measure(np.nan_to_num(returns[:episodes]), ended),
         "length": Measure(np.nan_to_num(lengths[:episodes]), ended),
     }
+
+
+def _rendered(name: str, environment: Any) -> np.ndarray:
+    try:
+        shown = environment.render()
+    except Exception as error:  # of a user's environment, or of a library that it draws with
+        raise ValueError(f"{name} has no picture: {error}") from error
+    if not isinstance(shown, np.ndarray):
+        raise ValueError(f"{name} has no picture: render() returns {type(shown).__name__}, no array of colours")
+    return shown
+
+
+def film(name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int) -> list[Image.Image]:
+    """Pictures of one episode of a policy that acts by its mode: the environment's own, or its observations.
+
+    Raises ValueError where it has neither.
+    """
+    path, _ = registry.with_options(name)
+    own = path.startswith(("gymnasium/", "single/"))
+    options = {"render_mode": "rgb_array"} | ({"vectorised": False} if path.startswith("gymnasium/") else {})
+    act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
+    images = []
+    with closing(registry.make(registry.describe(name, **options if own else {}), 1, seed)) as vector:
+        seen, memory = vector.reset(seed), algorithm.memory(vector.columns)
+        shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(seen)]
+        if not own and not (len(shapes) == 1 and len(shapes[0]) == 3):
+            raise ValueError(f"{name} has no picture: its observations are no images")
+        for _ in range(most):
+            shown = _rendered(name, vector.environments[0]) if own and isinstance(vector, Loop) else None
+            images.append(pictures.image(jax.tree.leaves(seen)[0][0]) if shown is None else Image.fromarray(shown))
+            action, memory = act(memory, seen)
+            led_to = vector.step(np.asarray(action))
+            if (led_to.terminated | led_to.truncated)[0]:
+                break
+            seen = led_to.observation
+    return images
 
 
 MOST = 27_000
