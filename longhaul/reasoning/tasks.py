@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import bounded_json
-
 SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 MODULUS = 5
@@ -386,6 +384,7 @@ def questions(path: Path | str, *, check: str = "numeric", template: str = QUEST
 
 
 def _question(line: str, where: str) -> tuple[Problem, str]:
+    from longhaul.runtime import bounded_json  # a Run is described without it
     try:
         fields = bounded_json.parse(line, MOST_LINE)
         question, solution = fields["question"], fields["answer"]

@@ -32,7 +32,7 @@ from tests.helpers.command_line import assert_refused, in_process
     [
         ("--help", ["usage: longhaul COMMAND", *main.COMMANDS, "Exit codes"]),
         ("train --help", ["usage: longhaul train RECIPE", *recipes.RECIPES]),
-        ("evaluate --help", ["RUN", "--policy {run,untrained,idm,log,constant}", "--episodes INT", "--json PATH"]),
+        ("evaluate --help", ["RUN", "--policy {run,untrained,idm,log,constant,pretrained}", "--episodes INT"]),
         ("render -h", ["--scenario TEXT", "--out PATH", ".gif"]),
         ("data inspect --help", ["PATH...", "--json PATH"]),
         ("data --help", ["longhaul data inspect"]),
