@@ -88,7 +88,6 @@ BAD = [
     ("render cartpole --out x.gif --data y", ["--data is for driving, and run cartpole is cartpole"]),
     ("data inspect missing.json", ["missing.json: no such file or folder"]),
     ("data inspect empty", ["empty: no driving logs in this folder"]),
-    ("status", ["which run? longhaul status RUN"]),
     ("status nobody", ["no run 'nobody' in runs"]),
     ("recipes now", ["'now' is one word too many"]),
     ("train cartpole --resume cartpole --seed 9", ["--seed is 9, and run cartpole has 0; leave --seed out"]),
