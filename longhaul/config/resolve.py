@@ -203,7 +203,9 @@ def _imported(run: Run, devices: int, *, fused: bool) -> Run:
     flag = f"--reward {own_reward}"
     try:
         if not isinstance(task, Named):
-            load(str(own_reward))
+            pays = load(str(own_reward))
+            if isinstance(pays, type) or not callable(pays):
+                raise ValueError(f"it is a {type(pays).__name__}; give a function of a reward.Step")
             return run
         flag = f"--env {task.env}"
         return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))

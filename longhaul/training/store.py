@@ -96,6 +96,14 @@ class Objects(Protocol):
     def remove(self, name: str) -> None: ...
 
 
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account's key",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Variables that a store's credentials are read from, by scheme."""
+
+
 class Cloud:
     """Objects of S3, Google Cloud Storage or Azure, by obstore."""
 
@@ -110,11 +118,14 @@ class Cloud:
         if not path.split("/")[0]:
             raise RunError(f"{url} names no bucket; give {scheme}://BUCKET/FOLDER")
         self._obstore, self._missing = obstore, (FileNotFoundError, NotFoundError)
-        self._store = obstore.store.from_url(
-            url,
-            client_options={"allow_http": True, "timeout": "60s", "connect_timeout": "5s"},
-            retry_config={"max_retries": 2, "retry_timeout": dt.timedelta(seconds=20)},
-        )
+        try:
+            self._store = obstore.store.from_url(
+                url,
+                client_options={"allow_http": True, "timeout": "60s", "connect_timeout": "5s"},
+                retry_config={"max_retries": 2, "retry_timeout": dt.timedelta(seconds=20)},
+            )
+        except Exception as error:  # an account or a setting that is missing
+            raise RunError(f"{url}: {_line(error)}; set {CREDENTIALS.get(scheme, CREDENTIALS['s3'])}") from error
 
     def sizes(self, prefix: str) -> dict[str, int]:
         pages = self._obstore.list(self._store, prefix or None)
@@ -256,7 +267,8 @@ def _reason(url: str, error: Exception) -> str:
     if "NoSuchBucket" in text:
         return f"{url}: there is no such bucket; make it, or give another address"
     if "169.254.169.254" in text or "metadata.google.internal" in text:
-        return f"{url}: no credentials are set; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of your store"
+        scheme = url.partition("://")[0]
+        return f"{url}: no credentials are set; set {CREDENTIALS.get(scheme, CREDENTIALS['s3'])}"
     if any(word in text for word in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403 Forbidden")):
         return f"{url}: the credentials that are set are refused; give others, or ask for the right to read and write"
     return f"{url} is out of reach ({_line(error)}); see to the network and the address"

@@ -72,6 +72,10 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
             "--reward nowhere:pay: nowhere can't be imported: ModuleNotFoundError",
         ),
         (
+            {"environment": Driving(simulator=simulator.Config(reward="json:JSONDecoder"))},
+            "--reward json:JSONDecoder: it is a type; give a function of a reward.Step",
+        ),
+        (
             {"environment": Driving(simulator=simulator.Config(reward="json:loads", conditioning=True))},
             "--reward is json:loads; --conditioning draws weights of terms",
         ),

@@ -261,3 +261,9 @@ def test_what_is_wrong_with_an_address_is_one_line(
     assert "is out of reach" in refusal(bucket)
     monkeypatch.setattr(store, "_line", lambda error: "Error performing PUT http://169.254.169.254/latest/api/token")
     assert "no credentials are set" in store._reason(bucket, OSError("PUT http://169.254.169.254/latest"))
+
+
+def test_an_account_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(RunError, match=r"Account must be specified.*; set AZURE_STORAGE_ACCOUNT_NAME and"):
+        store.Cloud("az://box/runs")
