@@ -46,7 +46,10 @@ def board(words: Sequence[str]) -> int:
     query = f"?token={token}" if token else ""
     print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
     tables.progress(f"shows the runs in {values['FOLDER']}; Ctrl-C ends it")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+    )
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -138,9 +138,10 @@ def outlasting(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        own = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = before
+        for stream in own:
+            stream.flush()
 
 
 def _outlasting(stream: TextIO, file: Path) -> TextIO:

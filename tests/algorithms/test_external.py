@@ -253,7 +253,7 @@ def test_its_checks_count_and_its_minibatches_follow_from_the_batch() -> None:
 
 
 def test_its_fields_are_flags_and_files_and_run_json_name_it(tmp_path: Path, capsys: Any) -> None:
-    assert main(["train", "ppo", "--algorithm", f"{HERE}:Around", "--help"]) == 0
+    assert main(["train", "ppo", "--algorithm", f"{HERE}:Around", "--help-all"]) == 0
     shown = capsys.readouterr().out
     assert "PPO of one's own" in shown and "--hidden-dim" in shown and "--clip-eps" not in shown
     words = ["--algorithm", f"{HERE}:Around", "--lr", "0.5", "--hidden-dim", "16"]

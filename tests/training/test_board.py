@@ -91,7 +91,7 @@ def test_a_runs_own_page_is_boxed_and_the_boards_has_no_inline_script(folder: Pa
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     config = uvicorn.Config(
-        board.application(str(folder)), port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1,
+        board.application(str(folder)), port=0, log_config=None, log_level="error", lifespan="off", timeout_graceful_shutdown=1,
         ws="none",
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -349,16 +350,23 @@ def test_failures_come_first_and_lead_to_their_episodes(page: Browser, tmp_path:
     assert colours > 10  # it is drawn
     state = """const part = (role) => document.querySelector(`[data-role="${role}"]`);
         return [part("scenario").value, part("policy").selectedOptions[0].textContent, part("slider").value];"""
+    def becomes(*wanted: str) -> bool:
+        """True once the player shows it: a link's target is shown after the press has returned."""
+        ends = time.monotonic() + 10.0
+        while page.run(state) != list(wanted) and time.monotonic() < ends:
+            time.sleep(0.02)
+        return page.run(state) == list(wanted)
+
     page.page.click(".gallery a >> nth=0")
-    assert page.run(state) == ["2", "trained", "40"]  # a second before the collision
+    assert becomes("2", "trained", "40")  # a second before the collision
     page.page.focus("tr.reference a")
     page.press("Enter")
-    assert page.run(state) == ["0", "log", "0"]
+    assert becomes("0", "log", "0")
     page.page.focus("text=not reached >> nth=-1")
     page.press("Enter")
-    assert page.run(state) == ["3", "trained", "0"]
+    assert becomes("3", "trained", "0")
     page.page.click(".player-others button >> nth=1")
-    assert page.run(state) == ["3", "log", "0"]
+    assert becomes("3", "log", "0")
     page.page.click("[data-role=speed]")
     assert page.run(state)[2] != "0"
     assert page.run("return location.hash") == "#episode-3"

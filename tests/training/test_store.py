@@ -216,7 +216,7 @@ def test_a_run_in_a_cloud_comes_back_byte_for_byte(
                 pytest.skip("azurite-blob is not on the PATH (npm install azurite)")
             for name, value in stack.enter_context(azure_server.serving(command, BUCKET, tmp_path)).items():
                 monkeypatch.setenv(name, value)
-        comes_back(f"{scheme}://{BUCKET}/runs", tmp_path)
+        comes_back(f"{scheme}://{BUCKET}/of-{scheme}", tmp_path)
 
 
 def comes_back(bucket: str, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_tiles_answer_as_the_whole_field_does(whole) -> None:
     for i, whole_field in enumerate(device_bank.fields_of(stacked)):
         origin = stacked.field_origin[i].astype(np.float64)
         top = origin + CELL * (np.array(whole_field.shape[::-1]) - 1)
-        points = rng.uniform(origin, top, (20_000, 2))
+        points = rng.uniform(origin, top, (40_000, 2))
         exact = sample(whole_field, origin, points)
         found = np.asarray(read(i, *jnp.asarray(points.T, jnp.float32)))
         near = np.abs(exact) < 1.0
