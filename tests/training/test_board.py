@@ -91,8 +91,8 @@ def test_a_runs_own_page_is_boxed_and_the_boards_has_no_inline_script(folder: Pa
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     config = uvicorn.Config(
-        board.application(str(folder)), port=0, log_config=None, log_level="error", lifespan="off", timeout_graceful_shutdown=1,
-        ws="none",
+        board.application(str(folder)), port=0, log_config=None, log_level="error", lifespan="off",
+        timeout_graceful_shutdown=1, ws="none",
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
