@@ -56,6 +56,8 @@ class Storm:
             with launch_faults.launched(train, *OWN, variables=self.variables, log=self.log) as launcher:
                 while hits and launcher.poll() is None:
                     self.wait(launcher)
+                    if launcher.poll() is not None:
+                        break
                     hit = hits.pop(0)
                     with open(self.log, "a") as log:
                         log.write(f"--- {hit} after checkpoint {supervisor.newest_step(self.folder)}\n")

@@ -52,7 +52,7 @@ def spoil() -> None:
         full, free, write = Path(os.environ[FULL]), checkpoint._free_bytes, os.write
 
         def filling(descriptor: int, data: bytes) -> int:
-            if data.startswith(b'{"update"') and full.exists():
+            if bytes(data).startswith(b'{"update"') and full.exists():
                 raise OSError(errno.ENOSPC, "")
             return write(descriptor, data)
 
