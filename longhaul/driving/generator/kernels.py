@@ -23,7 +23,7 @@ a stretch shared with another path."""
 
 @jit
 def meetings(points, s, starts, near):
-    """Stretches where paths come `near` each other: enter, leave [P, P], arc lengths on the first; inf, -inf where never.
+    """Stretches where paths come `near`: enter, leave [P, P], arc lengths on the first; inf, -inf where they never do.
 
     Path p has the points starts[p] .. starts[p + 1] of `points` [K, 2], at arc lengths `s` [K].
     """
