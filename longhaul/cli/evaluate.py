@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from longhaul.cli import flags, tables
@@ -18,11 +19,14 @@ from longhaul.config import recipes
 from longhaul.config.resolve import named as named_environment
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
+from longhaul.driving.evaluation import infractions
+from longhaul.driving.evaluation.infractions import Rate
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import files
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
@@ -54,7 +58,9 @@ FLAGS = (
     Flag("policy", choice(WHO), "run", "the run's policy, the untrained one, the shipped one, or a driver"),
     DATA,
     TRAFFIC,
-    Flag("episodes", INT, None, "scenarios; with --data, at most as many as it holds", shown="as in the run", least=1),
+    Flag("episodes", INT, None, "scenarios; of shards a sample, of raw logs the first", shown="as in the run", least=1),
+    Flag("seed", INT, 0, "seed of the sample that --episodes draws", least=0),
+    Flag("devices", INT, None, "devices that drive at once; no result depends on it", shown="as in the run", least=1),
     JSON,
     Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout"),
     Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario"),
@@ -91,10 +97,13 @@ def evaluate(words: Sequence[str]) -> int:
         raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
+    if parsed["devices"] is not None:
+        prepare_devices(parsed["devices"])
+        jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
     if isinstance(run.environment, Driving):
         who = driver_of(parsed["policy"])
-        drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
+        drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
         scores, _ = drives.play(acting, who)
         real = evaluate_driving.score(drives, acting, who, parsed["rollouts"]) if parsed["realism"] else None
     else:
@@ -180,7 +189,7 @@ def _print(result: Result) -> None:
         tables.table([f"{len(scores.names)} episodes", "mean", "std", "min", "max"], rows)
         return
     names = tables.columns(scores.metrics, most=tables.MOST)
-    _print_groups("scenario", scores.groups(), [s.id for s in drives.scenarios], scores, names)
+    _print_groups("scenario", scores.groups(), drives.scenarios.ids, scores, names)
     if len(set(drives.files)) > 1:
         paths = list(dict.fromkeys(drives.files))
         of_file = np.array([paths.index(drives.files[i]) for i in scores.groups()])
@@ -188,6 +197,7 @@ def _print(result: Result) -> None:
         _print_groups("file", of_file, [Path(path).name for path in paths], scores, names)
     print()
     _print_estimates("metric", result.estimates)
+    _print_infractions(infractions.rates(scores.metrics))
     if result.realism is not None:
         print()
         _print_estimates("realism", evaluation.bootstrap(result.realism.metrics, result.realism.groups()))
@@ -219,6 +229,17 @@ def _print_estimates(title: str, estimates: dict[str, Estimate]) -> None:
     tables.table([title, "mean", "2.5 %", "97.5 %", "episodes"], rows)
 
 
+def _print_infractions(rates: dict[str, Rate]) -> None:
+    """Kilometres from one infraction to the next; "-" is an open end."""
+    rows = [
+        [name, str(rate.events), *(f"{km:.2f}" if np.isfinite(km) else "-" for km in rate[1:])]
+        for name, rate in rates.items()
+    ]
+    if rows:
+        print()
+        tables.table(["infraction", "count", "km driven", "km between", "2.5 %", "97.5 %"], rows)
+
+
 def _entries(result: Result) -> list[dict[str, Any]]:
     """A row an episode: where it was, who it was, and each metric, None where it is not told."""
     scores, drives = result.scores, result.drives
@@ -226,10 +247,9 @@ def _entries(result: Result) -> list[dict[str, Any]]:
     rows = []
     for i, name in enumerate(scores.names):
         row: dict[str, Any] = {"id": name}
-        if drives is not None and scores.agent is not None:
-            number, agent = int(scores.groups()[i]), int(scores.agent[i])
-            row |= {"agent": agent, "kind": KINDS.get(int(drives.scenarios[number].kind[agent]), "other")}
-            row |= {"file": drives.files[number]} if drives.files else {}
+        if drives is not None and scores.agent is not None and scores.kind is not None:
+            row |= {"agent": int(scores.agent[i]), "kind": KINDS.get(int(scores.kind[i]), "other")}
+            row |= {"file": drives.files[scores.groups()[i]]} if drives.files else {}
         rows.append(row | {metric: column[i] for metric, column in values.items()})
     return rows
 
@@ -247,6 +267,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
         "std": {name: float(np.std(values)) for name, values in known.items()},
         "interval": {name: [found.low, found.high] for name, found in estimates.items()},
         "told": {name: found.episodes for name, found in estimates.items()},
+        "infractions": {name: rate._asdict() for name, rate in infractions.rates(result.scores.metrics).items()},
         "scenarios": [entry for entry in _entries(result) if entry["id"]],
     }
     if result.realism is None:
@@ -320,7 +341,7 @@ def render(words: Sequence[str]) -> int:
         run, acting = resolve(recipes.recipe("driving")), [None] * len(who)
     named = parsed["scenario"]
     drives = evaluate_driving.drives(run, parsed["data"], None if named else parsed["episodes"], parsed["traffic"])
-    ids = [each.id for each in drives.scenarios]
+    ids = list(drives.scenarios.ids)
     for each in named:
         if each not in ids:
             hint = flags.suggestion(each, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))

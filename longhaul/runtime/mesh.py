@@ -44,6 +44,12 @@ def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
     return _mesh(data, model, devices[: data * model])
 
 
+def local_mesh(most: int) -> Mesh:
+    """Mesh over at most so many of this process's own devices."""
+    devices = jax.local_devices()[:most]
+    return _mesh(len(devices), 1, devices)
+
+
 def _over_processes(data: int, model: int, processes: int) -> Mesh:
     """Mesh with equally many devices of each process, side by side."""
     own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]

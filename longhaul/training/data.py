@@ -156,7 +156,7 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
             if readers.detect(path) != readers.SHARD:
                 raise BadData(f"{path}: is no shard, and --bank needs shards; longhaul data convert makes them")
         library = stream.open(task.data)
-        _check(library, task)
+        check_shards(library, task)
         if len(library) > task.bank:
             return _streamed(run, task, library, origin)
     return _resident(run, task)
@@ -310,7 +310,7 @@ def spec(run: Run) -> Spec:
     return reasoning_setup.spec(run) if isinstance(task, Reasoning) else named(task).spec
 
 
-def _check(library: Library, task: Driving) -> None:
+def check_shards(library: Library, task: Driving) -> None:
     """Raise BadData early if some scenario of the library cannot be driven."""
     driven, wanted = library.sizes["A"], task.simulator.control
     if driven.min() < task.simulator.agents:

@@ -49,6 +49,7 @@ class Scores(NamedTuple):
     names: list[str]
     scenario: np.ndarray | None = None  # number of the scenario; None if all episodes are independent
     agent: np.ndarray | None = None  # index of the agent in its scenario
+    kind: np.ndarray | None = None  # kind of it, as `datasets.log` numbers them
 
     def groups(self) -> np.ndarray:
         """Group of each episode, int [E]: equal for episodes of one scenario."""

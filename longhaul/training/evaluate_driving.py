@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import rollout
 from longhaul.algorithms import registry
@@ -18,35 +21,59 @@ from longhaul.config.run import Driving, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.evaluation import benchmark_scores
+from longhaul.driving.evaluation import benchmark_scores, scenario_set
 from longhaul.driving.evaluation.realism import realism
+from longhaul.driving.evaluation.scenario_set import ScenarioSet
 from longhaul.driving.render import recording
 from longhaul.driving.render.recording import Recording, Verdict
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.sim import simulator
-from longhaul.driving.sim.config import HELD_OUT
+from longhaul.driving.shards import stream
+from longhaul.driving.sim import device_bank, simulator
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training.evaluate import EVENTS, MOST, Scores, _scores
+from longhaul.training import data as data_feed
+from longhaul.training.evaluate import EVENTS, MOST, Scores
 from longhaul.types import Environment, Params
+
+LANES = 64
+"""Largest number of scenarios that one program drives at a time. Results never depend on what else is in memory: a
+scenario's lane follows from its number alone, whatever the number of devices."""
+
+MARGIN = 1.5
+"""Room in the padded tables by the need of the first batch: few later ones need more, which compiles again."""
+
+
+class Batch(NamedTuple):
+    """Scenarios that D devices drive at once, `lanes` on each."""
+
+    numbers: np.ndarray  # int [D, lanes]; -1 is padding
+    agents: np.ndarray  # int [D, lanes, A]: index of each driven agent in its scenario
+    kinds: np.ndarray  # int [D, lanes, A]: kind of it
+    tables: DeviceBank  # leaves [D, ...], on the devices
 
 
 class Drives(NamedTuple):
-    """Scenarios to be driven by several policies."""
+    """Scenarios to be driven by several policies, in batches of constant memory."""
 
     run: Run
-    scenarios: list[Scenario]
-    bank: Bank
-    files: tuple[str, ...] = ()  # file of each scenario; () if generated
+    scenarios: ScenarioSet
 
-    def simulator(self, driver: str, **changes: Any) -> simulator.Simulator:
-        """Environment of the scenarios: the run's, with `changes` to its configuration."""
-        task = self.run.environment
+    @property
+    def files(self) -> tuple[str, ...]:
+        """File of each scenario; () if generated."""
+        return self.scenarios.files
+
+    def shell(self, driver: str, **changes: Any) -> simulator.Simulator:
+        """Environment of the scenarios without their tables: the run's, with `changes` to its configuration."""
+        task, facts = self.run.environment, self.scenarios.facts
         assert isinstance(task, Driving)
-        return simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver, **changes))
+        config = dataclasses.replace(task.simulator, driver=driver, **changes)
+        return simulator.outline(config, least=facts.shortest, most=facts.sizes.steps, dt=facts.dt)
 
     def actor(self, environment: Environment, driver: str) -> tuple[rollout.Act, Callable[[int], Any]]:
         """(act, memory) of the run's policy; a placeholder if the simulator drives."""
@@ -59,32 +86,86 @@ class Drives(NamedTuple):
         algorithm = registry.make(environment.spec, self.run.algorithm, RunContext(updates=1, mean=meshes.identity))
         return algorithm.act, algorithm.memory
 
+    @property
+    def lanes(self) -> int:
+        """Scenarios of a batch on one device."""
+        count = len(self.scenarios)
+        return -(-count // -(-count // LANES))
+
+    def batches(self, config: Config, mesh: Mesh) -> Generator[Batch]:
+        """All scenarios in order, `lanes` to a device of the mesh; a thread prepares the next batch meanwhile."""
+        count, lanes, devices = len(self.scenarios), self.lanes, mesh.devices.size
+        room: dict[str, int] = {}
+        reactive = config.traffic == "idm"
+
+        def arranged(first: int) -> tuple[np.ndarray, Bank, DeviceBank]:
+            numbers = np.arange(first, first + lanes)
+            chosen = [self.scenarios[int(i)] for i in np.where(numbers < count, numbers, first % count)]
+            bank = stack(chosen, agents=config.agents, sizes=self.scenarios.facts.sizes)
+            simulator.check(bank, config)
+            return np.where(numbers < count, numbers, -1), bank, device_bank.arrange(bank, config.agents, reactive)
+
+        def make() -> Iterator[Batch]:
+            for first in range(0, count, lanes * devices):
+                numbers, banks, hosts = zip(*(arranged(first + lanes * d) for d in range(devices)))
+                for name in device_bank.lengths(hosts[0]):
+                    need = max(device_bank.lengths(host)[name] for host in hosts)
+                    if need > room.get(name, 0):
+                        room[name] = int(MARGIN * need)
+                tables = jax.tree.map(lambda *leaves: np.stack(leaves), *(device_bank.padded(h, room) for h in hosts))
+                agents = np.stack([bank.controlled for bank in banks])
+                kinds = np.stack([np.take_along_axis(b.kind, np.maximum(b.controlled, 0), 1) for b in banks])
+                yield Batch(np.stack(numbers), agents, kinds, jax.device_put(tables, meshes.sharded(mesh)))
+
+        return stream.prefetch(make(), 1)
+
+    def mesh(self) -> Mesh:
+        """Mesh over as many of this process's devices as there are batches for."""
+        return meshes.local_mesh(-(-len(self.scenarios) // self.lanes))
+
     def player(self, driver: str, films: int = 0, **changes: Any) -> Callable[..., tuple[Scores, list[Recording]]]:
         """(policy, numbers of `films` scenarios) -> (its scores on each scenario, recordings of those scenarios).
 
         `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". The first scenarios are recorded by
         default. Compiles once, whichever are recorded. `changes` are to the simulator's configuration.
         """
-        environment = self.simulator(driver, **changes)
-        act, memory = self.actor(environment, driver)
-        steps = environment.spec.max_steps
+        shell, mesh = self.shell(driver, **changes), self.mesh()
+        act, memory = self.actor(shell, driver)
+        steps = shell.spec.max_steps
         assert steps is not None
-        index = jnp.arange(environment.scenarios)
 
-        @jax.jit
-        def program(policy: Params | None, some: jax.Array) -> Any:
+        def drive(policy: Params | None, tables: DeviceBank, some: jax.Array) -> Any:
+            environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
+
             def observe(state: Any) -> Any:
-                chosen = jax.tree.map(lambda leaf: leaf[some], state)
+                chosen = jax.tree.map(lambda leaf: leaf[some[0]], state)
                 return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
 
             through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
-            return through(policy, jax.vmap(environment.start)(index), None, jax.random.key(1))
+            starts = jax.vmap(environment.start)(jnp.arange(self.lanes))
+            return jax.tree.map(lambda leaf: leaf[None], through(policy, starts, None, jax.random.key(1)))
+
+        split = PartitionSpec(meshes.DATA)
+        program = jax.jit(meshes.per_shard(drive, mesh, (PartitionSpec(), split, split), split))
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
-            with screen.stage(f"{len(self.scenarios)} scenarios driven by {driver}"):
-                episodes, frames = jax.device_get(program(policy, np.array(record, np.int32)))
-            drawn = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
-            return self._scored(_scores(episodes, [s.id for s in self.scenarios]), episodes.valid), drawn
+            policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
+            what = f"{len(self.scenarios)} scenarios driven by {driver}"
+            with screen.stage(what, len(self.scenarios)) as advance, closing(self.batches(shell.config, mesh)) as all_:
+                for batch in all_:
+                    where = {which: np.argwhere(batch.numbers == which) for which in record}
+                    some = np.zeros((mesh.devices.size, films), np.int32)
+                    for i, which in enumerate(record):
+                        for device, lane in where[which]:
+                            some[device, i] = lane
+                    episodes, frames = jax.device_get(program(policy, batch.tables, some))
+                    rows.append(_rows(episodes, batch))
+                    for i, which in enumerate(record):
+                        for device, _ in where[which]:
+                            own = jax.tree.map(lambda leaf, d=device: leaf[d], frames)
+                            drawn[which] = self._film(own, i, which, driver)
+                    advance(int(batch.numbers.max()) + 1)
+            return _joined(rows, self.scenarios.ids), [drawn[which] for which in record]
 
         return play
 
@@ -94,17 +175,10 @@ class Drives(NamedTuple):
         """Scores and recordings of one policy, as from `player`."""
         return self.player(driver, len(record), **changes)(policy, record)
 
-    def _scored(self, scores: Scores, valid: np.ndarray) -> Scores:
-        """Scores with the agent of each row and the benchmarks' aggregates."""
-        scenario, slot = np.nonzero(valid)
-        agent = np.array([self.scenarios[i].controlled[j] for i, j in zip(scenario, slot, strict=True)], int)
-        return Scores(benchmark_scores.aggregates(scores.metrics) | scores.metrics, scores.names, scenario, agent)
-
     def some(self, which: Sequence[int]) -> Drives:
         """Drives restricted to these scenarios."""
-        chosen = [self.scenarios[i] for i in which]
         files = tuple(self.files[i] for i in which) if self.files else ()
-        return Drives(self.run, chosen, stack(chosen, agents=self.bank.controlled.shape[1]), files)
+        return Drives(self.run, scenario_set.held([self.scenarios[i] for i in which], files))
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
@@ -133,11 +207,14 @@ def _verdict(agent: int, slot: int, end: int, metrics: dict[str, Measure]) -> Ve
     return Verdict(agent, events, scores)
 
 
-def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic: str | None = None) -> Drives:
+def drives(
+    run: Run, data: Sequence[str] = (), count: int | None = None, traffic: str | None = None, seed: int = 0
+) -> Drives:
     """Scenarios of `data`, else of the run's own data, else generated ones that no run trains in.
 
-    At most `count` are compiled; by default all of `data`, or the run's number. `traffic` is one of `TRAFFICS`, by
-    default the run's own with the agents that it trains. Raises BadData, one line, if data cannot be used.
+    At most `count`; by default all of `data`, or the run's number. Of shards they are a sample that `seed` draws, of
+    raw logs the first. `traffic` is one of `TRAFFICS`, by default the run's own with the agents that it trains. Raises
+    BadData, one line, if data cannot be used.
     """
     task = run.environment
     assert isinstance(task, Driving)
@@ -145,29 +222,36 @@ def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic
     if traffic is not None:
         agents = min(MOST, task.objects) if traffic == "self" else 1
         settings = dataclasses.replace(settings, agents=agents, traffic="log" if traffic == "self" else traffic)
-    task = dataclasses.replace(task, simulator=settings)
     paths = tuple(data) or task.data
-    files: tuple[str, ...] = ()
     if paths:
-        loaded = _from_files(task, paths, count if data else count or run.evaluation_episodes)
-        files, scenarios = tuple(file for file, _ in loaded), [scenario for _, scenario in loaded]
+        count = count if data else count or run.evaluation_episodes
+        files = readers.expand(paths)
+        if all(readers.detect(path) == readers.SHARD for path in files):
+            library = stream.open([str(path) for path in files])
+            if traffic == "self":  # as many as the shards were compiled for
+                settings = dataclasses.replace(settings, agents=min(settings.agents, int(library.sizes["A"].min())))
+            data_feed.check_shards(library, dataclasses.replace(task, data=paths, simulator=settings))
+            scenarios = scenario_set.packed(
+                library, count, agents=settings.agents, horizon=task.horizon, objects=task.objects, seed=seed
+            )
+        else:
+            task = dataclasses.replace(task, simulator=settings)
+            loaded = _from_files(task, files, count)
+            scenarios = scenario_set.held([scenario for _, scenario in loaded], [file for file, _ in loaded])
     else:
-        count = count or run.evaluation_episodes or 128
-        scenarios = scenario_source.generated(
-            HELD_OUT, count, agents=settings.agents, horizon=task.horizon, workers=cores(),
-            control=settings.control,
+        scenarios = scenario_set.generated(
+            count or run.evaluation_episodes or 128, agents=settings.agents, horizon=task.horizon,
+            control=settings.control, workers=cores(), seed=seed,
         )  # fmt: skip
     if traffic == "self":  # no empty slots
-        most = max(int(np.sum(scenario.controlled >= 0)) for scenario in scenarios)
-        task = dataclasses.replace(task, simulator=dataclasses.replace(settings, agents=max(most, 1)))
-    run = dataclasses.replace(run, environment=task)
-    return Drives(run, scenarios, stack(scenarios, agents=task.simulator.agents), files)
+        settings = dataclasses.replace(settings, agents=scenarios.facts.driven)
+    return Drives(dataclasses.replace(run, environment=dataclasses.replace(task, simulator=settings)), scenarios)
 
 
-def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[tuple[str, Scenario]]:
-    """First `count` scenarios of the files at `paths`, each with its file; no more are compiled."""
+def _from_files(task: Driving, paths: Sequence[Path], count: int | None) -> list[tuple[str, Scenario]]:
+    """First `count` scenarios of the files, each with its file; no more are compiled."""
     loaded: list[tuple[str, Scenario]] = []
-    for path in readers.expand(paths):
+    for path in paths:
         left = None if count is None else count - len(loaded)
         if left == 0:
             break
@@ -179,6 +263,32 @@ def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[
     if not loaded:
         raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
     return loaded
+
+
+def _rows(episodes: rollout.Episodes, batch: Batch) -> Scores:
+    """Scores of a batch, a row an agent; `names` are still to be filled in."""
+    played = np.asarray(episodes.valid) & (batch.numbers >= 0)[..., None]
+    metrics = {
+        name: Measure(np.asarray(score.value, np.float64)[played], np.asarray(score.valid)[played])
+        for name, score in episodes.scores.items()
+    }
+    device, lane, slot = np.nonzero(played)
+    return Scores(
+        metrics, [], batch.numbers[device, lane], batch.agents[device, lane, slot], batch.kinds[device, lane, slot]
+    )
+
+
+def _joined(rows: Sequence[Scores], ids: Sequence[str]) -> Scores:
+    """Scores of all batches with the benchmarks' aggregates."""
+    metrics = {
+        name: Measure(*(np.concatenate(parts) for parts in zip(*(each.metrics[name] for each in rows), strict=True)))
+        for name in rows[0].metrics
+    }
+    scenario, agent, kind = (
+        np.concatenate(parts) for parts in zip(*((r.groups(), r.agent, r.kind) for r in rows), strict=True)
+    )
+    names = [ids[i] for i in scenario.tolist()]
+    return Scores(benchmark_scores.aggregates(metrics) | metrics, names, scenario, agent, kind)
 
 
 def worst(scores: Scores, count: int) -> list[int]:
@@ -226,32 +336,39 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
     """
     if count < 1:
         raise ValueError(f"rollouts is {count}; realism needs at least 1")
-    environment = drives.simulator(driver, terminations=())
-    act, memory = drives.actor(environment, driver)
-    steps = environment.spec.max_steps
+    shell, mesh = drives.shell(driver, terminations=()), meshes.local_mesh(1)
+    act, memory = drives.actor(shell, driver)
+    steps = shell.spec.max_steps
     assert steps is not None
     worlds = count if driver == "policy" else 1
 
-    def observe(state: Any) -> Any:
-        frame = jax.vmap(environment.frame)(state)
-        return frame.pose, frame.present
-
-    through = rollout.play(environment, act, memory, steps=steps, observe=observe)
-
     @jax.jit
-    def program(params: Params | None, which: jax.Array, key: jax.Array) -> Any:
+    def program(params: Params | None, tables: DeviceBank, which: jax.Array, key: jax.Array) -> Any:
+        environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
+
+        def observe(state: Any) -> Any:
+            frame = jax.vmap(environment.frame)(state)
+            return frame.pose, frame.present
+
         starts = jax.vmap(environment.start)(jnp.broadcast_to(which, (worlds,)))
+        through = rollout.play(environment, act, memory, steps=steps, observe=observe)
         return through(params, starts, key if driver == "policy" else None, key)[1]
 
     rows = []
-    with screen.stage("scenarios for realism", len(drives.scenarios)) as advance:
-        for i, scenario in enumerate(drives.scenarios):
-            advance(i)
-            frames = jax.device_get(program(policy, jnp.int32(i), jax.random.fold_in(jax.random.key(2), i)))
-            cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
-            rows.append(realism(scenario, *(np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)))
+    total = len(drives.scenarios)
+    with screen.stage("scenarios for realism", total) as advance, closing(drives.batches(shell.config, mesh)) as all_:
+        for batch in all_:
+            for lane, i in enumerate(batch.numbers[0].tolist()):
+                if i < 0:
+                    continue
+                advance(i)
+                scenario, key = drives.scenarios[i], jax.random.fold_in(jax.random.key(2), i)
+                frames = jax.device_get(program(policy, batch.tables, jnp.int32(lane), key))
+                cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
+                each = (np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)
+                rows.append(realism(scenario, *each))
     metrics = {
         name: Measure(np.array([row[name].value for row in rows], float), np.array([row[name].valid for row in rows]))
         for name in rows[0]
     }
-    return Scores(metrics, [scenario.id for scenario in drives.scenarios], np.arange(len(rows)))
+    return Scores(metrics, list(drives.scenarios.ids), np.arange(len(rows)))

@@ -190,7 +190,7 @@ def test_a_log_is_driven_in_as_the_run_had_it_or_as_it_is_asked_for(tmp_path: Pa
 def test_policies_differ_in_what_they_score_and_are_the_same_twice(generated: Drives) -> None:
     task = generated.run.environment
     assert isinstance(task, Driving)
-    environment = simulator.driving(generated.bank, task.simulator)
+    environment = generated.shell("policy")
     play = generated.player("policy", 1)
     first, second = (policy(generated.run, environment, seed) for seed in (0, 1))
     found, again, other = (play(each, [1]) for each in (first, first, second))
@@ -198,6 +198,35 @@ def test_policies_differ_in_what_they_score_and_are_the_same_twice(generated: Dr
         assert measure.value.tobytes() == again[0].metrics[name].value.tobytes()
     assert any(np.any(found[0].metrics[k].value != other[0].metrics[k].value) for k in found[0].metrics)
     assert found[1][0].pose.tobytes() == again[1][0].pose.tobytes()
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_batches_or_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five scenarios, two at a time, on one device and on four, of which the last batches are padded; and all at once.
+
+    On any number of devices bit for bit; recordings, too.
+    """
+    drives = evaluate_driving.drives(driving(), count=5)
+    acting = policy(drives.run, drives.shell("policy"))
+    whole, _ = drives.play(acting, "policy")
+    monkeypatch.setattr(evaluate_driving, "LANES", 2)
+    found = []
+    for devices in (1, 4):
+        monkeypatch.setattr(evaluate_driving.meshes, "local_mesh", lambda most, n=devices: _local_mesh(min(most, n)))
+        assert drives.mesh().devices.size == min(devices, 3)
+        found.append(drives.play(acting, "policy", [4, 1]))
+    (one, films), (four, others) = found
+    assert one.names == four.names == whole.names == list(drives.scenarios.ids)
+    for name, measure in one.metrics.items():
+        assert measure.value.tobytes() == four.metrics[name].value.tobytes()
+        np.testing.assert_array_equal(measure.valid, whole.metrics[name].valid)
+        np.testing.assert_allclose(measure.value, whole.metrics[name].value, atol=1e-4)
+    assert [film.id for film in films] == [drives.scenarios.ids[i] for i in (4, 1)]
+    for film, other in zip(films, others, strict=True):
+        assert film.pose.tobytes() == other.pose.tobytes()
+
+
+_local_mesh = evaluate_driving.meshes.local_mesh
 
 
 # -------------------------------------------------------------------------------------------------------- intervals
@@ -298,7 +327,7 @@ def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> 
         controlled = drives.scenarios[0].controlled
         assert config.agents == (agents or int(np.sum(controlled >= 0)))
         assert config.traffic == traffic
-        assert drives.simulator("log").spec.agents == config.agents
+        assert drives.shell("log").spec.agents == config.agents
     assert np.sum(everybody.scenarios[0].controlled >= 0) >= 2
 
 
@@ -376,9 +405,12 @@ def test_evaluate_writes_what_it_prints(
         low, high = report["interval"][name]
         assert low <= report["mean"][name] <= high
     tables = [table.splitlines() for table in out.split("\n\n")]
-    assert [table[0].split()[0] for table in tables] == ["scenario", "file", "metric"]
+    assert [table[0].split()[0] for table in tables] == ["scenario", "file", "metric", "infraction"]
     assert [row.split()[0] for row in tables[1][1:3]] == [logs[n].name for n in ("gpudrive", "womd-example")]
     assert len(tables[2]) - 1 == len(report["mean"])
+    driven = sum(entry["distance"] for entry in report["scenarios"]) / 1000
+    assert report["infractions"]["any"]["driven"] == pytest.approx(driven)
+    assert report["infractions"]["any"]["events"] == sum(entry["accuracy"] == 0 for entry in report["scenarios"])
     # the benchmarks' scores are those of the rows; accuracy, made on the device, is the same made here
     columns = {name: [entry[name] for entry in report["scenarios"]] for name in report["mean"]}
     measures = {
@@ -401,7 +433,7 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
     words = "d --policy constant --json out.json --worst 1 --realism --rollouts 3 --data"
     assert evaluate.evaluate([*words.split(), str(logs["gpudrive"])]) == 0
     out, report = capsys.readouterr().out, json.loads(Path("out.json").read_text())
-    assert [table.split()[0] for table in out.split("\n\n")] == ["scenario", "metric", "realism"]
+    assert [table.split()[0] for table in out.split("\n\n")] == ["scenario", "metric", "infraction", "realism"]
     assert report["realism"]["rollouts"] == 3
     assert report["realism"]["mean"].keys() >= {"realism", "collision", "linear_speed"}
     picture = Path(out.splitlines()[-1])

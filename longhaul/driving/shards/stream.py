@@ -82,6 +82,11 @@ class Library:
         shard = self._shard(place)
         return shard[index - int(self.ends[place]) + len(shard)]
 
+    def names(self) -> tuple[list[str], list[Path]]:
+        """Id and shard of each scenario."""
+        opened = [self._shard(place) for place in range(len(self.paths))]
+        return [each for shard in opened for each in shard.ids], [shard.path for shard in opened for _ in shard.ids]
+
     def _shard(self, place: int) -> shards.Shard:
         shard = self.opened.pop(place, None) or shards.open(self.paths[place])
         self.opened[place] = shard

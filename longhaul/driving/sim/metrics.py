@@ -14,6 +14,7 @@ play, and those in which a replayed log has lost the agent, count nowhere. Verdi
   side while its box reaches into several lanes; not who is hit by somebody within 30 degrees behind it (nuPlan).
 - `progress`: the largest arc length along the route by the log's, at most 1 (V-Max's ratio); 1 where the goal was
   reached or the log moved less than 0.5 m. `making_progress`: whether that is at least 0.2 (nuPlan: above).
+- `distance`: the arc length that was driven, m, for kilometres between infractions.
 - `progression` (Waymax): the arc length now by the log's at its end, both from the log's beginning; may be above 1.
   Not valid where the log moved less than 0.5 m.
 - `time_to_collision`: whether it always was 0.95 s or more; `smallest_ttc`: the smallest, within 0.02 s, valid if any
@@ -293,6 +294,7 @@ def metrics(
         "wrong_way": (has("wrong_way"), laned),
         "off_route": (has("off_route"), every),
         "progress": (progress, every),
+        "distance": (jnp.maximum(s - start, 0.0), every),
         "progression": ((s - start) / jnp.maximum(length - start, STILL), moved),
         "making_progress": (progress >= MAKING_PROGRESS, every),
         "goal": (has("goal"), every),
