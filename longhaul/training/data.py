@@ -31,9 +31,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.bank import Sizes
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.scenario_source import agrees, disagreement
 from longhaul.driving.shards import stream
-from longhaul.driving.shards.shard import CONTROLS
 from longhaul.driving.shards.stream import Library, Position
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padded
@@ -156,7 +154,7 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
             if readers.detect(path) != readers.SHARD:
                 raise BadData(f"{path}: is no shard, and --bank needs shards; longhaul data convert makes them")
         library = stream.open(task.data)
-        check_shards(library, task)
+        stream.check(library, " ".join(task.data), agents=task.simulator.agents, control=task.simulator.control)
         if len(library) > task.bank:
             return _streamed(run, task, library, origin)
     return _resident(run, task)
@@ -308,26 +306,3 @@ def spec(run: Run) -> Spec:
     if isinstance(task, Driving):
         return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
     return reasoning_setup.spec(run) if isinstance(task, Reasoning) else named(task).spec
-
-
-def check_shards(library: Library, task: Driving) -> None:
-    """Raise BadData early if some scenario of the library cannot be driven."""
-    driven, wanted = library.sizes["A"], task.simulator.control
-    if driven.min() < task.simulator.agents:
-        raise BadData(
-            f"{' '.join(task.data)}: scenario {int(driven.argmin())} was compiled for {int(driven.min())} controlled "
-            f"agents, fewer than {task.simulator.agents}: convert the logs again with --agents {task.simulator.agents}"
-        )
-    if task.simulator.agents == 1:
-        return  # any kind of ego is driven
-    others = np.array([not agrees(control, wanted) for control in CONTROLS])[library.control]
-    if others.any():
-        first = int(others.argmax())
-        where = f"{' '.join(task.data)}: scenario {first}"
-        raise BadData(disagreement(where, CONTROLS[library.control[first]], wanted))
-    slow = library.extents["slow"] < task.simulator.agents
-    if slow.any() and wanted == "vehicles":
-        raise BadData(
-            f"{' '.join(task.data)}: --control is vehicles; {int(slow.sum())} scenarios, the first of them "
-            f"{int(slow.argmax())}, have cyclists or pedestrians to control: choose --control all"
-        )

@@ -36,7 +36,6 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training import data as data_feed
 from longhaul.training.evaluate import EVENTS, MOST, Scores
 from longhaul.types import Environment, Params
 
@@ -230,7 +229,7 @@ def drives(
             library = stream.open([str(path) for path in files])
             if traffic == "self":  # as many as the shards were compiled for
                 settings = dataclasses.replace(settings, agents=min(settings.agents, int(library.sizes["A"].min())))
-            data_feed.check_shards(library, dataclasses.replace(task, data=paths, simulator=settings))
+            stream.check(library, " ".join(paths), agents=settings.agents, control=settings.control)
             scenarios = scenario_set.packed(
                 library, count, agents=settings.agents, horizon=task.horizon, objects=task.objects, seed=seed
             )

@@ -35,7 +35,7 @@ from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.bank import Extents
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.scenario_source import cut
+from longhaul.driving.scenario_source import agrees, cut, disagreement
 from longhaul.driving.shards import shard as shards
 
 Batch = TypeVar("Batch")
@@ -236,3 +236,25 @@ def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:
     finally:
         unwanted.set()
         thread.join()
+
+
+def check(library: Library, where: str, *, agents: int, control: str) -> None:
+    """Raise BadData early if some scenario of the library cannot be driven so; `where` names the shards."""
+    driven = library.sizes["A"]
+    if driven.min() < agents:
+        raise BadData(
+            f"{where}: scenario {int(driven.argmin())} was compiled for {int(driven.min())} controlled "
+            f"agents, fewer than {agents}: convert the logs again with --agents {agents}"
+        )
+    if agents == 1:
+        return  # any kind of ego is driven
+    others = np.array([not agrees(each, control) for each in shards.CONTROLS])[library.control]
+    if others.any():
+        first = int(others.argmax())
+        raise BadData(disagreement(f"{where}: scenario {first}", shards.CONTROLS[library.control[first]], control))
+    slow = library.extents["slow"] < agents
+    if slow.any() and control == "vehicles":
+        raise BadData(
+            f"{where}: --control is vehicles; {int(slow.sum())} scenarios, the first of them "
+            f"{int(slow.argmax())}, have cyclists or pedestrians to control: choose --control all"
+        )
