@@ -21,7 +21,7 @@ from longhaul.envs import external, suite_adapters
 from longhaul.envs import registry as environments
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
-from longhaul.reasoning import huggingface, problem_sets, tokenizer
+from longhaul.reasoning import huggingface, problem_sets, tokenizer, tools
 from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.replay import Sizes
@@ -459,20 +459,26 @@ def _fitted(run: Run) -> Run:
     return dataclasses.replace(run, environment=dataclasses.replace(task, **paths), algorithm=config)
 
 
-def tokeniser(folder: str, task: Reasoning) -> Tokeniser:
+def tokeniser(folder: str, task: Reasoning, budget: tokenizer.Budget | None = None) -> Tokeniser:
     """Tokeniser of a model's folder, for prompts and completions of `task`; bytes where there is no folder."""
     stop = problem_sets.plain(task.stop)
+    try:
+        replies = {tools.MARK: tools.replies(task.tools)} if task.tools else {}
+    except ValueError as error:
+        raise RunError(f"--tools: {error}") from error
+    if budget is not None:
+        replies[budget.step] = budget.reply
     if not folder:
         if task.chat:
             raise RunError("--chat needs the template of a model; give --model-folder, or leave it out")
-        return tokenizer.stopped(tokenizer.BYTES, stop) if stop else tokenizer.BYTES
+        return tokenizer.stopped(tokenizer.BYTES, stop, replies)
     try:
         words = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
-        return tokenizer.stopped(words, stop) if stop else words
     except ImportError as error:
         raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
+    return tokenizer.stopped(words, stop, replies)
 
 
 def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:

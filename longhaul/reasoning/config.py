@@ -49,6 +49,9 @@ class Reasoning:
     chat: bool = setting(False, "put a question into the model's chat template")
     system: str = setting("", "system prompt of --chat")
     stop: str = setting("", "text that ends a completion, beside the model's own tokens; \\n is a newline")
+    tools: str = setting(
+        "", "functions that a completion calls as [NAME(TEXT)->: calculator, package.module:function, with commas"
+    )
     fewest: int = setting(1, "operations of a problem, or digits of a number; at most --most", least=1)
     most: int = setting(4, "most operations or digits; numbers of countdown", least=1, most=64)
     held_out_fewest: int = setting(2, "fewest operations of a held-out problem, on which a run is evaluated", least=1)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import tokenizer
+from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
 from longhaul.reasoning.tasks import Problem, Task
@@ -117,9 +117,11 @@ def evaluate_on_host(
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(_waves(config, how, words))
+    on = turns.continuing(config, how.length, how.temperature, how.wave, words)
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
         drawn = jax.device_get(sample(params, posed.prompt, key, jnp.int32(UNBOUNDED)))
+        drawn = on(params, np.repeat(posed.prompt, how.group, axis=0), drawn, key)
         return quality_on_host(task, asked, drawn, words, how.group), drawn
 
     return evaluate

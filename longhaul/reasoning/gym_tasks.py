@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.reasoning import tasks
 from longhaul.reasoning.config import GYM
 from longhaul.reasoning.tasks import QUESTION, Problem, Task, Written
 
@@ -80,7 +81,6 @@ def task(
 
     # The last items are examples; a question drawn at random is one of them once in a billion.
     examples = "".join(f"{text}{entry['answer']}\n\n" for text, entry in (plain(ITEMS - 1 - i) for i in range(shots)))
-    failed: list[str] = []
 
     def problem(rng: np.random.Generator) -> Problem:
         text, entry = plain(int(rng.integers(ITEMS - shots)))
@@ -89,17 +89,12 @@ def task(
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         return f"<answer>{problem.answer}</answer>" if form == "tags" else problem.answer
 
-    def reward(problem: Problem, completion: str) -> float:
+    def scored(problem: Problem, completion: str) -> float:
         found = answer(completion, form)
-        if found is None or problem.entry is None:
-            return 0.0
-        try:
-            return float(data.score_answer(found, problem.entry) >= RIGHT)
-        except Exception as error:  # of any kind, from code that nobody here wrote
-            if not failed:
-                failed.append(found)
-                report(f"the verifier of {name} raises {error!r} for {found!r}; such answers count as wrong")
-            return 0.0
+        known = found is not None and problem.entry is not None
+        return float(known and data.score_answer(found, problem.entry) >= RIGHT)
+
+    reward = tasks.guarded(scored, name, report)
 
     def soundness(problem: Problem, completion: str) -> float:
         """Right answer in the right format: what the gate looks at, as there are no steps to check."""
@@ -108,6 +103,10 @@ def task(
     def reading(completion: str) -> Written:
         return Written((), False, answer(completion, form))
 
-    return Task(
-        f"{GYM}{name}", problem, solution, reward, soundness, False, lambda text: Problem(text, ""), solution, reading
-    )
+    def posed(text: str) -> Problem:
+        """Problem of a question, or of its whole prompt; its answer is not known."""
+        head, _, tail = template.partition(QUESTION)
+        whole = text.startswith(examples + head) and text.endswith(tail) and (examples + head + tail)
+        return Problem(text if whole else examples + template.replace(QUESTION, text), "")
+
+    return Task(f"{GYM}{name}", problem, solution, reward, soundness, False, posed, solution, reading)

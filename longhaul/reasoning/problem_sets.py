@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import gym_tasks, tasks, tokenizer
+from longhaul.reasoning import gym_tasks, tasks, tokenizer, tools
 from longhaul.reasoning.config import GYM, MADE, QUESTIONS, TASKS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
@@ -54,17 +54,23 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
     if config.task == QUESTIONS:
         return _read(config, config.questions)
     if config.task.startswith(GYM):
-        return gym_tasks.task(
+        made = gym_tasks.task(
             config.task.removeprefix(GYM), config.task_settings, template=plain(config.template),
-            form=config.answer_format, shots=config.shots, report=lambda line: print(line, file=sys.stderr),
+            form=config.answer_format, shots=config.shots, report=_report,
         )  # fmt: skip
+        return tools.without_calls(made) if config.tools else made
     return MADE[config.task](fewest or config.fewest, config.most)
 
 
 def _read(config: Reasoning, path: str) -> Task:
     if not path:
         raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
-    return tasks.questions(path, check=config.check, template=plain(config.template))
+    made = tasks.questions(path, check=config.check, template=plain(config.template), report=_report)
+    return tools.without_calls(made) if config.tools else made
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def plain(text: str) -> str:

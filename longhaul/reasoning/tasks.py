@@ -329,7 +329,9 @@ QUESTION = "{question}"
 """Placeholder of the question in a template."""
 
 
-def questions(path: Path | str, *, check: str = "numeric", template: str = QUESTION) -> Task:
+def questions(
+    path: Path | str, *, check: str = "numeric", template: str = QUESTION, report: Callable[[str], None] = print
+) -> Task:
     """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `MARK`.
 
     A prompt is `template` with the question in the place of {question}. A repeated question is left out.
@@ -337,13 +339,14 @@ def questions(path: Path | str, *, check: str = "numeric", template: str = QUEST
     `check` is "numeric" (numbers are compared: 1,000 is 1000.0; without `MARK` the last number of a completion counts),
     "exact" (the text after `MARK`, without outer spaces), or the path of a user's function, "package.module:function",
     (problem, completion) -> reward. A problem's steps are GSM8K's calculations, <<48/2=24>>; `soundness` is the share
-    of a completion's calculations that are right and use numbers of the question or of earlier calculations.
+    of a completion's calculations that are right and use numbers of the question or of earlier calculations. A function
+    that raises counts as wrong; its first error is reported.
 
     Raises ValueError, one line with file and line, for an unreadable line.
     """
     if QUESTION not in template:
         raise ValueError(f"template is {template!r}; it must have {QUESTION} where the question stands")
-    reward = checker(check)
+    reward = guarded(checker(check), check, report)
     known: dict[str, tuple[Problem, str]] = {}
     try:
         if (size := Path(path).stat().st_size) > MOST_FILE:
@@ -417,6 +420,24 @@ def checker(check: str) -> Callable[[Problem, str], float]:
     if not callable(function):
         raise ValueError(f"check is {check!r}, which is no function")
     return lambda problem, completion: float(function(problem, completion))
+
+
+def guarded(
+    reward: Callable[[Problem, str], float], name: str, report: Callable[[str], None]
+) -> Callable[[Problem, str], float]:
+    """Reward function that is 0 where `reward`, code that nobody here wrote, raises; the first error is reported."""
+    failed: list[str] = []
+
+    def safe(problem: Problem, completion: str) -> float:
+        try:
+            return reward(problem, completion)
+        except Exception as error:  # of any kind
+            if not failed:
+                failed.append(completion)
+                report(f"the verifier of {name} raises {error!r} for {completion!r:.200}; such answers count as wrong")
+            return 0.0
+
+    return safe
 
 
 def _final(completion: str) -> str | None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import tokenizer
+from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.evaluate import evaluate_reasoning, quality
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
@@ -211,6 +211,7 @@ def drawing(
     if max_reasoning_steps < UNBOUNDED and words.answer == tokenizer.NONE:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
     sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), ROWS))
+    on = turns.continuing(config, length, temperature, ROWS, words)
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
@@ -224,6 +225,7 @@ def drawing(
         calls += 1
         drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), key,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
+        drawn = on(params, padded, drawn, key)
         return texts(drawn, count, words)[: len(prompts)]
 
     return draw

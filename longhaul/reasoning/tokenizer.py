@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ class Tokeniser(NamedTuple):
     ends: tuple[int, ...] = ()  # each ends a text; a demonstration ends with the first
     step: int = NONE  # ends a written step
     answer: int = NONE  # begins the answer
-    stop: np.ndarray | None = None  # int32 [S, V], of a text that ends a completion: see `stopped`
+    stop: np.ndarray | None = None  # int32 [S, V], of texts that end a completion: see `stopped`
+    replies: Mapping[str, Callable[[str], str]] = MappingProxyType({})  # by the mark that ends a turn
     chat: Callable[[str], list[int]] | None = None  # a question within the model's chat template
 
     def ask(self, question: str) -> list[int]:
@@ -58,24 +60,46 @@ def cut(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
     return list(itertools.takewhile(lambda number: number not in (NONE, *ends), map(int, numbers)))
 
 
-def stopped(words: Tokeniser, stop: str) -> Tokeniser:
-    """`words` whose completions also end with the text `stop`, in however many tokens it is written.
-
-    `Tokeniser.stop` is the automaton of Knuth, Morris and Pratt over tokens: [s, v] is the number of characters of
-    `stop` with which a text ends that ended with s of them before token v, at most all of them.
+class Budget(NamedTuple):
+    """Most steps of a completion: behind the last, the text `answer` is put (s1, Muennighoff et al. 2025, 2501.19393).
     """
+
+    most: int
+    step: str  # ends a step
+    answer: str
+
+    def reply(self, text: str) -> str:
+        return self.answer if text.count(self.step) == self.most and self.answer not in text else ""
+
+
+def stopped(
+    words: Tokeniser, stop: str = "", replies: Mapping[str, Callable[[str], str]] = MappingProxyType({})
+) -> Tokeniser:
+    """`words` whose completions also end with the text `stop`, and whose turns end with each mark of `replies`, in
+    however many tokens they are written.
+
+    `Tokeniser.stop` is the automaton of Aho and Corasick over tokens. Its states are the beginnings of these texts, the
+    empty one first; [s, v] is the longest with which a text ends that ended with that of s before token v, or the
+    number of states where one of the texts is whole.
+    """
+    texts = [text for text in (stop, *replies) if text]
+    if not texts:
+        return words
+    states = sorted({text[:end] for text in texts for end in range(len(text))}, key=lambda text: (len(text), text))
     pieces = [words.decode([number]) if number not in words.ends else "" for number in range(words.size)]
-    table = np.zeros((len(stop), words.size), np.int32)
-    for state in range(len(stop)):
+    table = np.zeros((len(states), words.size), np.int32)
+    for state, before in enumerate(states):
         for number, piece in enumerate(pieces):
-            text = stop[:state] + piece
-            ways = range(min(len(stop), len(text)), -1, -1)
-            table[state, number] = len(stop) if stop in text else next(n for n in ways if text.endswith(stop[:n]))
+            text = before + piece
+            found = any(each in text for each in texts)
+            table[state, number] = len(states) if found else max(
+                (n for n, begun in enumerate(states) if text.endswith(begun)), key=lambda n: len(states[n])
+            )  # fmt: skip
 
     def decode(numbers: Sequence[int]) -> str:
-        return words.decode(numbers).partition(stop)[0]
+        return words.decode(numbers).partition(stop)[0] if stop else words.decode(numbers)
 
-    return words._replace(decode=decode, stop=table)
+    return words._replace(decode=decode, stop=table, replies=replies)
 
 
 BYTE_END = 256

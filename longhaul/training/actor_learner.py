@@ -85,7 +85,7 @@ def _acting(
     """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         assert on_device is not None
-        return learner.acting(on_device(), policy, reasoning_setup.checker(run))
+        return learner.acting(on_device(), policy, reasoning_setup.finisher(run))
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return host_rollout.acting(run.environment.env, algorithm, policy, sizes)

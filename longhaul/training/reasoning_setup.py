@@ -9,13 +9,14 @@ import numpy as np
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.config.resolve import both, tokeniser
 from longhaul.config.run import Run
-from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer
+from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer, turns
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
-from longhaul.reasoning.sampler import Bank, Marking, marking
+from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Speaker, marking
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.runtime.errors import RunError
-from longhaul.types import Params, PyTree, Spec
+from longhaul.topologies.actor_learner.learner import Finish
+from longhaul.types import Key, Metrics, Params, PyTree, Spec
 
 
 def words(run: Run) -> Tokeniser:
@@ -65,11 +66,21 @@ def world(run: Run, made: Bank) -> World:
     return World(spec(run), made)
 
 
-def checker(run: Run) -> Marking | None:
-    """Host verifier of the completions of a resolved run; None if the device verifies."""
+def finisher(run: Run) -> Finish | None:
+    """Host's part of collecting for a resolved run: later turns of its completions, and their verifier; None if the
+    device verifies."""
     if not isinstance(run.environment, Reasoning) or run.environment.exact:
         return None
     task, config = both(run)
     assert run.evaluation_episodes is not None
-    asked = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
-    return marking(problem_sets.task(task), asked, words(run), config.group)
+    asked, known = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes), words(run)
+    mark = marking(problem_sets.task(task), asked, known, config.group)
+    on = turns.continuing(config.model, run.num_steps, config.temperature, task.wave, known)
+
+    def finish(speaker: Speaker, key: Key, data: Completions, sums: Metrics) -> tuple[Completions, Metrics]:
+        if speaker.lesson in (SAMPLED, OWN):
+            drawn = Drawn(data.token, data.written, data.taken, data.log_prob)
+            data = data._replace(**on(speaker.params, data.prompt, drawn, key)._asdict())
+        return mark(data, sums)
+
+    return finish

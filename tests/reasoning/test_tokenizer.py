@@ -32,3 +32,17 @@ def test_a_stop_is_found_in_however_many_tokens_it_is_written() -> None:
             if state == 3:
                 break
     assert made.decode([0, 2, 3, 1]) == "a"
+
+
+def test_several_texts_are_found_by_one_automaton() -> None:
+    pieces = ["a", "b", "ab", "ba", "c"]
+    words = tokenizer.Tokeniser(len(pieces), list, lambda numbers: "".join(pieces[n] for n in numbers))
+    made = tokenizer.stopped(words, "abc", {"bab": str.upper, "ca": str.lower})
+    assert made.stop is not None
+    for numbers in itertools.product(range(len(pieces)), repeat=5):
+        state, seen = 0, ""
+        for number in numbers:
+            state, seen = int(made.stop[state, number]), seen + pieces[number]
+            assert (state == len(made.stop)) == any(text in seen for text in ("abc", "bab", "ca")), (seen, state)
+            if state == len(made.stop):
+                break

@@ -53,8 +53,11 @@ class PinnedCarry(NamedTuple):
 # ------------------------------------------------------------------------------------------------- an actor's side
 
 
-Finish = Callable[[PyTree, Metrics], tuple[PyTree, Metrics]]
-"""(data, scores) as collected -> (data, scores) as delivered; NumPy arrays of the same shapes."""
+FINISHING = 2
+"""Number folded into the key of a batch's place, for `Finish`; the program splits that key."""
+
+Finish = Callable[[Params, Key, PyTree, Metrics], tuple[PyTree, Metrics]]
+"""(policy, key, data, scores) as collected -> (data, scores) as delivered; NumPy arrays of the same shapes."""
 
 
 def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> CompiledActor:
@@ -80,7 +83,10 @@ def acting(collector: Collector, policy: Params, finish: Finish | None = None) -
         after, *made = jax.block_until_ready(program(weights, list(state), key[:words], where))
         told, sums = ([np.asarray(x) for x in leaves] for leaves in made)
         if finish is not None:
-            told, sums = map(jax.tree.leaves, finish(tree(data, told), tree(scores, sums)))
+            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+            own = jax.random.fold_in(jax.random.fold_in(own, ticket.place), FINISHING)
+            known = finish(tree(policy, weights), own, tree(data, told), tree(scores, sums))
+            told, sums = map(jax.tree.leaves, known)
         return after, told, sums
 
     return CompiledActor(collect, shapes(policy, carry, data, scores), data, scores)

@@ -1,0 +1,70 @@
+"""Completions of several turns: where one stops at a mark, a text is put behind it, and the policy goes on.
+
+The text is a tool's result (reasoning/tools.py), or the answer's mark after a number of steps (s1, Muennighoff et al.
+2025, arXiv 2501.19393). It was not sampled: `taken` is False for its tokens, and no loss counts them.
+
+A later turn reads prompt and completion so far, by one program of the shape of all rows; the host writes between turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.reasoning.config import ModelConfig
+from longhaul.reasoning.sampler import UNBOUNDED, Drawn, in_waves, sampler
+from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.types import Key, Params
+
+Continue = Callable[[Params, Any, Drawn, Key], Drawn]
+"""(params, prompts [B, P], first turns, key) -> whole completions; NumPy's arrays."""
+
+
+def continuing(config: ModelConfig, length: int, temperature: float, wave: int, words: Tokeniser) -> Continue:
+    """Function that takes completions of at most `length` tokens through their later turns."""
+    if not words.replies:
+        return lambda params, prompt, drawn, key: drawn
+    sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), wave))
+
+    def whole(params: Params, prompt: Any, drawn: Drawn, key: Key) -> Drawn:
+        made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
+        prompt = np.asarray(prompt)
+        begun, turn = np.zeros(len(prompt), int), 0
+        going = np.ones(len(prompt), bool)
+        while (going := _replied(made, begun, going, words)).any():
+            filled = made.written.sum(axis=1)
+            so_far = np.full((len(prompt), prompt.shape[1] + length), words.pad, np.int32)
+            for row in np.flatnonzero(going):
+                said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
+                so_far[row, -len(said) :] = said
+            so_far[~going] = so_far[np.flatnonzero(going)[0]]  # any: the program has one shape
+            key_turn = jax.random.fold_in(key, turn)
+            more = jax.device_get(sample(params, jnp.asarray(so_far), key_turn, jnp.int32(UNBOUNDED)))
+            for row in np.flatnonzero(going):
+                begun[row] = filled[row]
+                for old, new in zip(made, more, strict=True):
+                    old[row, filled[row] :] = new[row, : length - filled[row]]
+            turn += 1
+        return made
+
+    return whole
+
+
+def _replied(made: Any, begun: np.ndarray, going: np.ndarray, words: Tokeniser) -> np.ndarray:
+    """Rows that go on: their last turn, from `begun`, ends in a mark, and its reply, written here, leaves room."""
+    after = np.zeros(len(going), bool)
+    length = made.token.shape[1]
+    for row in np.flatnonzero(going):
+        filled = int(made.written[row].sum())
+        last = words.decode(made.token[row, begun[row] : filled])
+        mark = next((mark for mark in words.replies if mark in last), None)
+        if mark is not None:
+            put = words.encode(words.replies[mark](words.decode(made.token[row, :filled])))[: length - filled]
+            made.token[row, filled : filled + len(put)] = put
+            made.written[row, filled : filled + len(put)] = True
+            after[row] = filled + len(put) < length
+    return after
