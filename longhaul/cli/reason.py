@@ -21,7 +21,9 @@ from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, test_time_compute
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
+from longhaul.reasoning.tasks import Problem
 from longhaul.reasoning.test_time_compute import Solution, drawing
+from longhaul.reasoning.tokenizer import Budget
 from longhaul.runtime.errors import RunError
 from longhaul.training import reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
@@ -38,6 +40,8 @@ GROUPS = {
         Flag("lead", FLOAT, 2.0, "votes ahead at which it stops; 0: never early"),
         Flag("select", choice(test_time_compute.SELECTIONS), "majority", "rule that selects the answer"),
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
+        Flag("step-mark", TEXT, "", "text that ends a step of --steps, for a model in words; \\n is a newline"),
+        Flag("answer-mark", TEXT, "", "text that is put behind the last step, such as ####"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),
         Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", least=1),
@@ -63,26 +67,39 @@ def reason(words: Sequence[str]) -> int:
     if parsed["curve"] is not None:
         return _curve(folder, task, parsed, settings)
     made = problem_sets.held_out_task(task)
-    asked = list(parsed["PROBLEM"]) or [problem_sets.held_out(task, 1)[0].prompt]
+    asked: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
     if made.posed is not None:
-        for prompt in asked:
+        for prompt in parsed["PROBLEM"]:
             made.posed(prompt)  # what is no problem is said before anything is loaded
-    if parsed["steps"] is not None and task.in_words:
-        raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
+    steps, budget = parsed["steps"], _budget(task, parsed)
     run, policy, _ = restore_policy(folder)
     draw = drawing(
         _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
-        temperature=_temperature(run, parsed),
-        max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"], words=reasoning_setup.words(run),
+        temperature=_temperature(run, parsed), max_reasoning_steps=UNBOUNDED if steps is None or budget else steps,
+        words=reasoning_setup.words(run, budget),
     )  # fmt: skip
     found = test_time_compute.ReasoningOptimizer(made, draw, settings).solve(asked)
 
     def show() -> None:
-        for prompt, solution in zip(asked, found, strict=True):
-            _show(solution, known=made.posed is None or made.posed(prompt).answer != "")
+        for each, solution in zip(asked, found, strict=True):
+            _show(solution, known=isinstance(each, Problem) or made.posed is None or made.posed(each).answer != "")
 
     tables.report(parsed["json"], [_plain(solution) for solution in found], show)
     return 0
+
+
+def _budget(task: Reasoning, parsed: dict[str, Any]) -> Budget | None:
+    """Budget of --steps of a model in words; None for a vocabulary that has the marks, or without --steps."""
+    steps, marks = parsed["steps"], [problem_sets.plain(parsed[f"{name}_mark"]) for name in ("step", "answer")]
+    if steps is None or not task.in_words:
+        if any(marks):
+            raise FlagError("--step-mark and --answer-mark are for --steps of a model in words; leave them out")
+        return None
+    if steps < 1:
+        raise FlagError(f"--steps is {steps}; of a model in words it must be at least 1")
+    if not all(marks):
+        raise FlagError(f"--steps is {steps}, and text has no mark of a step; give --step-mark and --answer-mark")
+    return Budget(steps, *marks)
 
 
 def _model(run: Run) -> Reasoner:
@@ -96,24 +113,24 @@ def _temperature(run: Run, parsed: dict[str, Any]) -> float:
 
 def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test_time_compute.Config) -> int:
     """Gain of a run's policy from more thinking, on problems that it never trained on."""
-    if not task.exact:
-        raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")
     if parsed["PROBLEM"]:
         raise FlagError("--curve is of problems held out; leave PROBLEM out")
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
     run, policy, _ = restore_policy(folder)
-    made, asked = problem_sets.task(task), problem_sets.held_out(task, parsed["curve"])
-    posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps)
+    made, asked = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
+    words = reasoning_setup.words(run)
+    posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
     how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)
     found = test_time_compute.think(
         made, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model, sampling=how,
-        settings=settings,
+        settings=settings, words=words,
     )  # fmt: skip
     if parsed["json"] != "-":
         for rows in (found.budgets, found.samples):
-            tables.table(list(rows[0]._fields), [[tables.number(value) for value in row] for row in rows])
-            print()
+            if rows:
+                tables.table(list(rows[0]._fields), [[tables.number(value) for value in row] for row in rows])
+                print()
         stop = found.stop
         print(f"early stop: {stop.drawn:.3g} of {settings.samples} samples a problem ({stop.share:.0%}), "
               f"{stop.accuracy:.3f} right; all samples: {stop.full:.3f}")  # fmt: skip

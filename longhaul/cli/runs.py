@@ -170,7 +170,7 @@ def report(words: Sequence[str]) -> int:
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
-        from longhaul.training import loop
+        from longhaul.training import evaluate, loop
         from longhaul.training import report as pages
     records = sinks.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     result = folder_runs.document(folder / "result.json")
@@ -183,12 +183,12 @@ def report(words: Sequence[str]) -> int:
         with screen.stage("restoring the policy", plain=False):
             run, policy, untrained = restore_policy(folder, None, number)
         scores: dict[str, Any] = {}
-        chains: list[Any] = []
+        chains: dict[str, Any] = {}
         for name, means, recordings in loop.evaluations(run, policy, untrained):
-            chains = chains or means.pop("chains", [])
-            scores[name] = {metric: value for metric, value in means.items() if metric != "chains"}
+            chains[name] = means.pop("chains", ())
+            scores[name] = means
             films += recordings
-        result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": chains}
+        result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": evaluate.conversations(chains)}
         records = [record for record in records if number is None or record["update"] <= number]
         page = folder / f"report-{number}.html"
     page = Path(parsed["out"] or page)

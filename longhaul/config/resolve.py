@@ -7,6 +7,7 @@ import difflib
 import os
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
 from longhaul.reasoning import huggingface, problem_sets, tokenizer, tools
 from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
-from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, config_fields, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, default_threads, on_cpu, prepare_devices, started
@@ -459,7 +460,7 @@ def _fitted(run: Run) -> Run:
     return dataclasses.replace(run, environment=dataclasses.replace(task, **paths), algorithm=config)
 
 
-def tokeniser(folder: str, task: Reasoning, budget: tokenizer.Budget | None = None) -> Tokeniser:
+def tokeniser(folder: str, task: Reasoning, budget: Budget | None = None) -> Tokeniser:
     """Tokeniser of a model's folder, for prompts and completions of `task`; bytes where there is no folder."""
     stop = problem_sets.plain(task.stop)
     try:
@@ -472,6 +473,9 @@ def tokeniser(folder: str, task: Reasoning, budget: tokenizer.Budget | None = No
         if task.chat:
             raise RunError("--chat needs the template of a model; give --model-folder, or leave it out")
         return tokenizer.stopped(tokenizer.BYTES, stop, replies)
+    if not Path(folder).is_dir():
+        raise RunError(f"--model-folder {folder} is not there; longhaul fetch smollm2-135m writes one, or give "
+                       "another")  # fmt: skip
     try:
         words = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
     except ImportError as error:

@@ -112,6 +112,9 @@ def config(folder: Path | str) -> ModelConfig:
         raise HubError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         raise HubError(f"{error}; give a folder with config.json and *.safetensors") from error
+    for file in _files(path.parent):
+        if not (path.parent / file).is_file():
+            raise HubError(f"{path.parent / file} is not there; give a folder with config.json and *.safetensors")
     stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
     if (wanted := size(found)) > stored:  # a number takes a byte or more
         raise HubError(f"{path} asks for {wanted:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
@@ -217,17 +220,17 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Pairs (name, array) of all files of a model, one array at a time."""
     from safetensors import SafetensorError, safe_open
 
-    if (folder / INDEX).exists():
-        files = sorted(set(_weight_map(folder).values()))
-    else:
-        files = [ONE]
-    for file in files:
+    for file in _files(folder):
         try:
             with safe_open(folder / file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no dict)
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise HubError(f"{folder / file}: {error}") from error
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(set(_weight_map(folder).values())) if (folder / INDEX).exists() else [ONE]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -347,6 +350,11 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
     def with_marks(text: str) -> list[int]:
         return list(marked.encode(text, add_special_tokens=False).ids)
 
+    end = _template(Path(folder))[1].get("eos_token")
+    for word, odd in (*((number, number >= inner.get_vocab_size()) for number in ends),
+                      (end, end is not None and inner.token_to_id(end) is None)):  # fmt: skip
+        if odd:
+            raise HubError(f"{path} has no token {word!r}, which ends a text of this model; they must be of one model")
     special = [token.content for token in marked.get_added_tokens_decoder().values() if token.special]
     return Tokeniser(
         inner.get_vocab_size(),
@@ -373,6 +381,8 @@ def _chat(
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     source, names = _template(folder)
+    if not isinstance(source, str):
+        raise HubError(f"{folder} has no chat template; leave --chat out")
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -400,8 +410,8 @@ def _chat(
     return ask
 
 
-def _template(folder: Path) -> tuple[str, dict[str, str]]:
-    """(source of a chat template, names in it: the marks that begin and end a text)."""
+def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """(source of a chat template, if any, names in it: the marks that begin and end a text)."""
     path = folder / "tokenizer_config.json"
     try:
         fields = bounded_json.read(path, MOST_JSON) if path.exists() else {}
@@ -411,11 +421,9 @@ def _template(folder: Path) -> tuple[str, dict[str, str]]:
         raise HubError(f"{path}: {error}") from error
     if isinstance(source, list):  # several, by name
         source = {each["name"]: each["template"] for each in source}.get("default")
-    if not isinstance(source, str):
-        raise HubError(f"{folder} has no chat template; leave --chat out")
     names = {name: fields.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     plain = {name: each.get("content") if isinstance(each, dict) else each for name, each in names.items()}
-    return source, {name: each for name, each in plain.items() if each is not None}
+    return source, {name: each for name, each in plain.items() if isinstance(each, str)}
 
 
 def _ends(folder: Path) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.evaluate import evaluate_reasoning, quality
+from longhaul.reasoning.evaluate import evaluate_on_host, evaluate_reasoning, quality, quality_on_host
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -144,18 +144,17 @@ class ReasoningOptimizer:
         chains = ((prompt, solution.chain) for prompt, (_, solution) in self._known.items())
         return [(prompt, chain) for prompt, chain in chains if chain is not None and _is_fact(chain)]
 
-    def solve(self, prompts: Sequence[str]) -> list[Solution]:
+    def solve(self, asked: Sequence[str | Problem]) -> list[Solution]:
         """Solutions of problems, in order. Raises ValueError for a prompt that is no problem of the task."""
-        if self._task.posed is None:
-            raise ValueError(f"{self._task.name} has the problems of its file alone; name one of them")
-        problems = {prompt: self._task.posed(prompt) for prompt in prompts}
+        prompts = [each.prompt if isinstance(each, Problem) else each for each in asked]
+        problems = {prompt: self._posed(each) for prompt, each in zip(prompts, asked, strict=True)}
         solutions = {prompt: cached for prompt in problems if (cached := self._remembered(prompt)) is not None}
         open_: dict[str, list[Chain]] = {prompt: [] for prompt in problems if prompt not in solutions}
         while open_:
             drawn = len(next(iter(open_.values())))
             count = min(self.config.wave, self.config.samples - drawn)
-            asked = [problems[prompt].prompt for prompt in open_]
-            for prompt, texts in zip(list(open_), self._draw(asked, count), strict=True):
+            posed = [problems[prompt].prompt for prompt in open_]
+            for prompt, texts in zip(list(open_), self._draw(posed, count), strict=True):
                 chains = open_[prompt]
                 chains += [judge(self._task, problems[prompt], *each) for each in texts]
                 full, early = len(chains) >= self.config.samples, settled(chains, self.config)
@@ -170,6 +169,13 @@ class ReasoningOptimizer:
                     while len(self._known) > self.config.cache:
                         self._known.popitem(last=False)
         return [solutions[prompt] for prompt in prompts]
+
+    def _posed(self, each: str | Problem) -> Problem:
+        if isinstance(each, Problem):
+            return each
+        if self._task.posed is None:
+            raise ValueError(f"{self._task.name} has the problems of its file alone; name one of them")
+        return self._task.posed(each)
 
     def _remembered(self, prompt: str) -> Solution | None:
         version, solution = self._known.get(prompt, (self._version, None))
@@ -284,28 +290,37 @@ def think(
     config: ModelConfig,
     sampling: Sampling,
     settings: Config,
+    words: Tokeniser = tokenizer.TOKENISER,
 ) -> Thinking:
     """Accuracy of a policy on `asked`, the problems of `bank`, by budget, by samples, and with the early stop of
     `settings`.
 
-    `settings.samples` equals `sampling.group`; budgets go from 0 steps to those of the longest problem.
+    `settings.samples` equals `sampling.group`; budgets go from 0 steps to those of the longest problem. A task that
+    the host checks has no budgets.
     """
     if settings.samples != sampling.group:
         raise ValueError(f"samples is {settings.samples}; it must be the group, {sampling.group}")
-    evaluate = evaluate_reasoning(config, sampling)
-    found = []
-    for steps in range(max(len(problem.steps) for problem in asked) + 1):
-        scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
-        found.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
-    _, drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))
-    group, scores = sampling.group, jax.jit(quality, static_argnums=2)
-    by_samples = []
+    group, found = sampling.group, []
+    if task.exact:
+        evaluate = evaluate_reasoning(config, sampling)
+        for steps in range(max(len(problem.steps) for problem in asked) + 1):
+            scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
+            found.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
+        drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))[1]
+    else:
+        drawn = evaluate_on_host(task, asked, config, sampling, words)(params, bank, key)[1]
+    scores, by_samples = jax.jit(quality, static_argnums=2), []
     counts = [1 << power for power in range(group.bit_length()) if group % (1 << power) == 0]
     for count in sorted({*counts, group}):
-        parts = jax.tree.map(functools.partial(jnp.repeat, repeats=group // count, axis=0), bank)
-        scored = jax.device_get(scores(parts, drawn, count))
+        if task.exact:
+            parts = jax.tree.map(functools.partial(jnp.repeat, repeats=group // count, axis=0), bank)
+            scored = jax.device_get(scores(parts, drawn, count))
+        else:
+            problems = [problem for problem in asked for _ in range(group // count)]
+            scored = quality_on_host(task, problems, drawn, words, count)
         by_samples.append(BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k))))
-    return Thinking(tuple(found), tuple(by_samples), stopped(task, asked, texts(drawn, group), settings))
+    stop = stopped(task, asked, texts(drawn, group, words), settings)
+    return Thinking(tuple(found), tuple(by_samples), stop)
 
 
 def stopped(
@@ -321,7 +336,7 @@ def stopped(
             return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
 
         rule = Config(settings.samples, settings.wave, lead, settings.select, cache=0)
-        found = ReasoningOptimizer(task, draw, rule).solve([problem.prompt for problem in asked])
+        found = ReasoningOptimizer(task, draw, rule).solve(asked)
         right = [each.chain is not None and each.chain.reward == 1.0 for each in found]
         return float(np.mean([each.drawn for each in found])), float(np.mean(right))
 

@@ -159,6 +159,13 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     return score
 
 
+def conversations(chains: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Chains of the policies "trained" and "untrained" about the same problems, in one row each: the latter's are
+    `before` and `before_right`."""
+    pairs = zip(chains.get("trained", ()), chains.get("untrained", ()), strict=True)
+    return [after | {"before": old["chain"], "before_right": old["right"]} for after, old in pairs]
+
+
 def scorer(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str, Any]]]]:
     """(policy, seed) -> (scores, example chains of a language model) in any environment but driving."""
     if isinstance(run.environment, Reasoning):

@@ -535,14 +535,14 @@ def finish(
         parameters = actor_critic.count(policy.params) // len(assembly.members)
     else:
         scores: dict[str, Any] = {}
-        chains: list[dict[str, Any]] = []
+        chains: dict[str, Any] = {}
         for name, means, films in evaluations(run, *both):
-            chains = chains or means.get("chains", [])
-            scores[name] = {key: value for key, value in means.items() if key != "chains"}
+            chains[name] = means.pop("chains", ())
+            scores[name] = means
             recordings += films
             stop.look(assembly.updates)
         outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
-        outcome |= {"chains": chains} if chains else {}
+        outcome |= {"chains": shown} if (shown := evaluate.conversations(chains)) else {}
     measured = folder / footprints.FILE  # device memory, before the first update
     steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger  # of each run; `sps` is the sum over all
     result: dict[str, Any] = {

@@ -13,15 +13,15 @@ from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Speaker, marking
-from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.learner import Finish
 from longhaul.types import Key, Metrics, Params, PyTree, Spec
 
 
-def words(run: Run) -> Tokeniser:
+def words(run: Run, budget: Budget | None = None) -> Tokeniser:
     task, config = both(run)
-    return tokeniser(config.model_folder, task) if task.in_words else tokenizer.TOKENISER
+    return tokeniser(config.model_folder, task, budget) if task.in_words else tokenizer.TOKENISER
 
 
 def loaded(run: Run, state: PyTree) -> PyTree:

@@ -197,15 +197,21 @@ def _evaluation(evaluation: Any, recordings: Sequence[Recording] = (), setting: 
 
 
 def _chains(chains: Any) -> str:
-    """Table of a language model's completions of held-out problems, one each."""
+    """Table of a language model's completions of held-out problems, one each, after training and before, with the
+    verdict of the task's verifier."""
     if not chains:
         return ""
+
+    def marked(text: str, right: bool) -> str:
+        return f"<td><code>{_text(text)}</code></td><td>{'right' if right else 'wrong'}</td>"
+
     rows = [
-        f'<tr><th scope="row"><code>{_text(each["prompt"])}</code></th><td><code>{_text(each["chain"])}</code></td>'
-        f"<td>{'right' if each['right'] else 'wrong'}</td></tr>"
+        f'<tr><th scope="row"><code>{_text(each["prompt"])}</code></th>'
+        + (marked(each["before"], each["before_right"]) if "before" in each else "<td></td><td></td>")
+        + f"{marked(each['chain'], each['right'])}</tr>"
         for each in chains
     ]
-    return pages.table(("problem", "chain", "answer"), rows)
+    return pages.table(("problem", "before", "verifier", "after", "verifier"), rows)
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links: Mapping[str, int]) -> str:

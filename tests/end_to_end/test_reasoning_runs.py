@@ -375,7 +375,7 @@ def test_bytes_are_the_words_of_a_model_without_files(files: Path) -> None:
     ("changes", "words"),
     [
         ({"topology": "fused"}, "--task questions is checked on the host; give --topology actors"),
-        ({"algorithm": GRPOConfig(model_folder="/nowhere")}, "/nowhere/tokenizer.json is not there"),
+        ({"algorithm": GRPOConfig(model_folder="/nowhere")}, "/nowhere is not there; longhaul fetch"),
         ({"environment": Reasoning(task="questions", template="Q:")}, r"--template is 'Q:'; it must have {question}"),
         ({"environment": Reasoning(task="countdown", fewest=1, most=1, held_out_fewest=1)}, "--most is 1; countdown"),
         ({"environment": Reasoning()}, "problems of --task arithmetic are written in 23 characters"),
@@ -490,3 +490,41 @@ def test_a_task_that_is_not_there_is_one_line(changes: dict[str, Any], words: st
                 topology="actors", acting=ActorConfig(actor_kind="thread", actors=1),
             )
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "words"),
+    [
+        ("model.safetensors", None, "model.safetensors is not there; give a folder with config.json"),
+        ("tokenizer.json", None, "tokenizer.json is not there"),
+        ("config.json", None, "give a folder with config.json"),
+        ("config.json", {"model_type": "mamba"}, "model_type is 'mamba'; it must be one of llama"),
+        ("config.json", {"vocab_size": 100}, "a tokeniser of 258 words and a model of 100; they must be of one model"),
+        ("generation_config.json", {"eos_token_id": [1, 300]}, "has no token 300, which ends a text of this model"),
+        ("tokenizer_config.json", {"eos_token": "</s>"}, "has no token '</s>', which ends a text of this model"),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[7] }"}, "the chat template fails: "),
+        ("", None, "is not there; longhaul fetch smollm2-135m writes one"),
+    ],
+)
+def test_a_models_folder_that_will_not_do_is_one_line(
+    tmp_path: Path, file: str, fields: dict[str, Any] | None, words: str
+) -> None:
+    """Before anything is compiled."""
+    folder = tmp_path / "model"
+    if file:
+        small_chat.write(folder)
+        path = folder / file
+        if fields is None:
+            path.unlink()
+        else:
+            path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    asked = Reasoning(task="reasoning-gym:chain_sum", chat=True)
+    with pytest.raises(RunError, match=words) as caught:
+        small(environment=asked, algorithm=GRPOConfig(model_folder=str(folder)), topology="actors")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "words"), [("calculate", "names no function"), ("json:load_all", "has no load_all")])
+def test_a_tool_that_is_not_there_is_one_line(name: str, words: str) -> None:
+    with pytest.raises(RunError, match=f"--tools: .*{words}"):
+        small(environment=Reasoning(task="reasoning-gym:chain_sum", tools=name), topology="actors")

@@ -493,8 +493,8 @@ async function run(name) {
 
   const chains = el("section", { "aria-label": "Completions" });
   if (detail.chains.length) {
-    chains.append(el("h2", {}, "Completions"), table(["problem", "completion", "answer"], detail.chains.map((each) =>
-      el("tr", {}, el("th", { scope: "row", class: "left" }, el("code", {}, each.prompt)), el("td", { class: "left" }, el("code", {}, each.chain)), el("td", {}, each.right ? "right" : "wrong"))), "Completions"));
+    chains.append(el("h2", {}, "Completions"), table(["problem", "before", "verifier", "after", "verifier"], detail.chains.map((each) =>
+      el("tr", {}, el("th", { scope: "row", class: "left" }, el("code", {}, each.prompt)), el("td", { class: "left" }, el("code", {}, each.before ?? "")), el("td", {}, each.before == null ? "" : each.before_right ? "right" : "wrong"), el("td", { class: "left" }, el("code", {}, each.chain)), el("td", {}, each.right ? "right" : "wrong"))), "Completions"));
   }
   const settings = el("details", {}, el("summary", {}, "Settings and origin"),
     el("pre", { tabindex: 0 }, Object.entries({ ...detail.config, ...detail.about }).map(([key, value]) => `${key} = ${plain(value)}`).join("\n")));
