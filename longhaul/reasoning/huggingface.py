@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -253,11 +252,6 @@ def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     return _views(dataclasses.replace(config, lora=0), jax.tree.map(np.asarray, whole))
 
 
-def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
-    """Text of a model's config.json."""
-    return (json.dumps(fields_of(config, dtype), indent=2) + "\n").encode()
-
-
 WORDS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -266,6 +260,17 @@ WORDS = (
     "chat_template.jinja",
 )
 """Files that say how a model reads and ends a text."""
+
+
+def beside(config: ModelConfig, source: Path | str | None = None, dtype: str = "float32") -> dict[str, bytes]:
+    """Files of a model's folder beside its weights: config.json, and the `source`'s tokeniser, chat template and marks
+    that begin and end a text."""
+    fields, files = fields_of(config, dtype), {}
+    if source is not None:
+        files = {name: (Path(source) / name).read_bytes() for name in WORDS if (Path(source) / name).exists()}
+        known = bounded_json.read(Path(source) / "config.json", MOST_JSON)
+        fields |= {name: known[name] for name in known if name.endswith("_token_id")}
+    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), **files}
 
 
 def save(
@@ -294,9 +299,8 @@ def save(
             room = shard_bytes
         shards[-1][name] = array
         room -= array.nbytes
-    (folder / "config.json").write_bytes(config_text(config, dtype))
-    if source is not None:
-        _copy_words(Path(source), folder)
+    for name, text in beside(config, source, dtype).items():
+        (folder / name).write_bytes(text)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # files of an earlier model
         old.unlink(missing_ok=True)
     about = {"format": "pt"}  # required by transformers
@@ -310,15 +314,6 @@ def save(
     weight_map = {name: file for file, arrays in zip(names, shards, strict=True) for name in arrays}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _copy_words(source: Path, folder: Path) -> None:
-    for name in WORDS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-    known, path = bounded_json.read(source / "config.json", MOST_JSON), folder / "config.json"
-    marks = {name: known[name] for name in known if name.endswith("_token_id")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | marks, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- tokenisers

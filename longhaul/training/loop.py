@@ -338,7 +338,7 @@ class Loop:
             if writes:
                 self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
             publish = closed.enter_context(publishing.publishing(
-                self.folder, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.asked
+                self.folder, run, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.asked
             ))  # fmt: skip
             log = self._logger()
             _look(self.stop, done, assembly)

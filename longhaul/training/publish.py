@@ -1,13 +1,16 @@
 """Publication of a run's policy while it trains, as versions of `longhaul.weight_sync`.
 
-A version's number is that of the update after which it was taken; its tensors are `policy(state)`, parameters and
-normalisers, under their paths. Training waits for one copy on the device; transfer to the host, digests, files and
-network run beside it. Each start of a trainer is a new epoch, so that a resumed or rolled-back run is never taken for
-stale. Versions with non-finite numbers are not published.
+A version's number is that of the update after which it was taken. Its tensors are `policy(state)`, parameters and
+normalisers, under their paths. A language model's are its parameters as transformers, vLLM and SGLang name them, and
+these load a version's folder as it is. Training waits for one copy on the device; transfer to the host, digests, files
+and network run beside it. Each start of a trainer is a new epoch, so that a resumed or rolled-back run is never taken
+for stale. Versions with non-finite numbers are not published.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from longhaul.algorithms.config import GRPOConfig
+from longhaul.config.run import Run
+from longhaul.reasoning import huggingface, transformer
 from longhaul.runtime import bounded_json, credentials, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
@@ -112,9 +118,32 @@ def save(folder: Path, publishing: Publishing | None) -> None:
         (folder / FILE).unlink(missing_ok=True)
 
 
+class Form(NamedTuple):
+    """Form in which a policy is published."""
+
+    policy: Callable[[PyTree], Params]  # of the algorithm's state
+    tensors: Callable[[Params], Mapping[str, Any]] = named
+    beside: Mapping[str, bytes] = {}  # files of each version's folder
+
+
+def form_of(run: Run, policy: Callable[[PyTree], Params], precision: str) -> Form:
+    """Form of a run's versions: Hugging Face's for a language model, with LoRA merged, else the `policy` by paths."""
+    if not isinstance(run.algorithm, GRPOConfig):
+        return Form(policy)
+    model = run.algorithm.model
+    plain, dtype = dataclasses.replace(model, lora=0), "bfloat16" if precision == "bf16" else "float32"
+    files = huggingface.beside(plain, run.algorithm.model_folder or None, dtype)
+
+    def whole(state: PyTree) -> Params:
+        return {**state.params, "layers": transformer.merged(model, state.params["layers"])}
+
+    return Form(whole, functools.partial(huggingface.exported, plain), files)
+
+
 @contextmanager
 def publishing(
     folder: Path,
+    run: Run,
     policy: Callable[[PyTree], Params],
     mesh: Mesh,
     note: Callable[[str], None],
@@ -129,13 +158,14 @@ def publishing(
     if asked is None:
         yield lambda done, n, state: None
         return
-    every, snapshot = asked.every, copying(policy, mesh, asked.precision)
+    form = form_of(run, policy, asked.precision)
+    every, snapshot = asked.every, copying(form.policy, mesh, asked.precision)
 
-    def take(copied: tuple[Params, jax.Array]) -> dict[str, Any] | None:
+    def take(copied: tuple[Params, jax.Array]) -> Mapping[str, Any]:
         params, finite = copied
         if not finite:
             raise ValueError("its numbers are not finite")
-        return named(params)
+        return form.tensors(params)
 
     with ExitStack() as closed:
         producer, opened = None, []
@@ -146,7 +176,9 @@ def publishing(
                 kind, rest = transports.split(where)
                 in_folder = kind == "folder"
                 opened.append(
-                    FolderTransport(rest, anchor=asked.anchor) if in_folder else transports.serve(where, token)
+                    FolderTransport(rest, anchor=asked.anchor, beside=form.beside)
+                    if in_folder
+                    else transports.serve(where, token)
                 )
                 closed.callback(opened[-1].close)
             publisher = Publisher(folder.name, transports=opened, settings=SETTINGS)

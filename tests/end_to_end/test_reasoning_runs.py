@@ -29,8 +29,10 @@ from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import evaluate, reasoning_setup
+from longhaul.training import evaluate, loop, publish, reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training.publish import Publishing
+from longhaul.weight_sync.transports import safetensors_files
 from tests.helpers import small_chat
 from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, stop
 
@@ -452,7 +454,9 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
         environment=sums, algorithm=algorithm, num_steps=5, total_steps=2 * 8 * 5, topology="actors",
         acting=ActorConfig(actor_kind="thread", actors=1), evaluation_episodes=4,
     )  # fmt: skip
-    begin(run, folder := tmp_path / "run")
+    (folder := tmp_path / "run").mkdir()
+    publish.save(folder, Publishing(("run",)))
+    loop.train(run, folder, resumed=False)
     stored, policy, _ = restore_policy(folder)
     assert isinstance(stored.algorithm, GRPOConfig)
     config = stored.algorithm.model
@@ -463,6 +467,12 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
     capsys.readouterr()
     plain, merged = huggingface.load(tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "generation_config.json"}
+    latest = safetensors_files.newest(folder / "weights")
+    assert latest is not None
+    version = folder / "weights" / safetensors_files.folder_name(*latest)
+    jax.tree.map(np.testing.assert_array_equal, huggingface.load(version), (plain, merged))
+    for file in ("config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"):
+        assert (version / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
     words, again = reasoning_setup.words(stored), huggingface.tokeniser(tmp_path / "out", chat=True)
     asked = words.ask("What is 2+3?")
     assert (asked, words.ends) == (again.ask("What is 2+3?"), again.ends)

@@ -27,7 +27,7 @@ def test_a_language_model_is_published_as_files_that_others_read(tmp_path: Path)
         lambda shape: np.random.default_rng(1).normal(size=shape).astype(ml_dtypes.bfloat16),
         transformer.shapes(TINY), is_leaf=lambda x: isinstance(x, tuple),
     )  # fmt: skip
-    lane = FolderTransport(tmp_path, durable=False, shard=20_000, beside={"config.json": huggingface.config_text(TINY)})
+    lane = FolderTransport(tmp_path, durable=False, shard=20_000, beside=huggingface.beside(TINY, dtype="bfloat16"))
     with Publisher("run", epoch=1, transports=[lane]) as sender:
         sender.publish(3, huggingface.exported(TINY, params))
         until(lambda: lane.latest is not None)
