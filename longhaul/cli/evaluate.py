@@ -30,8 +30,9 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
+from longhaul.training import cross_play, evaluate_driving, hub, loop
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, hub, loop
+from longhaul.training import report as run_report
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
@@ -62,6 +63,14 @@ FLAGS = (
     Flag("seed", INT, 0, "seed of the sample that --episodes draws", least=0),
     Flag("devices", INT, None, "devices that drive at once; no result depends on it", shown="as in the run", least=1),
     JSON,
+    Flag(
+        "cross-play",
+        TEXT,
+        (),
+        "the ego among these partners: idm, log, constant, hurried, slow, adversary, untrained, "
+        "runs (RUN, RUN@STEP, pretrained); self is always there",
+        many=True,
+    ),
     Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout"),
     Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario"),
     Flag("rollouts", INT, evaluate_driving.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
@@ -97,10 +106,20 @@ def evaluate(words: Sequence[str]) -> int:
         raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
+    if parsed["cross-play"]:
+        for name in ("csv", "realism", "worst", "traffic"):
+            if parsed[name]:
+                raise FlagError(f"--{name} is not for --cross-play; leave one of them out")
+        if parsed["policy"] != "run":
+            raise FlagError(
+                f"--policy is {parsed['policy']!r}; with --cross-play the ego is a run's policy; leave it out"
+            )
     if parsed["devices"] is not None:
         prepare_devices(parsed["devices"])
         jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
+    if parsed["cross-play"]:
+        return _cross_play(folder, parsed, run, acting)
     if isinstance(run.environment, Driving):
         who = driver_of(parsed["policy"])
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
@@ -131,6 +150,58 @@ def evaluate(words: Sequence[str]) -> int:
             parsed,
             Path(parsed["worst-dir"] or ("worst" if hub.is_address(parsed["RUN"]) else folder / "worst")),
         )
+    return 0
+
+
+def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> int:
+    """The matrix of policies as the ego, by who drives the others."""
+    if not isinstance(run.environment, Driving):
+        raise FlagError(f"--cross-play is for driving, and run {folder.name} is {named_task(run)}; leave it out")
+    conditioned = run.environment.simulator.conditioning
+    egos, partners = {folder.name: acting}, [cross_play.Partner("self")]
+    sought = False
+    for word in dict.fromkeys(parsed["cross-play"]):
+        if word in cross_play.RULES:
+            partners.append(cross_play.RULES[word])
+        elif word in ("hurried", "slow"):
+            partners.append(cross_play.styled(word, conditioned))
+        elif word == "adversary":
+            sought = True
+        elif word == "untrained":
+            partners.append(
+                cross_play.Partner(word, policy=restore_policy(folder, parsed["member"], parsed["step"])[2])
+            )
+        else:
+            name, _, step = word.partition("@")
+            if step and not step.isdecimal():
+                raise FlagError(f"--cross-play is {word}; behind the @ stands the number of a checkpoint, RUN@120")
+            other = folder_of(parsed | {"RUN": name}, "", on_hub=True)
+            found = cross_play.fitting(word, restore_policy(other, None, int(step) if step else None)[1], acting)
+            partners.append(cross_play.Partner(word, policy=found))
+            if not step:
+                egos[word] = found
+    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"])
+    play = cross_play.arena(drives)
+    if sought:
+        partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"]))
+    cells = cross_play.matrix(play, egos, partners)
+    report = {
+        "run": folder.name,
+        "cells": cells,
+        "adversary": cross_play.told(partners[-1], conditioned) if sought else None,
+    }
+    if parsed["json"] != "-":
+        rows = [
+            [cell["ego"], cell["partner"], *(tables.number(cell["mean"].get(name)) for name in cross_play.METRICS),
+             *(tables.number(value) for value in cell["interval"].get("accuracy", (None, None))), str(cell["episodes"])]
+            for cell in cells
+        ]  # fmt: skip
+        tables.table(["ego", "partners", *cross_play.METRICS, "2.5 %", "97.5 %", "episodes"], rows)
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], report)
+    if not hub.is_address(parsed["RUN"]):
+        tables.write_json(str(folder / run_report.CROSS_PLAY), report)
+        run_report.draw_cross_play(folder)
     return 0
 
 

@@ -91,18 +91,23 @@ class Drives(NamedTuple):
         count = len(self.scenarios)
         return -(-count // -(-count // LANES))
 
-    def batches(self, config: Config, mesh: Mesh) -> Generator[Batch]:
-        """All scenarios in order, `lanes` to a device of the mesh; a thread prepares the next batch meanwhile."""
+    def batches(self, config: Config, mesh: Mesh, partners: bool = False) -> Generator[Batch]:
+        """All scenarios in order, `lanes` to a device of the mesh; a thread prepares the next batch meanwhile. Tables
+        for `traffic.Partners` let all but the ego react."""
         count, lanes, devices = len(self.scenarios), self.lanes, mesh.devices.size
         room: dict[str, int] = {}
-        reactive = config.traffic == "idm"
+        reactive, driven = config.traffic == "idm" or partners, 1 if partners else config.agents
 
         def arranged(first: int) -> tuple[np.ndarray, Bank, DeviceBank]:
             numbers = np.arange(first, first + lanes)
             chosen = [self.scenarios[int(i)] for i in np.where(numbers < count, numbers, first % count)]
             bank = stack(chosen, agents=config.agents, sizes=self.scenarios.facts.sizes)
             simulator.check(bank, config)
-            return np.where(numbers < count, numbers, -1), bank, device_bank.arrange(bank, config.agents, reactive)
+            return (
+                np.where(numbers < count, numbers, -1),
+                bank,
+                device_bank.arrange(bank, config.agents, reactive, driven),
+            )
 
         def make() -> Iterator[Batch]:
             for first in range(0, count, lanes * devices):
@@ -158,13 +163,13 @@ class Drives(NamedTuple):
                         for device, lane in where[which]:
                             some[device, i] = lane
                     episodes, frames = jax.device_get(program(policy, batch.tables, some))
-                    rows.append(_rows(episodes, batch))
+                    rows.append(rows_of(episodes, batch))
                     for i, which in enumerate(record):
                         for device, _ in where[which]:
                             own = jax.tree.map(lambda leaf, d=device: leaf[d], frames)
                             drawn[which] = self._film(own, i, which, driver)
                     advance(int(batch.numbers.max()) + 1)
-            return _joined(rows, self.scenarios.ids), [drawn[which] for which in record]
+            return joined(rows, self.scenarios.ids), [drawn[which] for which in record]
 
         return play
 
@@ -264,7 +269,7 @@ def _from_files(task: Driving, paths: Sequence[Path], count: int | None) -> list
     return loaded
 
 
-def _rows(episodes: rollout.Episodes, batch: Batch) -> Scores:
+def rows_of(episodes: rollout.Episodes, batch: Batch) -> Scores:
     """Scores of a batch, a row an agent; `names` are still to be filled in."""
     played = np.asarray(episodes.valid) & (batch.numbers >= 0)[..., None]
     metrics = {
@@ -277,7 +282,7 @@ def _rows(episodes: rollout.Episodes, batch: Batch) -> Scores:
     )
 
 
-def _joined(rows: Sequence[Scores], ids: Sequence[str]) -> Scores:
+def joined(rows: Sequence[Scores], ids: Sequence[str]) -> Scores:
     """Scores of all batches with the benchmarks' aggregates."""
     metrics = {
         name: Measure(*(np.concatenate(parts) for parts in zip(*(each.metrics[name] for each in rows), strict=True)))

@@ -107,11 +107,20 @@ def names(tree: PyTree, alone: str) -> dict[str, Any]:
 
 
 def published(folder: Path, like: PyTree) -> PyTree:
-    """Policy in a folder from the hub, in the form of `like`. Raises RunError where it is another."""
-    found, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
-    forms = ({name: (x.shape, str(x.dtype)) for name, x in each.items()} for each in (found, named))
-    if len({tuple(sorted(form.items())) for form in forms}) > 1:
-        raise RunError(f"{folder / hub.POLICY} is not the policy of the run.json beside it; push it again")
+    """Policy in a folder from the hub, in the form of `like`. Raises RunError where it is another, or damaged."""
+    try:
+        found, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
+    except RunError as error:
+        what = str(error).removeprefix("--init-from ")
+        raise RunError(f"{what}: the file is damaged; download or install it again") from error
+    there, here = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (found, named))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise RunError(
+                f"{folder / hub.POLICY} is not the policy of the run.json beside it: {name} is "
+                f"{there.get(name, 'absent')}, and the network for its observation needs {here.get(name, 'none')}; "
+                "push it again, or use the Longhaul that wrote it"
+            )
     policy = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in named])
     told, digest = bounded_json.read(folder / "policy.json").get("params_sha256"), params_sha256(policy.params)
     if told != digest:

@@ -118,6 +118,7 @@ def write_report(
         _section("Evaluation", _evaluation(result.get("evaluation"), recordings, result.get("setting"))),
         _section("Chains", _chains(result.get("chains"))),
         _section("Driving", _driving(recordings)),
+        _cross_play(_document(Path(path).parent / CROSS_PLAY)),
         *_curves(records),
         _section("Forecast", _listing(forecast.said(records) if taught else [])),
         _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
@@ -194,6 +195,47 @@ def _evaluation(evaluation: Any, recordings: Sequence[Recording] = (), setting: 
     links = {r.label: i for i, r in reversed(list(enumerate(recordings)))}
     more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others, links)}</details>"
     return _table(rows, shown, links) + note + more * bool(others)
+
+
+CROSS_PLAY = "cross-play.json"
+"""File of a run's folder: the cells of `training.cross_play`."""
+
+MATRIX = "<!--cross-play-->", "<!--/cross-play-->"
+"""Marks around the matrix in a page, which is drawn again when there is a newer one."""
+
+
+def draw_cross_play(folder: Path) -> None:
+    """Draw the matrix of a run's folder in its report, where there is one."""
+    page = folder / "report.html"
+    if page.is_file():
+        before, _, rest = page.read_text().partition(MATRIX[0])
+        files.write(page, before + _cross_play(_document(folder / CROSS_PLAY)) + rest.partition(MATRIX[1])[2])
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    return _mapping(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _cross_play(found: Mapping[str, Any]) -> str:
+    """Section of the matrix: a row an ego, a column who drives the others; faults below the accuracy."""
+    cells = {(cell["ego"], cell["partner"]): cell["mean"] for cell in found.get("cells", ())}
+    partners = list(dict.fromkeys(partner for _, partner in cells))
+    rows = []
+    for ego in dict.fromkeys(ego for ego, _ in cells):
+        drawn = ""
+        for partner in partners:
+            mean = cells[ego, partner]
+            accuracy = _number(mean.get("accuracy")) or 0.0
+            faults = ", ".join(f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            shade = f"color-mix(in srgb, #2a9d5c {max(0.0, 10 * accuracy - 9) * 45:.0f}%, transparent)"
+            drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{_text(faults)}</small></td>'
+        rows.append(f'<tr><th scope="row">{_text(ego)}</th>{drawn}</tr>')
+    note = '<p class="muted note">Accuracy of the ego in a row, by who drives the others; greener is nearer to 1.</p>'
+    content = pages.table(("ego", *map(_text, partners)), rows) + note if rows else ""
+    return MATRIX[0] + _section("Cross-play", content) + MATRIX[1]
+
+
+CROSS_PLAYED = ("goal", "collision", "offroad", "red_light")
 
 
 def _chains(chains: Any) -> str:

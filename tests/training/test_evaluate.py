@@ -453,6 +453,9 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
         ("--worst-dir somewhere", "--worst-dir is 'somewhere', and nothing is to be drawn; give --worst 3"),
         ("--worst 1 --worst-dir runs/d/run.json", "--worst-dir is 'runs/d/run.json', a file; give a folder"),
         ("--data nowhere", "nowhere: no such file or folder"),
+        ("--cross-play idm", "--policy is log; with --cross-play a run's policy is the ego; leave it out"),
+        ("--cross-play idm --traffic log", "--traffic is not for --cross-play; leave one of them out"),
+        ("--devices 0", "--devices is 0; it must be at least 1"),
     ],
 )
 def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, message: str) -> None:

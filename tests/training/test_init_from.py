@@ -16,6 +16,7 @@ from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.training import hub, init_from
+from longhaul.training.checkpoint.resume import restore_policy
 
 SMALL: dict[str, Any] = {
     "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 2, "block": 1, "log_interval": 1,
@@ -189,3 +190,18 @@ def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
     (copy / hub.POLICY).write_bytes(data)
     with pytest.raises(RunError, match=r"policy.safetensors is damaged: its arrays have the digest"):
         init_from.published(copy, policy.params)
+    (copy / hub.POLICY).write_bytes(data[:-100])
+    with pytest.raises(RunError, match=r"^[^-].*policy.safetensors: .*: the file is damaged; download or install it"):
+        init_from.published(copy, policy.params)
+
+
+def test_a_policy_of_another_observation_is_refused_by_name(tmp_path: Path) -> None:
+    """As where the observation of this Longhaul is another than that of the one which trained it."""
+    copy = tmp_path / "pretrained"
+    shutil.copytree(hub.folder_of("pretrained"), copy)
+    about = json.loads((copy / "run.json").read_text())
+    about["run"]["environment"]["simulator"]["waypoints"] = 12
+    (copy / "run.json").write_text(json.dumps(about))
+    message = r"is not the policy of the run.json beside it: \S+ is float32\[.*\], and the network .* needs float32\["
+    with pytest.raises(RunError, match=message):
+        restore_policy(copy)

@@ -152,8 +152,8 @@ def tabulate(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
     return jax.tree.map(jnp.asarray, host)
 
 
-def arrange(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
-    """Device bank of NumPy arrays; see `tabulate`."""
+def arrange(bank: Bank, agents: int, reactive: bool, driven: int | None = None) -> DeviceBank:
+    """Device bank of NumPy arrays; see `tabulate`. The slots from `driven` on have paths, too: they may react."""
     bank = bank._replace(pose=tidy(bank.pose, bank.present), velocity=tidy(bank.velocity, bank.present))
     controlled = bank.controlled[:, :agents].astype(np.int32)
     slot = np.full(bank.kind.shape, -1, np.int32)
@@ -162,7 +162,7 @@ def arrange(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
     paths, arcs = None, []
     if reactive:
         travelled = arc_lengths(bank.pose, bank.present)
-        paths = follow(bank, travelled, slot >= 0)
+        paths = follow(bank, travelled, (slot >= 0) & (slot < (driven or agents)))
         arcs = [travelled, walls(bank, travelled)]
     motion, scale = record(bank, arcs)
     known = np.arange(motion.shape[1]) < bank.steps[:, None]

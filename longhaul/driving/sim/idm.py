@@ -28,10 +28,11 @@ BRAKING = 3.0  # m/s^2, comfortable
 BEND = 2.5  # m/s^2 of lateral acceleration in a bend
 
 
-def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array) -> jax.Array:
-    """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION."""
+def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array, headway: jax.Array | float = 1.0) -> jax.Array:
+    """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION; `headway`
+    is a factor of HEADWAY."""
     closing = speed * (speed - leader) / (2.0 * (ACCELERATION * BRAKING) ** 0.5)
-    wanted = STANDSTILL + jnp.maximum(speed * HEADWAY + closing, 0.0)
+    wanted = STANDSTILL + jnp.maximum(speed * (HEADWAY * headway) + closing, 0.0)
     return jnp.square(wanted / jnp.maximum(gap, 0.1))
 
 

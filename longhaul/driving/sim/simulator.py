@@ -56,7 +56,7 @@ from longhaul.driving.sim.observation import (
 )
 from longhaul.driving.sim.reward import Events
 from longhaul.driving.sim.road_lookup import describe, pieces
-from longhaul.driving.sim.traffic import Reactive, Scene
+from longhaul.driving.sim.traffic import Partners, Reactive, Scene
 from longhaul.spaces import Measure
 from longhaul.types import Key, Spec, TimeStep, transition
 
@@ -81,6 +81,7 @@ class State(NamedTuple):
     tally: Tally
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
     episode: jax.Array | None = None  # uint32 scalar, see `reward.draws`; None without conditioning
+    partners: Partners | None = None  # who drives the others; None: as the configuration says
 
     @property
     def playing(self) -> jax.Array:
@@ -134,14 +135,17 @@ class Simulator:
         return self.start(index, jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1, key=seeing)
 
     def start(
-        self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None
-    ) -> tuple[State, Observation]:
+        self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None,
+        partners: Partners | None = None,
+    ) -> tuple[State, Observation]:  # fmt: skip
         """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `reward.draws`. What chance hides
         in the first observation is drawn from `key`, or where there is none, from the scenario's number."""
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)
         t = jnp.zeros((), jnp.int32)
         motion, there = self._logged(scenario, t)
+        if partners is not None:
+            there = there & ((jnp.arange(agents) == 0) | partners.of(traffic.DRIVEN))
         zeros = jnp.zeros(agents, jnp.float32)
         state = State(
             scenario=scenario,
@@ -155,6 +159,7 @@ class Simulator:
             tally=metrics.begin(agents, zeros),
             goals=jnp.zeros(agents, jnp.int8) if self.config.goal == "respawn" else None,
             episode=jnp.asarray(episode, jnp.uint32) if self.config.conditioning else None,
+            partners=partners,
         )
         here = self._scene(state)
         features = self._features(state, here)
@@ -177,7 +182,7 @@ class Simulator:
             drive = hold(held, state.motion, drive)
         reactive = state.reactive
         if reactive is not None:
-            reactive = traffic.react(tables, state.scenario, state.t, before, reactive)
+            reactive = traffic.react(tables, state.scenario, state.t, before, reactive, state.partners)
         after = state.moved(drive)._replace(t=state.t + 1, reactive=reactive)
         here = self._scene(after)
         features = self._features(after, here)
@@ -290,7 +295,8 @@ class Simulator:
         if self.config.driver == "log":
             there = there & self._logged(state.scenario, state.t)[1]
         drift = self.config.traffic == "constant"
-        return traffic.scene(self.tables, state.scenario, state.t, state.motion, there, state.reactive, drift)
+        tables, reactive = self.tables, state.reactive
+        return traffic.scene(tables, state.scenario, state.t, state.motion, there, reactive, drift, state.partners)
 
     def _agents(self, state: State) -> Agent:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)

@@ -11,6 +11,8 @@ is gone when the log has lost it and it has come as far as there. One that the l
 mostly it goes on under another name.
 
 With `drift`, everybody who is not driven keeps the velocity with which the log sees him first.
+
+`Partners` say of one world, as data, who drives those beside the ego: one compiled program plays all kinds.
 """
 
 from __future__ import annotations
@@ -76,6 +78,23 @@ class Reactive(NamedTuple):
         return jnp.where(self.word == NOT_YET, 0.0, units * SPEED_UNIT)
 
 
+DRIVEN, REACTING, REPLAYED, DRIFTING = range(4)
+"""Kinds of `Partners`: the policy drives all slots; all react by IDM; replay the log; keep their velocity."""
+
+
+class Partners(NamedTuple):
+    """Who drives the others of one world, and how those do that react. Tables need paths for all but the ego."""
+
+    kind: jax.Array  # int32 scalar
+    pace: jax.Array  # of the logged speed, that a reactive vehicle strives for
+    headway: jax.Array  # of IDM's
+    yields: jax.Array  # bool: it gives way to who crosses
+
+    def of(self, kind: int) -> jax.Array:
+        """bool scalar."""
+        return self.kind == kind
+
+
 def reacting(s: jax.Array, speed: jax.Array) -> Reactive:
     """Vehicles at arc lengths `s` [N], OUTSIDE where they have not appeared, with `speed` [N]. Both stop at the ends of
     their bits: 2.1 km and 41 m/s."""
@@ -92,16 +111,25 @@ def scene(
     there: jax.Array,
     reactive: Reactive | None,
     drift: bool = False,
+    partners: Partners | None = None,
 ) -> Scene:
-    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else."""
+    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else. Unless
+    the partners are driven, that is the ego alone."""
     logged, body = slice_at(tables, scenario, t), tables.body[scenario]
     x, y, heading, vx, vy, present = (logged[i] for i in range(6))
     slot = body[3].astype(jnp.int32)
+    if partners is not None:
+        slot = jnp.where((slot == 0) | partners.of(DRIVEN), slot, -1)
+        adrift_ = adrift(tables, scenario, t)
+        drifts = partners.of(DRIFTING)
+        x, y, heading, vx, vy = (jnp.where(drifts, a, b) for a, b in zip(adrift_, (x, y, heading, vx, vy)))
     if drift:
         x, y, heading, vx, vy = adrift(tables, scenario, t)
     if reactive is not None and tables.paths is not None:
         path_x, path_y, path_heading = on_path(tables.paths, scenario, reactive.s)
         moves = tables.paths.reactive[scenario]
+        if partners is not None:
+            moves = moves & partners.of(REACTING)
         x, y = jnp.where(moves, path_x, x), jnp.where(moves, path_y, y)
         heading = jnp.where(moves, path_heading, heading)
         vx = jnp.where(moves, reactive.speed * jnp.cos(path_heading), vx)
@@ -176,11 +204,14 @@ def begin(tables: DeviceBank, scenario: jax.Array) -> Reactive | None:
     return reacting(jnp.where(there, logged[6], OUTSIDE), jnp.hypot(logged[3], logged[4]))
 
 
-def react(tables: DeviceBank, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive) -> Reactive:
+def react(
+    tables: DeviceBank, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive,
+    partners: Partners | None = None,
+) -> Reactive:  # fmt: skip
     """Reactive vehicles one step on, from step t, where everybody is as in the scene `here`."""
     paths = tables.paths
     assert paths is not None
-    acceleration = respond(paths, scenario, here, state)
+    acceleration = respond(paths, scenario, here, state, partners)
     after = slice_at(tables, scenario, t + 1)
     # who is past the place where its log waits has nothing more to wait for
     wall = jnp.where(state.s <= after[7] + STIR, after[7], paths.end[scenario])
@@ -209,7 +240,9 @@ def free_entrance(paths: Paths, scenario: jax.Array, here: Scene) -> jax.Array:
     return ~jnp.any(here.present[None, :] & (jnp.abs(u) < long) & (jnp.abs(v) < wide), axis=1)
 
 
-def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> jax.Array:
+def respond(
+    paths: Paths, scenario: jax.Array, here: Scene, state: Reactive, partners: Partners | None = None
+) -> jax.Array:
     """IDM's acceleration [N] of every vehicle towards everybody in its corridor, those who will cross it, and the bends
     of its way."""
     index = jnp.clip((state.s / PATH_SPACING).astype(jnp.int32), 0, paths.lines.count[scenario] - PATH_WINDOW)
@@ -224,14 +257,18 @@ def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> 
     found = survey(points[:, :, ::STRIDE], along, here, pace, margin)
     others = here.present[None, :] & ~np.eye(here.x.shape[0], dtype=bool)
     theirs = here.vx[None, :] * here.cos[:, None] + here.vy[None, :] * here.sin[:, None]
-    cost = interaction(speed, found.near - length, jnp.maximum(theirs, 0.0))
+    headway = 1.0 if partners is None else partners.headway
+    cost = interaction(speed, found.near - length, jnp.maximum(theirs, 0.0), headway)
     cost = jnp.where(found.near < FREE, cost, 0.0)
     gap = found.crossing - length - here.half_width[None, :] - MARGIN
     yields = gives_way(found, here, state.speed, pace, gap)
+    if partners is not None:
+        yields = yields & partners.yields
     cost = jnp.maximum(cost, jnp.where(yields, interaction(speed, gap, jnp.zeros_like(gap)), 0.0))
     hindrance = jnp.max(jnp.where(others, cost, 0.0), axis=1)
     bend = bend_speed(points[:, 2], PATH_SPACING, offset)
-    return acceleration(state.speed, jnp.minimum(paths.cruise[scenario], bend), hindrance)
+    cruise = paths.cruise[scenario] * (1.0 if partners is None else partners.pace)
+    return acceleration(state.speed, jnp.minimum(cruise, bend), hindrance)
 
 
 class Survey(NamedTuple):
