@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
-from longhaul.runtime import files
+from longhaul.runtime import files, process_group
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
@@ -114,8 +115,9 @@ def evaluate(words: Sequence[str]) -> int:
             raise FlagError(
                 f"--policy is {parsed['policy']!r}; with --cross-play the ego is a run's policy; leave it out"
             )
-    if parsed["devices"] is not None:
-        prepare_devices(parsed["devices"])
+    process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
+    if parsed["devices"] is not None or process_group.together():
+        prepare_devices(parsed["devices"] or process_group.count())
         jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
     if parsed["cross-play"]:
@@ -124,8 +126,13 @@ def evaluate(words: Sequence[str]) -> int:
         who = driver_of(parsed["policy"])
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
         scores, _ = drives.play(acting, who)
+        if process_group.index() > 0:
+            return 0
+        drives = drives._replace(share=(0, 1))
         real = evaluate_driving.score(drives, acting, who, parsed["rollouts"]) if parsed["realism"] else None
     else:
+        if process_group.together():
+            raise FlagError(f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}")
         for name in ("data", "traffic", "realism", "worst"):
             if parsed[name]:
                 what = named_task(run)
@@ -181,10 +188,13 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             if not step:
                 egos[word] = found
     drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"])
+    drives = drives._replace(share=(process_group.index(), process_group.count()))
     play = cross_play.arena(drives)
     if sought:
         partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"]))
     cells = cross_play.matrix(play, egos, partners)
+    if process_group.index() > 0:
+        return 0
     report = {
         "run": folder.name,
         "cells": cells,

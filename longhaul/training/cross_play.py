@@ -132,7 +132,7 @@ def arena(drives: Drives) -> Play:
                 episodes = jax.device_get(program(policies, partners, batch.tables))
                 alone = episodes.valid & (np.arange(agents) == 0)
                 rows.append(rows_of(episodes._replace(valid=alone), batch))
-        return joined(rows, drives.scenarios.ids)
+        return joined(rows, drives)
 
     return play
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import rollout
@@ -61,6 +62,7 @@ class Drives(NamedTuple):
 
     run: Run
     scenarios: ScenarioSet
+    share: tuple[int, int] = (0, 1)  # number of this process among those that drive together
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -110,7 +112,9 @@ class Drives(NamedTuple):
             )
 
         def make() -> Iterator[Batch]:
-            for first in range(0, count, lanes * devices):
+            index, processes = self.share
+            for turn in range(-(-count // (lanes * devices * processes))):  # equally many in each process
+                first = (turn * processes + index) * lanes * devices
                 numbers, banks, hosts = zip(*(arranged(first + lanes * d) for d in range(devices)))
                 for name in device_bank.lengths(hosts[0]):
                     need = max(device_bank.lengths(host)[name] for host in hosts)
@@ -169,7 +173,7 @@ class Drives(NamedTuple):
                             own = jax.tree.map(lambda leaf, d=device: leaf[d], frames)
                             drawn[which] = self._film(own, i, which, driver)
                     advance(int(batch.numbers.max()) + 1)
-            return joined(rows, self.scenarios.ids), [drawn[which] for which in record]
+            return joined(rows, self), [drawn[which] for which in record]
 
         return play
 
@@ -282,17 +286,30 @@ def rows_of(episodes: rollout.Episodes, batch: Batch) -> Scores:
     )
 
 
-def joined(rows: Sequence[Scores], ids: Sequence[str]) -> Scores:
-    """Scores of all batches with the benchmarks' aggregates."""
-    metrics = {
-        name: Measure(*(np.concatenate(parts) for parts in zip(*(each.metrics[name] for each in rows), strict=True)))
-        for name in rows[0].metrics
-    }
-    scenario, agent, kind = (
-        np.concatenate(parts) for parts in zip(*((r.groups(), r.agent, r.kind) for r in rows), strict=True)
-    )
-    names = [ids[i] for i in scenario.tolist()]
-    return Scores(benchmark_scores.aggregates(metrics) | metrics, names, scenario, agent, kind)
+def joined(rows: Sequence[Scores], drives: Drives) -> Scores:
+    """Scores of all batches, of all processes that share them, with the benchmarks' aggregates."""
+    names = list(rows[0].metrics)
+    parts = [
+        np.column_stack([part.groups(), part.agent, part.kind, *(x for m in part.metrics.values() for x in m)])  # type: ignore[list-item]
+        for part in rows
+    ]
+    table = np.concatenate(parts)
+    if drives.share[1] > 1:
+        table = _of_all(table)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    scenario, agent, kind = table[:, :3].astype(int).T
+    metrics = {name: Measure(table[:, 3 + 2 * i], table[:, 4 + 2 * i] > 0.5) for i, name in enumerate(names)}
+    scored = benchmark_scores.aggregates(metrics) | metrics
+    return Scores(scored, [drives.scenarios.ids[i] for i in scenario.tolist()], scenario, agent, kind)
+
+
+def _of_all(table: np.ndarray) -> np.ndarray:
+    """Rows, float64, of all processes, each of which must call this."""
+    counts = multihost_utils.process_allgather(np.array(len(table)))
+    padded = np.zeros((int(counts.max()), table.shape[1]))
+    padded[: len(table)] = table
+    bits = multihost_utils.process_allgather(padded.view(np.uint32))  # JAX would round float64
+    return np.concatenate([np.ascontiguousarray(b).view(np.float64)[:n] for b, n in zip(bits, counts.tolist())])
 
 
 def worst(scores: Scores, count: int) -> list[int]:

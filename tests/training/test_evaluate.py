@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from longhaul.driving.render import recording
 from longhaul.driving.sim import simulator
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
+from longhaul.runtime import process_group
 from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.training import evaluate as evaluation
@@ -442,6 +447,23 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
     assert "constant" in picture.read_text()
 
 
+@pytest.mark.slow
+def test_two_processes_print_the_table_of_one(tmp_path: Path) -> None:
+    """65 scenarios are two batches: each process drives one, and the second prints nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "longhaul", *["evaluate", "--policy", "pretrained", "--episodes", "65"]]
+    group = {process_group.COORDINATOR: f"127.0.0.1:{port}", process_group.COUNT: "2"}
+    told = [{}, *(group | {process_group.INDEX: str(i)} for i in range(2))]
+    started = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | each) for each in told
+    ]
+    alone, first, second = (process.communicate()[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert alone == first and "mean of 65" in first and second == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -453,7 +475,7 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
         ("--worst-dir somewhere", "--worst-dir is 'somewhere', and nothing is to be drawn; give --worst 3"),
         ("--worst 1 --worst-dir runs/d/run.json", "--worst-dir is 'runs/d/run.json', a file; give a folder"),
         ("--data nowhere", "nowhere: no such file or folder"),
-        ("--cross-play idm", "--policy is log; with --cross-play a run's policy is the ego; leave it out"),
+        ("--cross-play idm", "--policy is 'log'; with --cross-play the ego is a run's policy; leave it out"),
         ("--cross-play idm --traffic log", "--traffic is not for --cross-play; leave one of them out"),
         ("--devices 0", "--devices is 0; it must be at least 1"),
     ],

@@ -363,6 +363,7 @@ class Shard:
         index %= len(self)
         offset, length, crc = (int(self.entries[name][index]) for name in ("offset", "length", "crc"))
         record = self.view[offset : offset + length]
+        self.view.madvise(mmap.MADV_DONTNEED)  # pages stay in the system's cache, and leave this process's memory
         if google_crc32c.value(record) != crc:
             raise BadData(
                 f"{self.path}: record {index} of {len(self)} at byte {offset}: the checksum of its {length} bytes is "
