@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul import rollout
-from longhaul.driving.evaluation.scenario_set import MOST_HELD
 from longhaul.driving.sim import traffic
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.reward import RANGES
@@ -119,7 +117,7 @@ def arena(drives: Drives) -> Play:
 
     split, whole = PartitionSpec(meshes.DATA), PartitionSpec()
     program = jax.jit(meshes.per_shard(drive, mesh, (whole, whole, split), split))
-    held = list(drives.batches(config, mesh, partners=True)) if len(drives.scenarios) <= MOST_HELD else None
+    opened = drives.opener(config, mesh, partners=True)
 
     def play(ego: Params, partner: Partner) -> Scores:
         policies = ego, ego if partner.policy is None else partner.policy, partner.draws
@@ -127,7 +125,7 @@ def arena(drives: Drives) -> Play:
             jnp.int32(partner.kind), jnp.float32(partner.pace), jnp.float32(partner.headway), jnp.bool_(partner.yields)
         )
         rows = []
-        with closing(drives.batches(config, mesh, partners=True)) if held is None else nullcontext(held) as batches:
+        with opened() as batches:
             for batch in batches:
                 episodes = jax.device_get(program(policies, partners, batch.tables))
                 alone = episodes.valid & (np.arange(agents) == 0)

@@ -190,7 +190,7 @@ RESAMPLES = 1000
 SHARE = 0.95
 """Share of the resampled means inside an interval."""
 
-BLOCK = 1 << 22
+BLOCK = 1 << 20
 """Largest number of draws held at a time, a bound on memory."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +127,13 @@ class Drives(NamedTuple):
 
         return stream.prefetch(make(), 1)
 
+    def opener(self, config: Config, mesh: Mesh, partners: bool = False) -> Callable[[], Any]:
+        """Context of all batches, to be opened any number of times: those of few scenarios are prepared once."""
+        if len(self.scenarios) > scenario_set.MOST_HELD:
+            return lambda: closing(self.batches(config, mesh, partners))
+        held = list(self.batches(config, mesh, partners))
+        return lambda: nullcontext(held)
+
     def mesh(self) -> Mesh:
         """Mesh over as many of this process's devices as there are batches for."""
         return meshes.local_mesh(-(-len(self.scenarios) // self.lanes))
@@ -155,12 +162,13 @@ class Drives(NamedTuple):
 
         split = PartitionSpec(meshes.DATA)
         program = jax.jit(meshes.per_shard(drive, mesh, (PartitionSpec(), split, split), split))
+        opened = self.opener(shell.config, mesh)
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
             policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
             what = f"{len(self.scenarios)} scenarios driven by {driver}"
-            with screen.stage(what, len(self.scenarios)) as advance, closing(self.batches(shell.config, mesh)) as all_:
-                for batch in all_:
+            with screen.stage(what, len(self.scenarios)) as advance, opened() as batches:
+                for batch in batches:
                     where = {which: np.argwhere(batch.numbers == which) for which in record}
                     some = np.zeros((mesh.devices.size, films), np.int32)
                     for i, which in enumerate(record):

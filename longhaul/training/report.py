@@ -226,9 +226,10 @@ def _cross_play(found: Mapping[str, Any]) -> str:
         for partner in partners:
             mean = cells[ego, partner]
             accuracy = _number(mean.get("accuracy")) or 0.0
-            faults = ", ".join(f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            told = (f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            faults = "<br>".join(told)
             shade = f"color-mix(in srgb, #2a9d5c {max(0.0, 10 * accuracy - 9) * 45:.0f}%, transparent)"
-            drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{_text(faults)}</small></td>'
+            drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{faults}</small></td>'
         rows.append(f'<tr><th scope="row">{_text(ego)}</th>{drawn}</tr>')
     note = '<p class="muted note">Accuracy of the ego in a row, by who drives the others; greener is nearer to 1.</p>'
     content = pages.table(("ego", *map(_text, partners)), rows) + note if rows else ""

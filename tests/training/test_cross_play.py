@@ -65,6 +65,24 @@ def test_partners_are_the_traffic_of_that_name(kind: str, met: tuple[Drives, Any
         np.testing.assert_allclose(one, other, rtol=5e-3, atol=0.05, err_msg=name)  # tables of more routes are coarser
 
 
+@pytest.mark.slow
+def test_conditioned_partners_are_the_egos_policy_in_another_mood() -> None:
+    """With the recipe's weights they are the ego's own; in haste they drive otherwise."""
+    run = driving()
+    task = run.environment
+    assert isinstance(task, Driving)
+    moody = dataclasses.replace(task, simulator=dataclasses.replace(task.simulator, conditioning=True))
+    drives = evaluate_driving.drives(dataclasses.replace(run, environment=moody), count=4, traffic="self")
+    algorithm = ppo.ppo(drives.shell("policy").spec, run.algorithm, RunContext(updates=1, mean=lambda tree: tree))
+    policies = [algorithm.policy(algorithm.init(jax.random.key(seed))) for seed in (0, 1)]
+    play = cross_play.arena(drives)
+    alike = [play(policies[0], Partner("x", policy=policy)) for policy in (None, policies[0])]
+    other = play(policies[0], Partner("x", policy=policies[1], draws=cross_play.HASTE))
+    for name, measure in alike[0].metrics.items():
+        assert measure.value.tobytes() == alike[1].metrics[name].value.tobytes()
+    assert any(np.any(other.metrics[k].value != alike[0].metrics[k].value) for k in other.metrics)
+
+
 def judged(accuracy: float, episodes: int = 4) -> Scores:
     every = np.ones(episodes, bool)
     metrics = {name: Measure(np.full(episodes, accuracy), every) for name in (*cross_play.METRICS, "progress")}

@@ -260,7 +260,8 @@ def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), here.steps.observation, there.steps.observation
     )
     for name, value in here.metrics.items():
-        unit = {"smallest_ttc": metrics.TTC_UNIT, "final_divergence": metrics.FINAL_UNIT}.get(name, 0.0)
+        units = {"smallest_ttc": metrics.TTC_UNIT, "final_divergence": metrics.FINAL_UNIT, "distance": 0.01}
+        unit = units.get(name, 0.0)
         assert value == pytest.approx(there.metrics[name], abs=1e-3 + unit), name
 
 
