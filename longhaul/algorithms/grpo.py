@@ -272,7 +272,8 @@ def _looked(
     chains)."""
     own = (~data.taught).astype(jnp.float32)
     count = mean(jnp.sum(own))
-    level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
+    measure = data.reward == 1.0 if config.gate.verdict else data.soundness
+    level = mean(jnp.sum(own * measure)) / jnp.maximum(count, 1.0)
     after = gates.look(config.gate, state.gate, level)
     after = jax.tree.map(lambda new, old: jnp.where(count > 0.0, new, old), after, state.gate)
     copies = data.lesson == OWN
@@ -302,7 +303,8 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED if config.gate.chains == "solver" else OWN)
         warm = state.updates < config.taught
         lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
-        return Speaker(state.params, lesson, jnp.where(warm, reach(config, state.updates), 1.0))
+        share = jnp.where(warm, reach(config, state.updates), 1.0)
+        return Speaker(state.params, lesson, share, looks & ~state.gate.open & ~warm)
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         own_params, rest = transformer.split(config.model, state.params)

@@ -451,6 +451,7 @@ def _fitted(run: Run) -> Run:
             )
         return run
     paths: dict[str, Any] = {name: _path(getattr(task, name)) for name in ("questions", "held_out_questions")}
+    config = dataclasses.replace(config, gate=dataclasses.replace(config.gate, verdict=True))
     if config.model.pad != tokenizer.NONE:
         config = dataclasses.replace(config, model_folder=_path(config.model_folder))
         words = tokeniser(config.model_folder, task)

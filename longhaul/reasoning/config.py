@@ -87,8 +87,9 @@ class GateConfig:
     """Gate between imitation and rewards."""
 
     threshold: float = setting(
-        0.0, "soundness below which the policy imitates verified chains; 0: rewards teach always", least=0, most=1
-    )
+        0.0, "soundness, or share of right answers of a model in words, below which the policy imitates verified "
+        "chains; 0: rewards teach always", least=0, most=1,
+    )  # fmt: skip
     hysteresis: float = setting(
         0.1, "fall of soundness below the threshold after which imitation begins again", least=0, most=1
     )
@@ -98,6 +99,7 @@ class GateConfig:
     chains: str = setting(
         "solver", "source of imitated chains: a solver, or own samples that are right and sound", choices=CHAINS
     )
+    verdict: bool = False  # of a model in words: looks at verdicts, as text has no steps to check
     fewest: int = setting(4, "fewest own chains of a device's share of an update that are learnt from", least=1)
 
 

@@ -2,7 +2,9 @@
 
 Rewards reinforce what a policy does already: if it hardly reasons, they teach it to guess. So while the soundness of
 its steps is below a threshold, it imitates verified chains; above it, it learns from rewards. The measure must count
-steps of the same problem: right sums about other numbers scored 0.95 where 25 % of the answers were right.
+steps of the same problem: right sums about other numbers scored 0.95 where 25 % of the answers were right. Text has no
+steps that a program can check: there it is the share of completions that the verifier calls right, in the answer's
+format. A look at a closed gate is at problems that are never imitated.
 
 The chains are a solver's, or the policy's own right and sound ones, at most one of a problem (STaR, Zelikman et al.
 2022, arXiv 2203.14465; where we differ, they are of the current policy, and no rationale is made from the answer). A

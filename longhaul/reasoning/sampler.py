@@ -35,6 +35,9 @@ from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 LOGITS = 2**24
 """Most logits that a loss has at a time: 64 MB, whatever the batch. Their gradient computes them again."""
 
+APART = 8
+"""One problem in so many is for looks at a closed gate alone."""
+
 UNBOUNDED = 2**30
 """Budget of steps that no completion reaches."""
 
@@ -88,6 +91,7 @@ class Speaker(NamedTuple):
     params: Params
     lesson: jax.Array  # int32: kind of the next completions
     reach: jax.Array  # float32: share of the bank, from its beginning, that may be imitated
+    look: jax.Array | bool = False  # a look at a closed gate
 
 
 @dataclass(frozen=True)
@@ -309,13 +313,16 @@ def log_probs(
 # --------------------------------------------------------------------------------------------------------- collector
 
 
-def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Completions, dict[str, Any]]:
+def judged(
+    data: Completions, marks: Marks, ended: Any, group: int, *, stepwise: bool = True
+) -> tuple[Completions, dict[str, Any]]:
     """(completions with rewards and soundness, sums over them), on the host and on the device. `ended` bool [B].
 
-    Of the policy's own chains to imitate, only the first verified one of a problem counts: the others are the same.
+    Of the policy's own chains to imitate, only the first verified one of a problem counts: the others are the same. Its
+    answer is right and, where texts have steps, it is sound.
     """
     rows = data.token.shape[0]
-    facts = ((marks.reward == 1.0) & (marks.soundness == 1.0)).reshape(-1, group)
+    facts = ((marks.reward == 1.0) & ((marks.soundness == 1.0) | (not stepwise))).reshape(-1, group)
     first = (facts & (facts.cumsum(axis=1) == 1)).reshape(-1, 1)
     taken = data.taken & (first | (data.lesson != OWN)[:, None])
     groups = marks.reward.reshape(-1, group)
@@ -344,7 +351,10 @@ def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: in
     def mark(data: Completions, metrics: Metrics) -> tuple[Completions, Metrics]:
         token = np.asarray(data.token)
         asked = [problems[int(place)] for place in np.asarray(data.problem)]
-        known, sums = judged(data, marks(task, asked, map(words.decode, token)), ended(token, words), group)
+        known, sums = judged(
+            data, marks(task, asked, map(words.decode, token)), ended(token, words), group,
+            stepwise=words.step != tokenizer.NONE,
+        )  # fmt: skip
         whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]
         return known, whole
 
@@ -359,6 +369,7 @@ def collector(
     prompts: int,
     words: Tokeniser = tokenizer.TOKENISER,
     exact: bool = True,
+    gated: bool = False,
 ) -> Collector:
     """Collector of groups of completions of `prompts` random problems, to be rewarded or imitated where verified; or of
     as many texts of the bank, to be imitated.
@@ -366,7 +377,8 @@ def collector(
     `params` are a `Speaker`, whose `lesson` decides. Metrics are sums over the completions: of reward
     ("episode/return"), tokens ("episode/length"), soundness, steps, completions cut at the length, and completions in
     groups whose rewards differ, from which something is learnt. If the device can't check them (not `exact`), rewards
-    and sums are 0 until `marking` computes them.
+    and sums are 0 until `marking` computes them. If `gated`, every `APART`th problem is for looks at a closed gate, and
+    is never imitated.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
@@ -376,19 +388,30 @@ def collector(
         max(1, sampling.wave // sampling.group),
     )
     count = problems.prompt.shape[0]
+    gated = gated and count >= APART
 
     def start(key: Key) -> tuple[()]:
         return ()
 
+    def unseen(key: Key, rows: int, reach: jax.Array | int) -> jax.Array:
+        """Problems of the first `reach` that no look is at."""
+        place = jax.random.randint(key, (rows,), 0, jnp.maximum(reach - reach // APART, 1))
+        return place + place // (APART - 1)
+
     def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
         reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
-        which = jax.random.randint(key, (rows,), 0, reach)
+        which = unseen(key, rows, reach) if gated else jax.random.randint(key, (rows,), 0, reach)
         written = text[which] != words.pad
         return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
 
     def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
         which = jax.random.randint(key_which, (prompts,), 0, count)
+        if gated:
+            looked = which // APART * APART + APART - 1
+            looked = jnp.where(looked < count, looked, APART - 1)
+            which = jnp.where(speaker.look, looked, which)
+            which = jnp.where(speaker.lesson == OWN, unseen(key_which, prompts, count), which)
         drawn = sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
         return jnp.repeat(which, sampling.group), drawn
 

@@ -168,7 +168,9 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
     assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
     how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
     words = reasoning_setup.words(run)
-    return sampler.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
+    return sampler.collector(
+        config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact, gated=config.gate.threshold > 0.0
+    )
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:

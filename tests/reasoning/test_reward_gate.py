@@ -14,7 +14,7 @@ import pytest
 
 from longhaul.algorithms import grpo, registry
 from longhaul.algorithms.run_context import RunContext
-from longhaul.reasoning import reward_gate, sampler
+from longhaul.reasoning import reward_gate, sampler, tasks
 from longhaul.reasoning.config import GateConfig
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
@@ -129,3 +129,37 @@ def test_own_chains_are_imitated_where_there_are_enough() -> None:
     others = learnt(three, jnp.where(three[:, None] | (data.token == 0), data.token, 5))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), others, after)
     jax.tree.map(np.testing.assert_array_equal, learnt(three & (jnp.arange(ROWS) > 0), data.token), params)
+
+
+def test_a_model_in_words_is_looked_at_by_its_verdicts() -> None:
+    """Text without steps has no soundness: the share of right answers opens the gate."""
+    settings = config(gate=dataclasses.replace(SETTINGS, verdict=True), taught=0)
+    made, (params, data) = grpo.grpo(None, settings, RunContext(updates=9, mean=meshes.identity)), completions()
+    state = made.init(jax.random.key(0))._replace(params=params)
+    for right in (0.25, 0.75):
+        marked = data._replace(
+            soundness=jnp.zeros(ROWS), reward=(jnp.arange(ROWS) < right * ROWS).astype(jnp.float32)
+        )
+        after, _ = grpo._looked(settings, state, marked, meshes.identity)
+        assert float(after.level) == pytest.approx(right)
+        assert bool(after.open) == (right >= SETTINGS.threshold)
+
+
+def test_a_closed_gate_is_looked_at_by_problems_that_are_never_imitated() -> None:
+    task = tasks.arithmetic(1, 3)
+    asked = tasks.problems(task, np.random.default_rng(0), 43)
+    bank = sampler.bank(task, asked, np.random.default_rng(0), 21)
+    how = sampler.Sampling(21, group=2, wave=64)
+    collect = jax.jit(sampler.collector(TINY, bank, how, prompts=64, gated=True).collect)
+    params = completions()[0]
+    seen: dict[str, set[int]] = {}
+    for name, lesson, look in (("look", sampler.SAMPLED, True), ("solved", sampler.SOLVED, False),
+                               ("own", sampler.OWN, False), ("rewards", sampler.SAMPLED, False)):  # fmt: skip
+        seen[name] = set()
+        for seed in range(8):
+            speaker = sampler.Speaker(params, jnp.int32(lesson), jnp.float32(1.0), jnp.bool_(look))
+            data = collect(speaker, (), jax.random.key(seed), jnp.int32(0))[1]
+            seen[name] |= set(np.asarray(data.problem).tolist())
+    assert seen["look"] == {7, 15, 23, 31, 39}
+    assert seen["solved"] == seen["own"] == set(range(43)) - seen["look"]
+    assert seen["rewards"] == set(range(43))
