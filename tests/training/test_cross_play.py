@@ -130,9 +130,9 @@ def test_the_matrix_is_drawn_in_the_report_and_drawn_again(tmp_path: Path) -> No
     assert write(0.75) == "<mine>"
     report.write_report(tmp_path / "report.html", run={}, records=[], result={})
     first = (tmp_path / "report.html").read_text()
-    assert first.count("Cross-play</h2>") == 1 and first.count("0.750<br>") == 3 and "&lt;mine&gt;" in first
+    assert first.count("Cross-play</h2>") == 1 and first.count("0.750<br><small>") == 3 and "&lt;mine&gt;" in first
     write(0.5)
     report.draw_cross_play(tmp_path)
     again = (tmp_path / "report.html").read_text()
-    assert again.count("0.500<br>") == 3 and "0.750<br>" not in again
+    assert again.count("0.500<br><small>") == 3 and "0.750<br><small>" not in again
     assert again.count("Cross-play</h2>") == 1 and again.endswith(first[-20:])
