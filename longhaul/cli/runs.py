@@ -13,6 +13,7 @@ from typing import Any
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
+from longhaul.config.run import Run
 from longhaul.driving.render.recording import Recording
 from longhaul.runtime import bounded_json, config_fields, files
 from longhaul.runtime.errors import RunError
@@ -159,21 +160,35 @@ def _chosen(words: Sequence[str], runs_dir: Path) -> dict[str, Path]:
 
 
 def report(words: Sequence[str]) -> int:
-    """`longhaul report RUN [--checkpoint STEP] [--out FILE]`."""
+    """`longhaul report RUN [--checkpoint STEP] [--member N] [--out FILE]`."""
     step = Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0)
+    member = Flag("member", INT, None, "of a folder with many runs, report this one", least=0)
     out = Flag("out", PATH, None, "the page to write", shown="report.html in the run's folder")
     about = "The report of a run as it stands: while it trains, after a stop or a kill, and for a checkpoint."
-    parsed = flags.parse("report", about, {"": [RUN, step, out, RUNS_DIR, DEBUG]}, words).values
+    parsed = flags.parse("report", about, {"": [RUN, step, member, out, RUNS_DIR, DEBUG]}, words).values
     folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
     page = folder / "report.html"
-    if parsed["checkpoint"] is None and parsed["out"] is None and (folder / "result.json").is_file() and page.is_file():
+    asked = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))
+    if not asked and (folder / "result.json").is_file() and page.is_file():
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
-        from longhaul.training import evaluate, loop
+        from longhaul.training import evaluate, loop, population
         from longhaul.training import report as pages
-    records = sinks.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+        from longhaul.training.run_dir import load_run
+    run = load_run(folder)
+    which = parsed["member"]
+    if which is not None or (run.many and parsed["checkpoint"] is not None):
+        population.chosen(run, which, folder.name)
+    path = folder / ("metrics.jsonl" if which is None else population.FILE)
+    records = sinks.read(path) if path.is_file() else []
     result = folder_runs.document(folder / "result.json")
+    if which is not None:
+        records = [population.of_member(record, which) for record in records]
+        whole, own = result, (result.get("members") or {which: {}})[which]
+        result = {name: whole[name] for name in ("status", "compile_seconds") if name in whole}
+        result["evaluation"] = own.get("evaluation", {})
+        page = folder / f"report-run-{which}.html"
     films: list[Recording] = []
     if parsed["checkpoint"] is not None:
         from longhaul.training.checkpoint.resume import restore_policy
@@ -181,7 +196,7 @@ def report(words: Sequence[str]) -> int:
         steps = files.checkpoint_steps(folder)
         number = parsed["checkpoint"] or (steps[-1] if steps else None)
         with screen.stage("restoring the policy", plain=False):
-            run, policy, untrained = restore_policy(folder, None, number)
+            run, policy, untrained = restore_policy(folder, which, number)
         scores: dict[str, Any] = {}
         chains: dict[str, Any] = {}
         for name, means, recordings in loop.evaluations(run, policy, untrained):
@@ -190,14 +205,23 @@ def report(words: Sequence[str]) -> int:
             films += recordings
         result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": evaluate.conversations(chains)}
         records = [record for record in records if number is None or record["update"] <= number]
-        page = folder / f"report-{number}.html"
+        page = folder / (f"report-{number}.html" if which is None else f"report-{number}-run-{which}.html")
     page = Path(parsed["out"] or page)
     pages.write_report(
         page, run=bounded_json.read(folder / "run.json") | {"id": folder.name}, records=records, result=result,
-        recordings=films, findings=health_log.read(folder),
+        recordings=films, findings=health_log.read(folder), runs=_members(folder, run, result) if which is None else "",
     )  # fmt: skip
     print(page)
     return 0
+
+
+def _members(folder: Path, run: Run, result: Mapping[str, Any]) -> str:
+    """Section of a report on the runs of a population."""
+    from longhaul.training import population
+
+    if not run.many:
+        return ""
+    return population.section(folder, result) if "members" in result else population.unfinished(folder, run)
 
 
 # ------------------------------------------------------------------------------------------------------------- removal

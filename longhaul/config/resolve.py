@@ -97,6 +97,8 @@ def _resolved(run: Run) -> Run:
         raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
     for values in ({}, *(member.values for member in siblings if run.population.sweep)):
         registry.check(config_fields.replaced(algorithm, **values), sizes)
+    if run.many and run.evaluation_interval:
+        raise FieldError("evaluation_interval", run.evaluation_interval, "a population is evaluated at its end; give 0")
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(

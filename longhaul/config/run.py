@@ -128,6 +128,10 @@ class Run:
     evaluation_episodes: int | None = setting(
         None, "episodes, or scenarios never trained in, of the evaluation at the end", least=1, auto=True
     )
+    evaluation_interval: int | None = setting(
+        None, "updates between two evaluations while it trains; none: by time, 3 % of it; 0: only at the end", least=0,
+        **SAVING,
+    )  # fmt: skip
     health: Bounds = nested(Bounds(), "health_")
 
     @property

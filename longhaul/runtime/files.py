@@ -60,8 +60,10 @@ def remove(path: Path) -> None:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's folder, intact or not, ascending."""
-    found = ((CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoints/*"))
-    return sorted({int(match[1]) for match, path in found if match and path.is_dir()})
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / "checkpoints") as entries:
+        found = ((CHECKPOINT.fullmatch(entry.name), entry) for entry in entries)
+        return sorted({int(match[1]) for match, entry in found if match and entry.is_dir()})
+    return []
 
 
 @contextmanager

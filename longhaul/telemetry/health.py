@@ -65,7 +65,7 @@ NOTHING = -0.1
 EXPLODES = 100.0
 """Multiple of its own median at which the value loss counts as exploding."""
 
-EPISODES = ("episode", "episodes", "peak")
+EPISODES = ("episode", "episodes", "peak", "eval")
 """Groups of metrics on episodes."""
 
 

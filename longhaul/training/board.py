@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 from longhaul.runtime import files
@@ -30,6 +30,10 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import pages, sinks
 from longhaul.training import comparison, runs, store
 from longhaul.training.runs import Curves
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 POINTS = 1000
 """Most rows of a run's curves; a screen has few pixels more."""
@@ -95,7 +99,7 @@ class Folder:
 
     def of(self, name: str) -> Path:
         """Folder of a run by its name. Raises KeyError for any other word."""
-        if name not in runs.names(self.path):
+        if name in ("", ".", "..") or "/" in name or "\0" in name or not (self.path / name / "run.json").is_file():
             raise KeyError(name)
         return self.path / name
 
@@ -126,6 +130,24 @@ class Folder:
             "memory": runs.document(folder / "memory.json"),
             "report": (folder / "report.html").is_file(),
         }
+
+    def stamps(self, name: str) -> dict[str, Any]:
+        """What changes when a run has something new: whether it trains, and its files' times and sizes."""
+        folder = self.of(name)
+        found: dict[str, Any] = {file: runs.stamp(folder / file) for file in (*runs.REMOTE, "checkpoints")}
+        return found | {"trains": runs.trains(folder)}
+
+    def thinned(self, name: str, start: int | None = None) -> dict[str, Any]:
+        """Curves of a run in few rows, from record `start` on if they go on from there."""
+        curves, anew = self.curves(name)
+        begin = 0 if anew or start is None or start > curves.count else start
+        thin = curves.thinned(POINTS, begin) if curves.count > begin else {}
+        return {"start": begin, "count": curves.count, "columns": {m: _short(values) for m, values in thin.items()}}
+
+    def evaluations(self, name: str) -> list[dict[str, Any]]:
+        """Evaluations that a run has made so far."""
+        path = self.of(name) / runs.EVALUATIONS
+        return sinks.read(path) if path.is_file() else []
 
     def compared(self, names: Sequence[str], metric: str, axis: str) -> dict[str, Any]:
         """Runs beside each other: curves of one metric, differing settings, statistics over the seeds of a setting."""
@@ -210,6 +232,118 @@ class Pictures:
 # --------------------------------------------------------------------------------------------------------- application
 
 
+class Answers:
+    """Answers of the board to requests, a method a route."""
+
+    def __init__(self, where: str) -> None:
+        from starlette import responses
+
+        self._as = responses
+        self.folder = Folder(where)
+        self.pictures = Pictures(self.folder)
+        self._shell = pages.asset("board.html", "longhaul.training")
+
+    async def page(self, request: Request) -> Response:
+        return self._as.Response(self._shell, media_type="text/html")
+
+    async def asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name in ("page.css", "report.css"):
+            return self._as.Response(pages.asset(name), media_type="text/css")
+        return self._as.Response(pages.asset(name, "longhaul.training"), media_type=ASSETS[name])
+
+    async def listed(self, request: Request) -> Response:
+        await asyncio.to_thread(self.folder.look)
+        found = [_listed(each) for each in self.folder.all]
+        return self._json({"where": self.folder.where, "trouble": self.folder.trouble, "runs": found})
+
+    async def detail(self, request: Request) -> Response:
+        return self._json(await asyncio.to_thread(self.folder.detail, request.path_params["name"]))
+
+    async def evaluations(self, request: Request) -> Response:
+        return self._json(await asyncio.to_thread(self.folder.evaluations, request.path_params["name"]))
+
+    async def curves(self, request: Request) -> Response:
+        return self._json(await asyncio.to_thread(self.folder.thinned, request.path_params["name"]))
+
+    async def compare(self, request: Request) -> Response:
+        query = request.query_params
+        names = list(dict.fromkeys(query.getlist("run")))[:MOST_COMPARED]
+        axis = query.get("axis", runs.AXES[0])
+        if not names or axis not in runs.AXES:
+            return self._as.PlainTextResponse("give run=NAME, and axis as one of " + ", ".join(runs.AXES), 400)
+        found = await asyncio.to_thread(self.folder.compared, names, query.get("metric", runs.RETURN), axis)
+        return self._csv(found, axis) if request.url.path.endswith(".csv") else self._json(found)
+
+    async def report(self, request: Request) -> Response:
+        return self._file(self.folder.of(request.path_params["name"]) / "report.html")
+
+    async def player(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if request.method == "POST":
+            return self._json({"trouble": await self.pictures.make(name)})
+        return self._file(self.pictures.page(name))
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: of the list the summaries that changed, of a run its new records and its state."""
+        name = request.query_params.get("run")
+        if name is None:
+            stream = self._of_list()
+        else:
+            self.folder.of(name)
+            stream = self._of_run(name, int(request.query_params.get("count", 0)))
+        return self._as.StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def _of_list(self) -> AsyncIterator[str]:
+        before: dict[str, runs.Summary] | None = None
+        while True:
+            await asyncio.to_thread(self.folder.look)
+            now = {each.name: each for each in self.folder.all}
+            if before is not None and now != before:
+                changed = [_listed(each) for each in now.values() if before.get(each.name) != each]
+                yield _event("runs", {"changed": changed, "names": list(now)})
+            before = now
+            yield ": here\n\n"
+            await asyncio.sleep(2 * self.folder.period)
+
+    async def _of_run(self, name: str, count: int) -> AsyncIterator[str]:
+        """Looks at the files' sizes and times, and reads only where one of them changed."""
+        seen: dict[str, Any] = {}
+        while True:
+            if self.folder.remote:
+                await asyncio.to_thread(self.folder.look)
+            stamps = self.folder.stamps(name)
+            if stamps != seen:
+                rows = await asyncio.to_thread(self.folder.thinned, name, count)
+                if rows["count"] != count or rows["start"] != count:
+                    count = rows["count"]
+                    yield _event("rows", rows)
+                yield _event("run", await asyncio.to_thread(self.folder.detail, name))
+                if seen and stamps[runs.EVALUATIONS] != seen[runs.EVALUATIONS]:
+                    yield _event("evaluations", await asyncio.to_thread(self.folder.evaluations, name))
+                seen = stamps
+            yield ": here\n\n"
+            await asyncio.sleep(PERIOD)
+
+    def _file(self, path: Path | None) -> Response:
+        if path is None or not path.is_file():
+            return self._as.PlainTextResponse("none yet", 404)
+        return self._as.FileResponse(path, media_type="text/html")
+
+    def _json(self, value: Any) -> Response:
+        return self._as.Response(_json(value), media_type="application/json")
+
+    def _csv(self, found: dict[str, Any], axis: str) -> Response:
+        """Curves of a comparison as a file."""
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["run", axis, found["metric"]])
+        for name, (xs, ys) in found["lines"].items():
+            writer.writerows([_cell(name), x, y] for x, y in zip(xs, ys, strict=True) if y is not None)
+        headers = {"content-disposition": 'attachment; filename="runs.csv"'}
+        return self._as.Response(text.getvalue(), media_type="text/csv", headers=headers)
+
+
 def application(where: str, token: str | None = None, hosts: Sequence[str] = LOOPBACK) -> App:
     """Application that shows the runs at `where`.
 
@@ -217,136 +351,41 @@ def application(where: str, token: str | None = None, hosts: Sequence[str] = LOO
     store is out of reach.
     """
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import PlainTextResponse
     from starlette.routing import Route
 
-    folder = Folder(where)
-    pictures = Pictures(folder)
-    shell = pages.asset("board.html", "longhaul.training")
-
-    def answer(value: Any) -> Response:
-        return Response(_json(value), media_type="application/json")
-
-    async def page(request: Request) -> Response:
-        return Response(shell, media_type="text/html")
-
-    async def asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name in ("page.css", "report.css"):
-            return Response(pages.asset(name), media_type="text/css")
-        return Response(pages.asset(name, "longhaul.training"), media_type=ASSETS[name])
-
-    async def listed(request: Request) -> Response:
-        await run_in_threadpool(folder.look)
-        found = [each._asdict() for each in folder.all]
-        return answer({"where": folder.where, "trouble": folder.trouble, "runs": found})
-
-    async def detail(request: Request) -> Response:
-        return answer(await run_in_threadpool(folder.detail, request.path_params["name"]))
-
-    def thinned(name: str, start: int | None = None) -> dict[str, Any]:
-        curves, anew = folder.curves(name)
-        begin = 0 if anew or start is None or start > curves.count else start
-        thin = curves.thinned(POINTS, begin) if curves.count > begin else {}
-        columns = {metric: _short(values) for metric, values in thin.items()}
-        return {"start": begin, "count": curves.count, "columns": columns}
-
-    async def curves(request: Request) -> Response:
-        return answer(await run_in_threadpool(thinned, request.path_params["name"]))
-
-    async def compare(request: Request) -> Response:
-        query = request.query_params
-        names = list(dict.fromkeys(query.getlist("run")))[:MOST_COMPARED]
-        axis = query.get("axis", runs.AXES[0])
-        if not names or axis not in runs.AXES:
-            return PlainTextResponse("give run=NAME, and axis as one of " + ", ".join(runs.AXES), 400)
-        found = await run_in_threadpool(folder.compared, names, query.get("metric", runs.RETURN), axis)
-        if not request.url.path.endswith(".csv"):
-            return answer(found)
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(["run", axis, found["metric"]])
-        writer.writerows(
-            [_cell(name), x, y] for name, (xs, ys) in found["lines"].items() for x, y in zip(xs, ys, strict=True)
-            if y is not None
-        )  # fmt: skip
-        headers = {"content-disposition": 'attachment; filename="runs.csv"'}
-        return Response(text.getvalue(), media_type="text/csv", headers=headers)
-
-    async def report(request: Request) -> Response:
-        path = folder.of(request.path_params["name"]) / "report.html"
-        return FileResponse(path, media_type="text/html") if path.is_file() else PlainTextResponse("none yet", 404)
-
-    async def player(request: Request) -> Response:
-        name = request.path_params["name"]
-        if request.method == "POST":
-            return answer({"trouble": await pictures.make(name)})
-        path = pictures.page(name)
-        return FileResponse(path, media_type="text/html") if path else PlainTextResponse("none yet", 404)
-
-    async def events(request: Request) -> Response:
-        """Server-sent events: of the list the summaries that changed, of a run its new records and its state."""
-        name = request.query_params.get("run")
-        if name is not None:
-            folder.of(name)
-
-        async def of_list() -> AsyncIterator[str]:
-            before: dict[str, runs.Summary] | None = None
-            while True:
-                await run_in_threadpool(folder.look)
-                now = {each.name: each for each in folder.all}
-                if before is not None and now != before:
-                    changed = [each._asdict() for each in now.values() if before.get(each.name) != each]
-                    yield f"event: runs\ndata: {_json({'changed': changed, 'names': list(now)})}\n\n"
-                before = now
-                yield ": here\n\n"
-                await asyncio.sleep(2 * folder.period)
-
-        async def of_run(name: str) -> AsyncIterator[str]:
-            count, before = int(request.query_params.get("count", 0)), ""
-            while True:
-                if folder.remote:
-                    await run_in_threadpool(folder.look)
-                rows = await run_in_threadpool(thinned, name, count)
-                if rows["count"] != count or rows["start"] != count:
-                    count = rows["count"]
-                    yield f"event: rows\ndata: {_json(rows)}\n\n"
-                state = _json(await run_in_threadpool(folder.detail, name))
-                if state != before:
-                    before = state
-                    yield f"event: run\ndata: {state}\n\n"
-                yield ": here\n\n"
-                await asyncio.sleep(PERIOD)
-
-        stream = of_list() if name is None else of_run(name)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    answers = Answers(where)
+    threading.Thread(target=answers.folder.look, daemon=True).start()  # while the browser opens
+    routes = [
+        Route("/", answers.page),
+        Route("/run/{name}", answers.page),
+        Route("/compare", answers.page),
+        Route("/assets/{name:path}", answers.asset),
+        Route("/api/runs", answers.listed),
+        Route("/api/run/{name}", answers.detail),
+        Route("/api/run/{name}/curves", answers.curves),
+        Route("/api/run/{name}/evaluations", answers.evaluations),
+        Route("/api/compare", answers.compare),
+        Route("/api/compare.csv", answers.compare),
+        Route("/api/events", answers.events),
+        Route("/report/{name}", answers.report),
+        Route("/player/{name}", answers.player, methods=["GET", "POST"]),
+    ]
 
     async def unknown(request: Request, error: Exception) -> Response:
         return PlainTextResponse("there is no such run here", 404)
 
-    return _guarded(
-        Starlette(
-            routes=[
-                Route("/", page),
-                Route("/run/{name}", page),
-                Route("/compare", page),
-                Route("/assets/{name:path}", asset),
-                Route("/api/runs", listed),
-                Route("/api/run/{name}", detail),
-                Route("/api/run/{name}/curves", curves),
-                Route("/api/compare", compare),
-                Route("/api/compare.csv", compare),
-                Route("/api/events", events),
-                Route("/report/{name}", report),
-                Route("/player/{name}", player, methods=["GET", "POST"]),
-            ],
-            exception_handlers={KeyError: unknown},
-        ),
-        token,
-        hosts,
-    )
+    return _guarded(Starlette(routes=routes, exception_handlers={KeyError: unknown}), token, hosts)
+
+
+def _listed(summary: runs.Summary) -> dict[str, Any]:
+    """A summary as the list shows it; a sparkline's values need no more than three digits."""
+    spark = [float(f"{value:.3g}") for value in summary.spark]
+    return summary._asdict() | {"spark": spark, "checkpoints": summary.checkpoints[-1:]}
+
+
+def _event(name: str, value: Any) -> str:
+    return f"event: {name}\ndata: {_json(value)}\n\n"
 
 
 def _cell(text: str) -> str:

@@ -42,6 +42,7 @@ class Clock:
         self.ledger = ledger
         self._born = time.perf_counter()
         self._compile = self._trace = self._start = 0.0
+        self._aside = 0.0
         self._training: float | None = None
 
     @contextmanager
@@ -51,6 +52,13 @@ class Clock:
         took = time.perf_counter() - began
         self._compile += took
         self._trace += max(0.0, took - (self.ledger.seconds - compiled))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context of work that does not count as training."""
+        began = time.perf_counter()
+        yield
+        self._aside += time.perf_counter() - began
 
     def train(self) -> None:
         """Start of training."""
@@ -62,7 +70,7 @@ class Clock:
 
     def read(self) -> Seconds:
         now = time.perf_counter()
-        train = 0.0 if self._training is None else now - self._training
+        train = 0.0 if self._training is None else now - self._training - self._aside
         return Seconds(
             self.before.train + train, self.before.compile + self._compile, self.before.wall + now - self._born,
             self.before.trace + self._trace, self._start or self.before.start,

@@ -29,7 +29,10 @@ LAST = 0.05
 GRID = 300
 """Points of a curve over seeds."""
 
-OF_SEEDS = ("seed", "population.together", "devices", "threads", "save_interval", "save_interval_minutes", "keep")
+OF_SEEDS = (
+    *("seed", "population.together", "devices", "threads"),
+    *("save_interval", "save_interval_minutes", "keep", "evaluation_interval"),
+)
 """Settings in which runs of one group may differ: they do not change what is learnt, but for chance."""
 
 

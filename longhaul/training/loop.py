@@ -50,6 +50,7 @@ from longhaul.training import (
     reasoning_setup,
     report,
     run_dir,
+    runs,
     store,
 )
 from longhaul.training import data as feeds
@@ -61,6 +62,7 @@ from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
+from longhaul.training.periodic_evaluation import Evaluations
 from longhaul.training.run_dir import alone, called, load_run, save_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
@@ -340,7 +342,9 @@ class Loop:
             publish = closed.enter_context(publishing.publishing(
                 self.folder, run, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.asked
             ))  # fmt: skip
-            log = self._logger()
+            alone = not assembly.mesh.is_multi_process
+            evaluations = Evaluations(run, self.folder, assembly.updates, done, alone=alone)
+            log = self._logger(evaluations)
             _look(self.stop, done, assembly)
             ask = meshes.asking(assembly.mesh, late=True)
             clock.train()
@@ -359,8 +363,13 @@ class Loop:
                 due, stopping = ask(due, self.stop.asked)
                 if run.save_interval is not None:
                     due = done // run.save_interval > (done - n) // run.save_interval
-                if due or stopping or done == assembly.updates:
+                if evaluations.due(done, n) and not stopping and done < assembly.updates:
                     log(*waiting)
+                    waiting = None
+                    self._evaluate(evaluations, done)
+                if due or stopping or done == assembly.updates:
+                    if waiting is not None:
+                        log(*waiting)
                     waiting = None
                     self._save(done, last=stopping or done == assembly.updates)
                 if stopping:
@@ -380,6 +389,7 @@ class Loop:
         last = sinks.truncate_after(metrics, done)
         if self.run.many:
             sinks.truncate_after(self.folder / members.FILE, done)
+        sinks.truncate_after(self.folder / runs.EVALUATIONS, done)
         if (last["update"] if last else 0) != done - self.sums.updates:
             _say(f"{metrics} lacks records before update {done}; the run goes on without them")
 
@@ -415,6 +425,29 @@ class Loop:
                 done += n
                 yield progress, n, rows
 
+    def _evaluate(self, evaluations: Evaluations, done: int) -> None:
+        """Evaluate the policy after `done` updates; all processes call this, and the first one evaluates."""
+        self.tell(heartbeat.RESTS)
+        with self.clock.aside():
+            policy = _on_host(self.assembly.policy(self.progress.state), self.assembly.mesh)
+            if process_group.index() == 0:
+                policy = jax.device_put(policy, jax.local_devices()[0])
+                try:
+                    evaluations.make(policy, self._counts(done))
+                except OSError as error:
+                    self.out.note(f"warning: the evaluation after update {done} is not kept: {error}")
+        self.tell(heartbeat.WORKS)
+
+    def _counts(self, update: int) -> dict[str, Any]:
+        """Counts of a record after this many updates."""
+        assembly = self.assembly
+        return {
+            "update": update,
+            "env_steps": assembly.env_steps(update),
+            "agent_steps": assembly.agent_steps(update),
+            "wall_seconds": self.clock.read().wall,
+        }
+
     def _save(self, done: int, *, last: bool) -> None:
         """Start a save. If it fails, training goes on and a later save may succeed; the `last` raises
         CheckpointError."""
@@ -437,7 +470,7 @@ class Loop:
             warn(error)
         self.tell(heartbeat.WORKS)
 
-    def _logger(self) -> Callable[[int, int, Any], None]:
+    def _logger(self, evaluations: Evaluations) -> Callable[[int, int, Any], None]:
         """(update, n, rows) -> count the n updates up to `update` and write a record when one is complete.
 
         Waits for the updates. Raises Poisoned with `progress` if their numbers are not finite.
@@ -445,7 +478,7 @@ class Loop:
         run, assembly, sums, clock = self.run, self.assembly, self.sums, self.clock
         assert run.log_interval is not None
         interval = run.log_interval
-        last = clock.read().wall
+        last = clock.read().train
         fresh = 0  # updates since `last`
         runs = max(1, len(assembly.members))
         watched = members.Watch(runs, self.out.note) if run.many else None
@@ -461,15 +494,9 @@ class Loop:
             fresh += n
             if sums.updates < interval and update < assembly.updates:
                 return
-            now = clock.read().wall
-            record = {
-                "update": update,
-                "env_steps": assembly.env_steps(update),
-                "agent_steps": assembly.agent_steps(update),
-                "wall_seconds": now,
-                "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
-            }
-            record |= sums.take()
+            now = clock.read().train
+            speed = fresh * runs * assembly.steps_per_update / max(now - last, 1e-9)
+            record = self._counts(update) | {"sps": speed} | sums.take() | evaluations.taken(update)
             self.out.sink.write(record)
             if self.callback is not None and self.callback(record):
                 self.stop.ask()

@@ -32,7 +32,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import pages
 from longhaul.telemetry.sinks import read
-from longhaul.training import evaluate, evaluate_driving
+from longhaul.training import evaluate, evaluate_driving, report
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 FILE = "members.jsonl"
@@ -106,6 +106,9 @@ MOST_LINES = 5
 
 RETURN = "episode/return"
 
+MOST_POINTS = 200
+"""Largest number of points of a member's curves in a report."""
+
 
 def evaluated(
     run: Run, members: tuple[Member, ...], policy: Any, untrained: Any, look: Callable[[], None]
@@ -173,8 +176,8 @@ def ranked(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
 
 def section(folder: Path, result: Mapping[str, Any]) -> str:
     """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
-    path = folder / FILE
-    records = [record for record in read(path) if RETURN in record] if path.exists() else []  # null becomes NaN
+    found = read(folder / FILE) if (folder / FILE).exists() else []
+    records = [record for record in found if RETURN in record]  # null becomes NaN
     steps = np.array([record["agent_steps"] for record in records], float)
     values = np.array([record[RETURN] for record in records], float).reshape(len(steps), -1 if records else 0)
     rows = list(result["members"])
@@ -198,7 +201,39 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
         lines = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in body]
         return pages.table([cell(name) for name in header], lines)
 
-    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{"".join(table(*each) for each in tables)}'
+    tables_of = "".join(table(*each) for each in tables)
+    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{tables_of}{each_member(found, rows)}'
+
+
+def each_member(records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """HTML of a folded part a member: its evaluation, where there is one, and its curves."""
+    parts = []
+    some = records[:: -(-len(records) // MOST_POINTS) or 1]
+    for row in rows:
+        label = Member(row["seed"], dict(row["hyperparameters"])).label()
+        title = html.escape(f"Run {row['member']}: " + ", ".join(filter(None, (f"seed {row['seed']}", label))))
+        main, others = report.figures([of_member(record, row["member"]) for record in some])
+        drawn = f'<div class="curves">{main or "".join(others)}</div>'
+        scores = report.evaluation_table(row.get("evaluation"))
+        parts.append(
+            f'<details class="more" id="run-{row["member"]}"><summary>{title}</summary>{scores}{drawn}</details>'
+        )
+    return "".join(parts)
+
+
+def of_member(record: Mapping[str, Any], member: int) -> dict[str, Any]:
+    """Record of members.jsonl with the values of one member."""
+    return {name: value[member] if isinstance(value, list) else value for name, value in record.items()}
+
+
+def unfinished(folder: Path, run: Run) -> str:
+    """HTML section on the members of a population that has no result yet."""
+    records = read(folder / FILE) if (folder / FILE).exists() else []
+    found = [
+        {"member": i, "seed": member.seed, "hyperparameters": member.values}
+        for i, member in enumerate(members_of(run))
+    ]  # fmt: skip
+    return each_member(records, found)
 
 
 def ranking(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -115,11 +115,11 @@ def write_report(
         _section("Key figures", _key_figures(records, result)),
         _section("Failures", web_player.failures(recordings)),
         _section("Runs", runs),
-        _section("Evaluation", _evaluation(result.get("evaluation"), recordings, result.get("setting"))),
+        _section("Evaluation", evaluation_table(result.get("evaluation"), recordings, result.get("setting"))),
         _section("Chains", _chains(result.get("chains"))),
         _section("Driving", _driving(recordings)),
         _cross_play(_document(Path(path).parent / CROSS_PLAY)),
-        *_curves(records),
+        *curves(records),
         _section("Forecast", _listing(forecast.said(records) if taught else [])),
         _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
         _section("Where it comes from", _listing([("command", line), *((key, run.get(key)) for key in PROVENANCE)])),
@@ -177,7 +177,7 @@ def _driving(recordings: Sequence[Recording]) -> str:
     return f'<div class="card">{web_player.section(recordings)}</div>{web_player.outcomes(recordings)}'
 
 
-def _evaluation(evaluation: Any, recordings: Sequence[Recording] = (), setting: Any = None) -> str:
+def evaluation_table(evaluation: Any, recordings: Sequence[Recording] = (), setting: Any = None) -> str:
     """Table of means: a row a policy with a link to its episodes, a column a metric, the best of a column marked."""
     rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
     rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
@@ -292,31 +292,34 @@ def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str
     return {policy for policy, value in values.items() if value == best}
 
 
-def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Known panels, then the other metrics folded."""
+    main, others = figures(records)
+    note = '<p class="muted note">Faint lines are as logged, strong ones their running means.</p>'
+    smoothed = note * ('class="faint' in main)
+    parts = [_section("Learning curves", f'<div class="curves">{main}</div>{smoothed}' if main else "")]
+    if count := sum(1 for figure in others if figure):
+        summary = f"<summary>{'Further' if main else 'Learning'} curves ({count})</summary>"
+        opened = "" if main else " open"
+        parts.append(f'<details class="more"{opened}>{summary}<div class="curves">{"".join(others)}</div></details>')
+    return parts
+
+
+def figures(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """(known panels, figures of the other metrics) of records."""
     axis = next((name for name in AXIS if any(_number(record.get(name)) is not None for record in records)), "")
     lines = {line.name: line for line in series(records, axis)}
     label = _words(axis) or "log points"
-    figures = []
+    drawn_panels = []
     rest = dict(lines)
     for panel in PANELS:
         own = [name for name in lines if name.split("/")[-1] in panel.names]
         drawn = [lines[name]._replace(name=_words(_shortest(name, own))) for name in own]
-        figures.append(pages.figure(panel.title, drawn, label, panel.unit))
+        drawn_panels.append(pages.figure(panel.title, drawn, label, panel.unit))
         for name in own:
             rest.pop(name, None)
     others = [pages.figure(name, [line], label) for name, line in sorted(rest.items())]
-    main, more = "".join(figures), "".join(others)
-    note = '<p class="muted note">Faint lines are as logged, strong ones their running means.</p>'
-    smoothed = note * ('class="faint' in main)
-    parts = [_section("Learning curves", f'<div class="curves">{main}</div>{smoothed}' if main else "")]
-    if more:
-        count = sum(1 for figure in others if figure)
-        summary = f"<summary>{'Further' if main else 'Learning'} curves ({count})</summary>"
-        parts.append(
-            f'<details class="more"{"" if main else " open"}>{summary}<div class="curves">{more}</div></details>'
-        )
-    return parts
+    return "".join(drawn_panels), others
 
 
 def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[pages.Series]:

@@ -39,8 +39,14 @@ LINES = 4000
 RECENT = 60.0
 """Seconds since the last record within which a run of another machine counts as running."""
 
-REMOTE = ("run.json", "metrics.jsonl", "members.jsonl", "result.json", "memory.json", "health.jsonl", "report.html")
+REMOTE = (
+    *("run.json", "metrics.jsonl", "members.jsonl", "result.json", "memory.json", "health.jsonl", "report.html"),
+    "evaluations.jsonl",
+)
 """Files of a run that are fetched from a store to be shown."""
+
+EVALUATIONS = "evaluations.jsonl"
+"""File of a run's folder with an evaluation a line, those made while it trains."""
 
 AXES = ("agent_steps", "wall_seconds", "update")
 """Fields of a record that a curve is drawn over."""
@@ -89,8 +95,8 @@ def summaries(folder: Path, known: dict[str, tuple[Any, Summary]] | None = None)
     for gone in known.keys() - set(found):
         del known[gone]
     for name in found:
-        running = _is_locked(folder / name, locks)
-        state = (running, *(_stamp(folder / name / file) for file in ("run.json", "metrics.jsonl", "result.json")))
+        running = _is_locked(f"{folder}/{name}", locks)
+        state = (running, *(stamp(f"{folder}/{name}/{file}") for file in ("run.json", "metrics.jsonl", "result.json")))
         if known.get(name, (None,))[0] != state or known[name][1].status == "running":
             known[name] = state, _summary(folder / name, running)
     return sorted((summary for _, summary in known.values()), key=lambda s: (-s.created, s.name))
@@ -106,10 +112,11 @@ def trains(folder: Path) -> bool:
     return _is_locked(folder, _locks())
 
 
-def document(path: Path) -> dict[str, Any]:
+def document(path: str | Path) -> dict[str, Any]:
     """Object of a JSON file; empty where there is none, or it is damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        with open(path, "rb") as file:
+            value = json.loads(file.read())
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -131,12 +138,12 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path, running: bool) -> Summary:
-    about, result = document(folder / "run.json"), document(folder / "result.json")
+    about, result = document(f"{folder}/run.json"), document(f"{folder}/result.json")
     run: dict[str, Any] = about["run"] if isinstance(about.get("run"), dict) else {}
     environment, algorithm = (value if isinstance(value := run.get(key), dict) else {} for key in
                               ("environment", "algorithm"))  # fmt: skip
-    last, spark = _glance(folder / "metrics.jsonl")
-    created, updated = (_stamp(folder / name)[0] / 1e9 for name in ("run.json", "metrics.jsonl"))
+    last, spark = _glance(f"{folder}/metrics.jsonl")
+    created, updated = (stamp(f"{folder}/{name}")[0] / 1e9 for name in ("run.json", "metrics.jsonl"))
     if not run:
         status = "damaged"
     elif running:
@@ -169,7 +176,7 @@ def _summary(folder: Path, running: bool) -> Summary:
     )
 
 
-def _glance(path: Path) -> tuple[dict[str, Any], list[float]]:
+def _glance(path: str) -> tuple[dict[str, Any], list[float]]:
     """(last record, returns at even distances, the last known one last) of a log, from a few pieces of it."""
     try:
         with open(path, "rb") as file:
@@ -181,8 +188,8 @@ def _glance(path: Path) -> tuple[dict[str, Any], list[float]]:
                 tail = reversed(lines)
             else:
                 chosen = []
-                for start in np.linspace(0, size - PIECE, SPARK).astype(int).tolist():
-                    part = os.pread(file.fileno(), PIECE, start).split(b"\n")
+                for start in range(0, size - PIECE, (size - PIECE) // (SPARK - 1)):
+                    part = os.pread(file.fileno(), PIECE, start).split(b"\n", 2)
                     chosen += part[1:2] if len(part) > 2 else []
                 ends = os.pread(file.fileno(), 4 * PIECE, max(0, size - 4 * PIECE)).split(b"\n")[:-1]
                 tail = reversed(ends[1:])
@@ -201,7 +208,7 @@ def _even(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp(path: str | Path) -> tuple[int, int]:
     """(modification time in ns, bytes) of a file; zeros without one."""
     try:
         about = os.stat(path)
@@ -219,13 +226,13 @@ def _locks() -> set[int] | None:
     return {int(found[1]) for line in lines if (found := re.search(r" [0-9a-f]+:[0-9a-f]+:(\d+) ", line))}
 
 
-def _is_locked(folder: Path, locks: set[int] | None) -> bool:
+def _is_locked(folder: str | Path, locks: set[int] | None) -> bool:
     """True while a trainer holds the folder's lock.
 
     The lock is tried only where the list has its inode: a trainer that begins in that moment would find it taken.
     """
     try:
-        return (locks is None or os.stat(folder).st_ino in locks) and store.trains(folder)
+        return (locks is None or os.stat(folder).st_ino in locks) and store.trains(Path(folder))
     except OSError:
         return False
 
@@ -353,7 +360,7 @@ def local(where: str | os.PathLike[str]) -> Path:
             for name, size in sizes.items()
             if name.count("/") == 1 and name.split("/")[1] in REMOTE and ".." not in name
         }
-        due = [name for name, size in wanted.items() if _stamp(folder / name)[1] != size]
+        due = [name for name, size in wanted.items() if stamp(folder / name)[1] != size]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda name: objects.get(name, folder / name), due))
     except (store.Unreachable, FileNotFoundError) as error:

@@ -141,3 +141,23 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     assert f"{score:.3f}".rstrip("0").rstrip(".") in text
     assert_refused(longhaul("report", "a", "--checkpoint", "5"), "keeps no checkpoint 5; it has [4, 8]")
     assert commands.MAIN[0] == "episode/return"
+
+
+def test_a_population_is_reported_run_by_run(longhaul: Any) -> None:
+    words = "--total-steps 2048 --num-envs 16 --num-steps 32 --save-interval 2 --evaluation-episodes 4 --run-name many"
+    assert longhaul("train", "cartpole", "--seeds", "2", *words.split())[0] == 0
+    page = Path("runs/many/report.html")
+    for i, member in enumerate(json.loads(Path("runs/many/result.json").read_text())["members"]):
+        assert f'id="run-{i}"><summary>Run {i}: seed {member["seed"]}' in page.read_text()
+    code, out, _ = longhaul("report", "many", "--member", "1", "--checkpoint", "2")
+    assert (code, out) == (0, "runs/many/report-2-run-1.html\n")
+    text = Path("runs/many/report-2-run-1.html").read_text()
+    assert "checkpoint 2" in text and "untrained" in text and 'id="run-0"' not in text
+    _, out, _ = longhaul("evaluate", "many", "--member", "1", "--checkpoint", "2", "--json", "-")
+    score = json.loads(out)["mean"]["return"]
+    assert f"{score:.3f}".rstrip("0").rstrip(".") in text
+    assert_refused(longhaul("report", "many", "--checkpoint", "2"), "holds 2 runs; give --member 0 to 1")
+    assert_refused(longhaul("report", "many", "--member", "2"), "--member is 2; it must be 0 to 1")
+    Path("runs/many/result.json").unlink()
+    page.unlink()
+    assert longhaul("report", "many")[0] == 0 and 'id="run-1"' in page.read_text()

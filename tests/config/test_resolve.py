@@ -93,6 +93,7 @@ def test_resolving_leaves_nothing_open_and_twice_is_once(name: str, monkeypatch:
     for changes in ({}, {"devices": 1}, {"save_interval": 5}, {"log_interval": 67}, {"block": 3}, {"seed": 9}):
         run = runs.resolve(dataclasses.replace(recipes.recipe(name), **changes))
         assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {
+            "evaluation_interval",
             "init_from",
             "save_interval",
             "keep_every",

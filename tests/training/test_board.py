@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from longhaul.training import board
+from longhaul.training import board, runs
 from tests.helpers import browser
+from tests.helpers.browser import Browser
 from tests.training.test_runs import make, record
 
 MARKUP = '<img src=x onerror="document.title=1">'
 TOKEN = "a-token-of-sixteen-or-more"
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -47,6 +47,14 @@ def test_it_lists_shows_and_compares(folder: Path) -> None:
     assert found["lines"]["b"] == [[100 * i for i in range(1, 11)], list(range(1, 11))]
     lines = asked.get("/api/compare.csv?run=a&run=b").text.splitlines()
     assert lines[0] == "run,agent_steps,episode/return" and lines[1] == "a,100,1" and len(lines) == 21
+
+
+def test_evaluations_are_answered_as_they_come(folder: Path) -> None:
+    asked = client(folder)
+    assert asked.get("/api/run/a/evaluations").json() == []
+    line = {"update": 3, "agent_steps": 300, "episodes": 2, "metrics": {"return": [1.0, None, None]}}
+    (folder / "a" / runs.EVALUATIONS).write_text(json.dumps(line) + "\n" + '{"upd')
+    assert asked.get("/api/run/a/evaluations").json() == [line]
 
 
 def test_only_runs_and_its_own_assets_are_reached(folder: Path) -> None:
@@ -88,8 +96,9 @@ def test_a_runs_own_page_is_boxed_and_the_boards_has_no_inline_script(folder: Pa
     assert "<script>" not in page.text and " style=" not in page.text and "http" not in page.text
 
 
-@pytest.fixture
-def address(folder: Path) -> Iterator[str]:
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Address of a board of a folder."""
     config = uvicorn.Config(
         board.application(str(folder)), port=0, log_config=None, log_level="error", lifespan="off",
         timeout_graceful_shutdown=1, ws="none",
@@ -104,44 +113,117 @@ def address(folder: Path) -> Iterator[str]:
     thread.join()
 
 
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    with served(folder) as found:
+        yield found
+
+
+PROGRAM = browser.find()
+with_browser = pytest.mark.skipif(PROGRAM is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is there")
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    opened = Browser(PROGRAM or "")
+    yield opened
+    opened.close()
+
+
+def sound(window: Browser, address: str) -> None:
+    """Fails where a page reports an error, asks elsewhere, or scrolls sideways."""
+    assert window.faults() == [] and window.wider_than_the_window() == []
+    assert [asked for asked in window.requests() if not asked.startswith((address, "data:"))] == []
+
+
+@with_browser
+def test_a_record_is_on_the_page_at_once(folder: Path, address: str, window: Browser) -> None:
+    """A run's page lives, and markup in names is text: the smoke test of what `make test-all` checks in full."""
+    window.show()
+    window.open(address)
+    window.page.wait_for_selector("#runs tbody tr:not(.gap)")
+    assert window.page.locator("#runs img").count() == 0 and window.page.get_by_text(MARKUP).count() == 1
+    sound(window, address)
+    window.open(f"{address}/run/b")
+    window.page.wait_for_selector("#live.on")
+    with open(folder / "b" / "metrics.jsonl", "a") as file:
+        file.write(record(4321))
+    window.page.get_by_text("432,100").wait_for(timeout=2000)
+    sound(window, address)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(browser.find() is None, reason="no Chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@with_browser
+@pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_in_a_browser(folder: Path, address: str, scheme: Any, width: int) -> None:
-    """Live within 2 s, nothing from elsewhere, no error, text for markup, and no finding of axe."""
-    axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
-    api = pytest.importorskip("playwright.sync_api")
-    faults: list[str] = []
-    with api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser.find(), args=FLAGS)
-        page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda asked: None if asked.url.startswith((address, "data:")) else faults.append(asked.url))
+def test_pages_in_a_browser(folder: Path, address: str, window: Browser, width: int, dark: bool) -> None:
+    """Each page by keys, with what comes while it is open, text for markup, and no finding of axe."""
+    expect = pytest.importorskip("playwright.sync_api").expect
+    window.show(width, dark)
+    page = window.page
 
-        def sound() -> None:
-            violations = axe_playwright.Axe().run(page).response["violations"]
-            assert [(each["id"], each["nodes"][0]["html"]) for each in violations] == []
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-            assert faults == []
+    def checked() -> None:
+        sound(window, address)
+        assert window.violations() == []
+        assert page.title() != "1" and page.locator("main img").count() == 0
 
-        page.goto(address)
-        page.wait_for_selector("#runs tbody tr")
-        assert page.locator("#runs img").count() == 0 and page.get_by_text(MARKUP).count() == 1
-        page.keyboard.press("/")
-        page.keyboard.type("done")
-        api.expect(page.locator("#runs tbody tr")).to_have_count(1)
-        sound()
-        page.goto(f"{address}/run/b")
-        page.wait_for_selector("#live.on")
-        page.locator("figure.chart").first.focus()
-        page.keyboard.press("ArrowLeft")
-        with open(folder / "b" / "metrics.jsonl", "a") as file:
-            file.write(record(4321))
-        api.expect(page.locator("dl.figures")).to_contain_text("432,100", timeout=2000)
-        sound()
-        page.goto(f"{address}/compare?run=a&run=b&run=c&seeds=1")
-        page.wait_for_selector("canvas")
-        sound()
-        opened.close()
+    window.open(address)
+    page.wait_for_selector("#runs tbody tr:not(.gap)")
+    page.keyboard.press("/")
+    page.keyboard.type("done")
+    expect(page.locator("#runs tbody tr:not(.gap)")).to_have_count(1)
+    checked()
+    window.open(f"{address}/run/b")
+    page.wait_for_selector("#live.on")
+    page.locator("figure.chart").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert " at " in page.locator("figure.chart output").first.inner_text()
+    page.keyboard.press("+")
+    assert page.locator("#reset").is_enabled()
+    page.keyboard.press("0")
+    chains = [{"prompt": MARKUP, "chain": f"{MARKUP} twice", "right": False}]
+    with open(folder / "b" / runs.EVALUATIONS, "a") as file:
+        for update in (3, 9):
+            line = {"update": update, "agent_steps": 100 * update, "wall_seconds": 1.0, "episodes": 8}
+            line |= {"metrics": {"return": [20.0 + update, 20.0, 40.0]}, "chains": chains}
+            file.write(json.dumps(line) + "\n")
+    page.get_by_text(f"{MARKUP} twice").wait_for(timeout=2000)
+    assert "20 to 40" in page.get_by_role("region", name="Table: Evaluations during training").inner_text()
+    checked()
+    window.open(f"{address}/run/{quote(MARKUP)}")
+    page.get_by_role("heading", name=MARKUP).first.wait_for()
+    checked()
+    window.open(f"{address}/compare?run=a&run=b&run=c&run={quote(MARKUP)}&seeds=1")
+    page.wait_for_selector("canvas")
+    checked()
+    page.get_by_label("Aggregate over seeds").uncheck()
+    assert "seeds" not in page.url and page.get_by_text(MARKUP).count() > 1
+    checked()
+
+
+@pytest.mark.slow
+@with_browser
+def test_of_many_runs_those_in_the_window_are_drawn(tmp_path: Path, window: Browser) -> None:
+    expect = pytest.importorskip("playwright.sync_api").expect
+    for i in range(400):
+        make(tmp_path / f"run-{i:03}", records=2)
+    with served(tmp_path) as address:
+        window.show()
+        window.open(f"{address}/?sort=name")
+        rows = window.page.locator("#runs tbody tr:not(.gap)")
+        rows.first.wait_for()
+        assert rows.count() < 50 and rows.first.get_attribute("aria-rowindex") == "2"
+        window.run("scrollTo(0, document.body.scrollHeight)")
+        window.page.get_by_text("run-399").wait_for()
+        assert rows.count() < 50 and rows.last.get_attribute("aria-rowindex") == "401"
+        rows.last.locator("input").focus()
+        window.press("Space")
+        for _ in range(40):  # up by the keyboard alone: the focus stays on what is drawn
+            window.press("Shift+Tab")
+        assert window.run("return document.activeElement.closest('tr').ariaRowIndex") == "381"
+        window.page.get_by_text("run-399").wait_for(state="detached")
+        window.run("scrollTo(0, document.body.scrollHeight)")
+        window.page.get_by_text("run-399").wait_for()
+        assert rows.last.locator("input").is_checked()
+        window.page.locator("input[type=search]").fill("run-39")
+        expect(rows).to_have_count(10)

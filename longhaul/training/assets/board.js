@@ -342,7 +342,7 @@ async function list() {
     const about = [run.recipe, run.environment !== run.recipe && run.environment, run.algorithm, `seed ${run.seed}`, run.members > 1 && `${run.members} runs`];
     const node = el("tr", {},
       el("td", { class: "pick" }, box),
-      el("th", { scope: "row", class: "name" }, el("a", { href: "/run/" + encodeURIComponent(run.name) }, run.name), el("small", {}, about.filter(Boolean).join(" · "))),
+      el("th", { scope: "row", class: "name", title: run.name }, el("a", { href: "/run/" + encodeURIComponent(run.name) }, run.name), el("small", {}, about.filter(Boolean).join(" · "))),
       el("td", {}, chip(run.status)),
       el("td", {}, number(run.steps), el("progress", { max: 1, value: share(run), "aria-label": `${Math.round(100 * share(run))} % of ${number(run.total_steps)} steps` })),
       el("td", { class: "extra" }, number(run.rate)),
@@ -366,9 +366,43 @@ async function list() {
     return kept.sort((a, b) => (key(a) < key(b) ? -sign : key(a) > key(b) ? sign : a.name < b.name ? -1 : 1));
   }
 
+  const gap = () => el("tr", { class: "gap", "aria-hidden": "true", hidden: true }, el("td", { colspan: 8 }));
+  const above = gap(), below = gap();
+  body.append(above, below);
+  let kept = [], height = 58;
+
+  /** Rows of the window and some around it; gaps stand for the others. What stays is not moved, so that it keeps the focus. */
+  function paint() {
+    const top = body.getBoundingClientRect().top, margin = 8;
+    const from = Math.max(0, Math.min(kept.length - 1, Math.floor(-top / height) - margin));
+    const to = Math.min(kept.length, Math.ceil((innerHeight - top) / height) + margin);
+    const wanted = kept.slice(from, Math.max(from, to)).map(row), stays = new Set([above, below, ...wanted]);
+    for (const node of [...body.children]) if (!stays.has(node)) node.remove();
+    let last = above;
+    wanted.forEach((node, i) => {
+      if (last.nextSibling !== node) last.after(node);
+      node.setAttribute("aria-rowindex", from + i + 2);
+      const box = node.querySelector("input");
+      box.checked = picked.has(box.value);
+      last = node;
+    });
+    if (wanted.length && body.isConnected) height = wanted[0].getBoundingClientRect().height || height;
+    for (const [node, count] of [[above, from], [below, kept.length - from - wanted.length]]) {
+      node.hidden = !count;
+      node.firstChild.style.height = `${count * height}px`;
+    }
+  }
+
+  let painting = 0;
+  for (const event of ["scroll", "resize"]) addEventListener(event, () => {
+    cancelAnimationFrame(painting);
+    painting = requestAnimationFrame(paint);
+  }, { passive: true });
+
   function show() {
-    const kept = visible();
-    body.replaceChildren(...kept.map(row));
+    kept = visible();
+    main.querySelector("#runs")?.setAttribute("aria-rowcount", kept.length + 1);
+    paint();
     count.textContent = kept.length === runs.size ? `${runs.size} runs` : `${kept.length} of ${runs.size} runs`;
     for (const head of heads) {
       if (head.dataset.key === view.sort) head.setAttribute("aria-sort", (COLUMNS[view.sort][2] > 0) !== view.back ? "ascending" : "descending");
@@ -402,6 +436,7 @@ async function list() {
     for (const run of changed) runs.set(run.name, run);
     runs = new Map([...runs].filter(([name]) => names.includes(name)));
     if (!found.runs.length) location.reload();
+    kept = kept.map((run) => runs.get(run.name) ?? run);
     if (same) for (const run of changed) { if (rows.get(run.name)?.node.isConnected) row(run); }
     else show();
   } });
@@ -411,18 +446,30 @@ async function list() {
 
 const FIRST = ["episode/return", "episode/accuracy", "episode/progress", "episode/collision", "episode/offroad", "episode/length", "sps"];
 
+/** Completions with the verifier's word, beside those before training where they are known. */
+function completions(some) {
+  const paired = some.some((each) => each.before != null), said = (right) => el("td", {}, right ? "right" : "wrong");
+  const text = (value) => el("td", { class: "left" }, el("code", {}, value ?? ""));
+  const before = (each) => (each.before == null ? [text(""), el("td")] : [text(each.before), said(each.before_right)]);
+  return table(["problem", ...(paired ? ["before", "verifier"] : []), paired ? "after" : "completion", "verifier"], some.map((each) =>
+    el("tr", {}, el("th", { scope: "row", class: "left" }, el("code", {}, each.prompt)), paired ? before(each) : [], text(each.chain), said(each.right))), "Completions");
+}
+
+const EVALUATED = ["return", "accuracy", "progress", "goal", "collision", "offroad", "red_light", "pass_at_1", "pass_at_k", "majority_at_k", "soundness", "length"];
+
 async function run(name) {
   const path = "/api/run/" + encodeURIComponent(name);
-  const [detail, first] = await Promise.all([get(path), get(path + "/curves")]);
+  const [detail, first, made] = await Promise.all([get(path), get(path + "/curves"), get(path + "/evaluations")]);
   document.title = `${name} · Longhaul`;
-  let columns = first.columns, count = first.count;
+  let columns = first.columns, count = first.count, evaluations = made, newest = detail;
   const view = { weight: 0, axis: "agent_steps", words: "" };
   const head = el("header"), facts = el("section", { "aria-label": "Key figures" }), health = el("section", { "aria-label": "Health" });
   const grid = el("div", { class: "charts" }), player = el("section", { "aria-label": "Episodes" }), end = el("section", { "aria-label": "Evaluation" });
+  const during = el("section", { "aria-label": "Evaluations during training" }), chains = el("section", { "aria-label": "Completions" });
   const figures_of = new Map();
 
   function draw() {
-    const names = Object.keys(columns).filter((metric) => !(metric in AXES) && metric !== "env_steps");
+    const names = Object.keys(columns).filter((metric) => !(metric in AXES) && metric !== "env_steps" && !metric.startsWith("eval/"));
     const rank = (metric) => (FIRST.includes(metric) ? FIRST.indexOf(metric) : FIRST.length);
     names.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
     for (const metric of names) {
@@ -440,9 +487,50 @@ async function run(name) {
     }
     grid.classList.toggle("none", !names.length);
     waiting.hidden = names.length > 0;
+    evaluated();
   }
 
-  function tell({ summary, memory, findings, about, result }) {
+  /** Evaluations made so far: curves with their intervals, and a row each, the newest first. */
+  const scores = new Map(), scored = el("div", { class: "charts" }), latest = el("div");
+  function evaluated() {
+    if (!evaluations.length) return;
+    const all = [...new Set(evaluations.flatMap((each) => Object.keys(each.metrics)))];
+    const some = EVALUATED.filter((metric) => all.includes(metric));
+    for (const metric of some.length ? some : all.slice(0, 6)) {
+      let chart = scores.get(metric);
+      if (!chart) {
+        scores.set(metric, chart = new Chart(metric.replaceAll("_", " ") + ", evaluated", view.axis));
+        scored.append(chart.node);
+      }
+      chart.axis = view.axis;
+      const part = (i) => evaluations.map((each) => each.metrics[metric]?.[i] ?? null);
+      chart.update([{ name: metric, x: evaluations.map((each) => each[view.axis]), y: part(0), low: part(1), high: part(2), colour: 2 }]);
+    }
+    if (!during.children.length) during.append(el("h2", {}, "Evaluations"), scored, latest);
+    const shown = some.length ? some : all.slice(0, 6);
+    const cell = (value) => el("td", {}, value ? number(value[0]) : DASH, value?.[1] == null ? "" : el("small", {}, ` ${number(value[1])} to ${number(value[2])}`));
+    latest.replaceChildren(table(["update", "agent steps", ...shown.map((metric) => metric.replaceAll("_", " ")), "episodes"],
+      evaluations.slice(-12).reverse().map((each) => el("tr", {}, el("th", { scope: "row" }, whole(each.update)), el("td", {}, number(each.agent_steps)),
+        shown.map((metric) => cell(each.metrics[metric])), el("td", {}, whole(each.episodes)))), "Evaluations during training"),
+    el("p", { class: "muted note" }, "Means over episodes by the policy's mode, with 95 % bootstrap intervals."));
+  }
+
+  /** Completions of one evaluation of a language model, the newest unless another is chosen. */
+  let wanted = "";
+  function complete() {
+    const of = new Map(evaluations.filter((each) => each.chains).map((each) => [String(each.update), each.chains]));
+    if (newest.chains.length) of.set("end", newest.chains);
+    if (!of.size) return;
+    const key = of.has(wanted) ? wanted : [...of.keys()].at(-1);
+    const names = Object.fromEntries([...of.keys()].map((each) => [each, each === "end" ? "at the end" : `after update ${whole(+each)}`]));
+    if (document.activeElement?.tagName === "SELECT" && chains.contains(document.activeElement)) return;
+    chains.replaceChildren(el("h2", {}, "Completions"),
+      el("div", { class: "bar" }, choose("Sampled", names, key, (chosen) => { wanted = chosen; document.activeElement.blur(); complete(); })),
+      completions(of.get(key)));
+  }
+
+  function tell(fresh) {
+    const { summary, memory, findings, about, result } = newest = fresh;
     const left = summary.rate && summary.status === "running" ? (summary.total_steps - summary.steps) / summary.rate : null;
     const now = about.command && (Array.isArray(about.command) ? about.command.slice(1).join(" ") : about.command);
     head.replaceChildren(
@@ -464,50 +552,54 @@ async function run(name) {
       el("div", { class: "card finding" + (found.until == null ? "" : " past") },
         el("p", {}, el("strong", {}, found.says), ` since update ${whole(found.since)}` + (found.until == null ? ", and still" : ` until ${whole(found.until)}`)),
         el("p", { class: "muted" }, found.remedy))));
-    if (Object.keys(result).length) evaluated(result);
+    if (Object.keys(result).length) finished(result);
+    const step = summary.checkpoints.at(-1);
+    button.disabled = busy || step == null;
+    button.textContent = step == null ? "No checkpoint yet" : `${shown != null && shown !== step ? "Newer: show" : "Show"} the episodes of the checkpoint after update ${whole(step)}`;
+    complete();
   }
 
-  function evaluated(result) {
+  function finished(result) {
     const rows = Object.entries(result.evaluation ?? {}).filter(([, means]) => means && typeof means === "object");
     const metrics = [...new Set(rows.flatMap(([, means]) => Object.keys(means)))].filter((metric) => metric !== "episodes");
     if (!rows.length) return;
-    end.replaceChildren(el("h2", {}, "Evaluation"), table(["policy", ...metrics.map((metric) => metric.replaceAll("_", " ")), "episodes"],
+    end.replaceChildren(el("h2", {}, "Evaluation at the end"), table(["policy", ...metrics.map((metric) => metric.replaceAll("_", " ")), "episodes"],
       rows.map(([policy, means]) => el("tr", {}, el("th", { scope: "row" }, policy), metrics.map((metric) => el("td", {}, number(means[metric]))), el("td", {}, whole(means.episodes)))), "Evaluation"));
   }
 
-  function episodes() {
-    const said = el("p", { class: "muted", role: "status" });
-    const frame = (src, title) => el("iframe", { src, title, sandbox: "allow-scripts", loading: "lazy" });
-    const button = el("button", { type: "button", onclick: async () => {
-      button.disabled = true;
+  let busy = false, shown = null;
+  const said = el("p", { class: "muted", role: "status" }), place = el("div");
+  const frame = (src, title) => el("iframe", { src, title, sandbox: "allow-scripts", loading: "lazy" });
+  const button = el("button", { type: "button", onclick: async () => {
+      const step = newest.summary.checkpoints.at(-1);
+      button.disabled = busy = true;
       said.textContent = "Driving with the newest checkpoint; this takes a minute …";
       const answer = await (await fetch("/player/" + encodeURIComponent(name), { method: "POST" })).json();
       said.textContent = answer.trouble;
-      button.disabled = false;
+      busy = false;
+      if (!answer.trouble) shown = step;
+      tell(newest);
       if (!answer.trouble) place.replaceChildren(frame(`/player/${encodeURIComponent(name)}?at=${Date.now()}`, "Player with the newest checkpoint's episodes"));
-    } }, "Show the newest checkpoint's episodes");
-    const place = el("div");
+  } });
+
+  function episodes() {
     const report = detail.report ? [el("a", { class: "button", href: "/report/" + encodeURIComponent(name), target: "_blank", rel: "noopener" }, "Report")] : [];
     player.replaceChildren(el("h2", {}, "Episodes"), el("div", { class: "bar" }, button, report, said), place);
   }
 
-  const chains = el("section", { "aria-label": "Completions" });
-  if (detail.chains.length) {
-    chains.append(el("h2", {}, "Completions"), table(["problem", "before", "verifier", "after", "verifier"], detail.chains.map((each) =>
-      el("tr", {}, el("th", { scope: "row", class: "left" }, el("code", {}, each.prompt)), el("td", { class: "left" }, el("code", {}, each.before ?? "")), el("td", {}, each.before == null ? "" : each.before_right ? "right" : "wrong"), el("td", { class: "left" }, el("code", {}, each.chain)), el("td", {}, each.right ? "right" : "wrong"))), "Completions"));
-  }
   const settings = el("details", {}, el("summary", {}, "Settings and origin"),
     el("pre", { tabindex: 0 }, Object.entries({ ...detail.config, ...detail.about }).map(([key, value]) => `${key} = ${plain(value)}`).join("\n")));
   const filter = el("input", { type: "search", placeholder: "metric …", oninput: (event) => { view.words = event.target.value.toLowerCase(); draw(); } });
   const waiting = el("p", { class: "muted" }, "No record yet: it imports, makes scenarios or compiles.");
   main.replaceChildren(head, facts, health, el("h2", {}, "Curves"),
-    el("div", { class: "bar" }, controls(view, () => draw()), el("label", { class: "wide" }, "Filter", filter)), waiting, grid, end, player, chains, el("section", { "aria-label": "Settings" }, settings));
+    el("div", { class: "bar" }, controls(view, () => draw()), el("label", { class: "wide" }, "Filter", filter)), waiting, grid, during, end, player, chains, el("section", { "aria-label": "Settings" }, settings));
   tell(detail);
   draw();
   if (detail.config["environment.kind"] !== "Reasoning") episodes();
   let due = 0;
   listen(() => `?run=${encodeURIComponent(name)}&count=${count}`, {
     run: tell,
+    evaluations: (found) => { evaluations = found; evaluated(); complete(); },
     rows: async (rows) => {
       const length = Object.values(columns)[0]?.length ?? 0;
       if (rows.start !== count || length > 2500) {
