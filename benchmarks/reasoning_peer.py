@@ -44,7 +44,7 @@ def command(side: str, python: str, model: str, sizes: dict[str, int], updates: 
     flags = {
         "model-folder": model, "num-envs": sizes["prompts"], "group": sizes["group"], "num-steps": sizes["length"],
         "total-steps": updates * sizes["prompts"] * sizes["group"] * sizes["length"], "lora": sizes["lora"],
-        "evaluation-episodes": 2, "stop": "", "runs-dir": scratch, "save-interval-minutes": 1000, "log-interval": 1,
+        "evaluation-episodes": 2, "stop": "@@@@", "runs-dir": scratch, "save-interval-minutes": 1000, "log-interval": 1,
     }  # fmt: skip
     given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "longhaul", "train", "reasoning-smollm", *given]

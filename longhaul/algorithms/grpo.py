@@ -304,7 +304,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         warm = state.updates < config.taught
         lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
         share = jnp.where(warm, reach(config, state.updates), 1.0)
-        return Speaker(state.params, lesson, share, looks & ~state.gate.open & ~warm)
+        return Speaker(state.params, lesson, share, (looks & ~state.gate.open & ~warm).astype(jnp.int32))
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         own_params, rest = transformer.split(config.model, state.params)

@@ -91,7 +91,7 @@ class Speaker(NamedTuple):
     params: Params
     lesson: jax.Array  # int32: kind of the next completions
     reach: jax.Array  # float32: share of the bank, from its beginning, that may be imitated
-    look: jax.Array | bool = False  # a look at a closed gate
+    look: jax.Array | int = 0  # int32: 1 for a look at a closed gate
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ def collector(
         if gated:
             looked = which // APART * APART + APART - 1
             looked = jnp.where(looked < count, looked, APART - 1)
-            which = jnp.where(speaker.look, looked, which)
+            which = jnp.where(speaker.look == 1, looked, which)
             which = jnp.where(speaker.lesson == OWN, unseen(key_which, prompts, count), which)
         drawn = sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
         return jnp.repeat(which, sampling.group), drawn

@@ -157,7 +157,7 @@ def test_a_closed_gate_is_looked_at_by_problems_that_are_never_imitated() -> Non
                                ("own", sampler.OWN, False), ("rewards", sampler.SAMPLED, False)):  # fmt: skip
         seen[name] = set()
         for seed in range(8):
-            speaker = sampler.Speaker(params, jnp.int32(lesson), jnp.float32(1.0), jnp.bool_(look))
+            speaker = sampler.Speaker(params, jnp.int32(lesson), jnp.float32(1.0), jnp.int32(look))
             data = collect(speaker, (), jax.random.key(seed), jnp.int32(0))[1]
             seen[name] |= set(np.asarray(data.problem).tolist())
     assert seen["look"] == {7, 15, 23, 31, 39}
