@@ -4,9 +4,11 @@
 
 A kind is a recipe in a topology (`KINDS`). It is trained once undisturbed. Then it is trained again and again: each
 process lives in a hit's circumstances (`HITS`) until a random moment, at which all of its processes get SIGKILL, or one
-time in four SIGTERM; the last process is left alone. Its run must end with exit code 0 and, where the kind is exact,
-with the parameters of the undisturbed one, bit for bit; no process may end by a traceback. The table has a row for each
-kind and hit. The clock jumps by libfaketime, where the system has it (Debian's package of that name).
+time in four SIGTERM; of those that `longhaul launch` looks after, one alone every other time. The last start is left
+alone. Its run must end with exit code 0 and, where the kind is exact, with the parameters of the undisturbed one, bit
+for bit; no process may end by a traceback, nor outlive the others. The table has a row for each kind and hit. Two runs
+go on at once. The clock jumps by libfaketime, where the system has it (Debian's package of that name). Root's runs are
+those of users without rights, by setpriv.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import shlex
 import shutil
 import signal
@@ -25,8 +26,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,22 +51,24 @@ class Kind(NamedTuple):
     updates: int  # until the end
     steps: int  # of an update
     exact: bool = True  # the parameters at the end follow from the seed
+    own: str = ""  # words before `train`
 
 
 KINDS = {
-    "ppo": Kind(f"cartpole {SMALL}", 4000, 256),
-    "impala": Kind(f"impala-cartpole {SMALL}", 4000, 256),
-    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 200, 256),
-    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 60, 256),
-    "population": Kind(f"cartpole {SMALL} --seeds 3", 2000, 256),
-    "actors": Kind(f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 800, 256),
-    "central": Kind(f"cartpole {POLES} {SMALL} --topology central --actors 2", 800, 256, exact=False),
-    "hackmatrix": Kind("hackmatrix --num-envs 16 --num-steps 16 --hidden-dim 8 --evaluation-episodes 2", 100, 256),
+    "ppo": Kind(f"cartpole {SMALL}", 1000, 256),
+    "impala": Kind(f"impala-cartpole {SMALL}", 1000, 256),
+    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 100, 256),
+    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 40, 256),
+    "population": Kind(f"cartpole {SMALL} --seeds 3", 500, 256),
+    "actors": Kind(f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 300, 256),
+    "central": Kind(f"cartpole {POLES} {SMALL} --topology central --actors 2", 200, 256, exact=False),
+    "hackmatrix": Kind("hackmatrix --num-envs 16 --num-steps 16 --hidden-dim 8 --evaluation-episodes 2", 60, 256),
     "driving": Kind(
-        "driving --scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 16 --evaluation-episodes 2", 60, 128
+        "driving --scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 16 --evaluation-episodes 2", 30, 128
     ),
-    "reasoning": Kind("reasoning-arithmetic --num-envs 8 --evaluation-episodes 16", 20, 3584),
-    "nan": Kind(f"ppo --env tests.helpers.nan_environment:poles {SMALL} --save-interval 10 --rollbacks 50", 300, 256),
+    "reasoning": Kind("reasoning-arithmetic --num-envs 8 --evaluation-episodes 16", 10, 3584),
+    "launch": Kind(f"cartpole {SMALL}", 400, 256, own="launch --hosts 2 --devices-per-host 1 --restarts 9 --"),
+    "nan": Kind(f"ppo --env tests.helpers.nan_environment:poles {SMALL} --save-interval 10 --rollbacks 50", 150, 256),
 }
 """Recipe kinds and topologies. In `nan` some rewards are not numbers: the run goes back and around them."""
 
@@ -68,7 +76,7 @@ KINDS = {
 class Hit(NamedTuple):
     """Circumstances of a process: limits that are set before it begins, variables, something done while it lives."""
 
-    limits: Mapping[int, int] = {}
+    limits: Mapping[str, int] = {}  # prlimit's names
     variables: Mapping[str, str] = {}
     meanwhile: Callable[[Path, random.Random], None] = lambda folder, rng: None
 
@@ -90,30 +98,38 @@ def deny(folder: Path, rng: random.Random) -> None:
 
 HITS = {
     "kill": Hit(),
-    "descriptors": Hit({resource.RLIMIT_NOFILE: 64}),
-    "disk": Hit({resource.RLIMIT_FSIZE: 1 << 14}),
-    "memory": Hit({resource.RLIMIT_AS: 3 << 30}),
+    "descriptors": Hit({"nofile": 64}),
+    "disk": Hit({"fsize": 1 << 14}),
+    "memory": Hit({"as": 3 << 30}),
     "clock": Hit(
         variables={"LD_PRELOAD": str(FAKETIME), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1"}, meanwhile=jump
     ),
-    "threads": Hit({resource.RLIMIT_NPROC: 200}),
+    "threads": Hit({"nproc": 200}),
     "permissions": Hit(meanwhile=deny),
 }
 """All but the first are lifted for the last process. Root has any right and any number of threads, so that `threads`
 and `permissions` need another user."""
 
+DROPS = shlex.split(
+    "setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=+dac_read_search --ambient-caps=+dac_read_search"
+)
+DROPS = DROPS if os.getuid() == 0 and shutil.which("setpriv") else []
+"""Program by which root's runs are another user's, who may read all and write nothing but its own."""
+
 
 def usable() -> list[str]:
     root = os.getuid() == 0
-    missing = {"threads": root, "permissions": root, "clock": not FAKETIME.exists()}
+    missing = {"threads": root and not DROPS, "permissions": root and not DROPS, "clock": not FAKETIME.exists()}
     return [name for name in HITS if not missing.get(name)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="after the undisturbed runs")
+    parser.add_argument("--kills", type=int, default=1 << 30, help="end after so many, too")
     parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
     parser.add_argument("--hits", default=",".join(usable()), help="likewise")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     asked = parser.parse_args()
@@ -121,33 +137,40 @@ def main() -> int:
     for name, known in [(each, KINDS) for each in kinds] + [(each, HITS) for each in hits]:
         if name not in known:
             parser.error(f"there is no {name!r}; there are {', '.join(known)}")
-    rows, until = [], time.monotonic() + 60 * asked.minutes
-    with tempfile.TemporaryDirectory() as scratch:
-        whole: dict[str, str | None] = {}
-        rng = random.Random(asked.seed)
-        for kind, hit in turns(kinds, hits, rng):
-            if time.monotonic() >= until:
-                break
-            if kind not in whole:
-                whole[kind] = undisturbed(kind, Path(scratch))
-            rows.append(disturbed(kind, hit, whole[kind], Path(scratch) / "run", rng))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    rows: list[dict[str, Any]] = []
+    turn, lock = turns(kinds, hits, random.Random(asked.seed)), Lock()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(asked.at_once) as pool:
+        os.chmod(scratch, 0o777)
+        whole = dict(zip(kinds, pool.map(lambda kind: undisturbed(kind, Path(scratch)), kinds), strict=True))
+        until = time.monotonic() + 60 * asked.minutes
+
+        def work(number: int) -> None:
+            while time.monotonic() < until and sum(row["kills"] for row in rows) < asked.kills:
+                with lock:
+                    kind, hit, seed = next(turn)
+                folder = Path(scratch) / f"run-{number}"
+                row = disturbed(kind, hit, whole[kind], folder, random.Random(seed))
+                print(json.dumps(row), file=sys.stderr, flush=True)
+                rows.append(row)
+
+        for done in [pool.submit(work, number) for number in range(asked.at_once)]:
+            done.result()
     show(rows)
     if asked.json:
         asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def turns(kinds: list[str], hits: list[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Every kind in turn without an end; every other time a kill alone."""
+def turns(kinds: list[str], hits: list[str], rng: random.Random) -> Iterator[tuple[str, str, float]]:
+    """(Kind, hit, seed) without an end: every kind in turn; every other time a kill alone."""
     while True:
         for kind in rng.sample(kinds, len(kinds)):
-            yield kind, hits[0] if rng.random() < 0.5 else rng.choice(hits)
+            yield kind, hits[0] if rng.random() < 0.5 else rng.choice(hits), rng.random()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"{'kind':12} {'hit':12} {'runs':>5} {'kills':>6} {'as undisturbed':>15} {'seconds':>8}  wrong")
-    for kind, hit in dict.fromkeys((row["kind"], row["hit"]) for row in sorted(rows, key=lambda row: row["kind"])):
+    for kind, hit in sorted({(row["kind"], row["hit"]) for row in rows}):
         some = [row for row in rows if (row["kind"], row["hit"]) == (kind, hit)]
         same = f"{sum(row['same'] for row in some)} of {len(some)}" if KINDS[kind].exact else "not exact"
         wrong = "; ".join(row["wrong"] for row in some if row["wrong"]) or "nothing"
@@ -159,23 +182,24 @@ def show(rows: list[dict[str, Any]]) -> None:
 def undisturbed(kind: str, scratch: Path) -> str | None:
     """Digest of the parameters at the end; the cache of compiled programs is full then, too."""
     folder = scratch / f"whole-{kind}"
-    process = start(kind, folder, Hit())
+    process, began = start(kind, folder, Hit()), time.monotonic()
     code = process.wait(LONGEST * 2)
     if code:
         raise SystemExit(f"{kind} undisturbed ends with {code}: {log(folder)[-2000:]}")
+    print(f"{kind} undisturbed: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return digest(folder)
 
 
 def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """One run with one to four kills."""
+    """One run with one to six kills."""
     began, wrong, codes = time.monotonic(), "", Counter[int]()
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_text("+0s\n")
-    kills, wanted = 0, rng.randrange(1, 5)
-    for _ in range(wanted):
+    kills = 0
+    for _ in range(rng.randrange(1, 7)):
         process = start(kind, folder, HITS[hit])
-        killed = live(process, folder, HITS[hit], rng)
+        killed = live(process, folder, HITS[hit], rng, bool(KINDS[kind].own))
         kills += killed
         code = process.returncode
         codes[code] += 1
@@ -201,28 +225,40 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     return about | {"wrong": wrong}
 
 
-def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random) -> bool:
-    """True if a process was killed at a random moment: within its start, or just behind some progress."""
-    done, until = updates(folder), time.monotonic() + LONGEST
-    moment = time.monotonic() + rng.uniform(0.0, 8.0)
-    early = rng.random() < 0.4
-    while process.poll() is None and time.monotonic() < until:
-        if (early and time.monotonic() >= moment) or (not early and updates(folder) > done):
-            break
-        time.sleep(0.002 if not early else 0.05)
-        if rng.random() < 0.01:
-            hit.meanwhile(folder, rng)
-    if not early:
-        time.sleep(rng.uniform(0.0, 1.0))
-    if process.poll() is not None:
-        return False
-    hit.meanwhile(folder, rng)
-    end(process, signal.SIGTERM if rng.random() < 0.25 else signal.SIGKILL)
-    return True
+def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, launches: bool) -> int:
+    """Kills of a process at random moments: within its start, or just behind some progress. Where it `launches`, one
+    that it looks after may be killed alone."""
+    done, until, kills = updates(folder), time.monotonic() + LONGEST, 0
+    while True:
+        moment = time.monotonic() + rng.uniform(0.0, 8.0)
+        early = rng.random() < 0.4
+        while process.poll() is None and time.monotonic() < until:
+            if (early and time.monotonic() >= moment) or (not early and updates(folder) > done):
+                break
+            time.sleep(0.02)
+            if rng.random() < 0.05:
+                hit.meanwhile(folder, rng)
+        if not early:
+            time.sleep(rng.uniform(0.0, 1.0))
+        hit.meanwhile(folder, rng)
+        if process.poll() is not None:
+            return kills
+        kills, done = kills + 1, updates(folder)
+        members = psutil.Process(process.pid).children() if launches else []
+        if not members or rng.random() < 0.5:
+            end(process, signal.SIGTERM if rng.random() < 0.25 else signal.SIGKILL)
+            return kills
+        with suppress(psutil.NoSuchProcess):
+            rng.choice(members).kill()  # the launcher starts it again, and lives to the next moment
 
 
 def end(process: subprocess.Popen[bytes], number: int) -> None:
-    """A signal to all processes of a session; who does not end within a minute is killed."""
+    """A signal to all processes of a session; who does not end within a minute is killed. So is no child of theirs, in
+    a session of its own, which must end by itself."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        children = []
     try:
         os.killpg(process.pid, number)
         process.wait(60)
@@ -231,32 +267,32 @@ def end(process: subprocess.Popen[bytes], number: int) -> None:
     except ProcessLookupError:
         pass
     process.wait()
+    left = psutil.wait_procs(children, 60)[1]
+    if left:
+        raise SystemExit(f"{[each.cmdline() for each in left]} outlive their parent by a minute")
 
 
 def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
     about = KINDS[kind]
     words = ["train", *shlex.split(about.flags)]
-    total = ["--total-steps", str(about.updates * about.steps), "--save-interval", "20", "--log-interval", "5"]
-    words += ["--runs-dir", str(folder.parent)]
     if (folder / "run.json").exists():
-        words = ["train", words[1], "--resume", folder.name, "--runs-dir", str(folder.parent)]
+        words = ["train", words[1], "--resume", folder.name]
     else:
         shutil.rmtree(folder, ignore_errors=True)  # it was killed before it said what it is
-        words += [*total[: 2 if "--save-interval" in words else 4], *total[4:], "--run-name", folder.name]
-
-    def limit() -> None:
-        for what, most in hit.limits.items():
-            resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
-
-    cache = folder.parent / "cache"
-    variables = os.environ | {"JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    variables |= hit.variables
+        words += ["--total-steps", str(about.updates * about.steps), "--log-interval", "5", "--run-name", folder.name]
+        words += [] if "--save-interval" in words else ["--save-interval", "20"]
+    program = [sys.executable, "-m", "longhaul", *shlex.split(about.own), *words, "--runs-dir", str(folder.parent)]
+    mine = {
+        "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
+        "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
     if "LD_PRELOAD" in hit.variables:
-        variables["FAKETIME_TIMESTAMP_FILE"] = str(clock(folder))
+        mine["FAKETIME_TIMESTAMP_FILE"] = str(clock(folder))
+    limits = [f"--{name}={most}" for name, most in hit.limits.items()]
     with log_file(folder).open("wb") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "longhaul", *words], env=variables, cwd=folder.parent, preexec_fn=limit,
-            start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
+            [*DROPS, "prlimit", *limits, *program] if limits else [*DROPS, *program], cwd=folder.parent, umask=0,
+            env=os.environ | mine | dict(hit.variables), start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ service ends the others within about `HEARTBEAT` seconds, and their launcher res
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -38,6 +39,9 @@ SERVICE = "LONGHAUL_SERVICE"
 
 DEVICES = "LONGHAUL_LOCAL_DEVICES"
 """CPU devices of each process, if --mesh does not give their number."""
+
+SOCKET = "unix:"
+"""Beginning of a coordinator's address that is the path of a socket, on one machine."""
 
 AUTO = "auto"
 """Coordinator's value for detection by JAX itself."""
@@ -74,7 +78,7 @@ class Hosts:
 
     index: int = 0
     count: int = 1
-    coordinator: str = ""  # host:port of process 0
+    coordinator: str = ""  # host:port of process 0, or unix:path
     told_by: str = ""
 
 
@@ -119,6 +123,8 @@ def _number(environment: Mapping[str, str], name: str, known: int) -> int:
 
 
 def _with_port(coordinator: str) -> str:
+    if coordinator.startswith(SOCKET):
+        return coordinator
     host, colon, port = coordinator.rpartition(":")
     if not colon:
         return f"{coordinator}:{PORT}"
@@ -199,13 +205,18 @@ def start(hosts: Hosts) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     known = hosts.coordinator != AUTO
-    here = hosts.coordinator.startswith(("127.0.0.1:", "localhost:"))  # reachable from this machine only
+    by_file = hosts.coordinator.startswith(SOCKET)
+    here = hosts.coordinator.startswith(("127.0.0.1:", "localhost:", SOCKET))  # reachable from this machine only
     who = f"process {hosts.index} of {hosts.count} (by {hosts.told_by})"
     late = threading.Timer(PATIENCE, _give_up, [f"{who}: not all have met at {hosts.coordinator} in {PATIENCE} s"])
     late.daemon = True
     late.start()
-    if known and hosts.index == 0:
+    if known and hosts.index == 0 and not by_file:
         _check_port(hosts.coordinator, here=here)
+    if here:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
+        from jaxlib import _jax
+
+        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
     try:
         descriptors.raise_limit()  # JAX's coordinator accepts every connection
         jax.distributed.initialize(
@@ -224,6 +235,11 @@ def start(hosts: Hosts) -> None:
         print(f"a TPU that does not say its hosts: goes on alone ({_short(error)})", file=sys.stderr)
     finally:
         late.cancel()
+    if by_file and hosts.index == 0:  # all have joined: nobody else is to come
+        file = Path(hosts.coordinator.removeprefix(SOCKET))
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()
 
 
 def _check_port(coordinator: str, *, here: bool) -> None:

@@ -7,12 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from longhaul.config import resolve as runs
@@ -101,12 +103,12 @@ def test_the_first_node_of_slurms_lists(nodes: str, first: str) -> None:
 
 
 def test_what_the_launcher_sets_is_found() -> None:
-    made = local.environment({"HOME": "x"}, 1, 3, 4567, 2)
-    assert process_group.find(made) == Hosts(1, 3, "127.0.0.1:4567", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
+    made = local.environment({"HOME": "x"}, 1, 3, "/tmp/a/b", 2)
+    assert process_group.find(made) == Hosts(1, 3, "unix:/tmp/a/b", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
                                      "LONGHAUL_NUM_PROCESSES")  # fmt: skip
     assert made["JAX_LOCAL_DEVICE_IDS"] == "2,3" and made["HOME"] == "x"
-    assert "JAX_LOCAL_DEVICE_IDS" not in local.environment({}, 1, 3, 4567, None)
-    assert process_group.find(local.environment({}, 0, 1, 4567, None)) == ALONE
+    assert "JAX_LOCAL_DEVICE_IDS" not in local.environment({}, 1, 3, "/a", None)
+    assert process_group.find(local.environment({}, 0, 1, "/a", None)) == ALONE
 
 
 # ------------------------------------------------------------------------------------------------------------- alone
@@ -201,11 +203,11 @@ sys.exit(hosts.follow(work) if hosts.index() else hosts.lead(work))
 
 def together(step: str, folder: Path, module: str = "runtime.test_process_group") -> list[tuple[int, str]]:
     """Runs the function `step` of a file of tests in two processes of two devices; -> (exit code, stderr) of each."""
-    port = local.free_port()
+    place = Path(tempfile.mkdtemp()) / "socket"
     children = []
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-        environment |= {"LONGHAUL_COORDINATOR": f"127.0.0.1:{port}", "LONGHAUL_PROCESS_ID": str(i), "NPROC": "2"}
+        environment |= {"LONGHAUL_COORDINATOR": f"unix:{place}", "LONGHAUL_PROCESS_ID": str(i), "NPROC": "2"}
         environment |= {"LONGHAUL_NUM_PROCESSES": "2"}
         command = [sys.executable, "-c", PAIR, str(ROOT), step, str(folder), module]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
@@ -224,6 +226,8 @@ def speak(folder: Path) -> int:
     """In each of two processes."""
     first = process_group.index() == 0
     assert (process_group.count(), jax.process_count(), jax.process_index()) == (2, 2, process_group.index())
+    assert process_group.share("joined", lambda: True)
+    assert not Path(os.environ["LONGHAUL_COORDINATOR"].removeprefix("unix:")).parent.exists(), "no stranger can come"
     assert process_group.share("a", lambda: {"b": [1, 2.5]} if first else 1 / 0) == {"b": [1, 2.5]}
     if first:
         process_group.tell("c", "d")
@@ -236,6 +240,8 @@ def speak(folder: Path) -> int:
     mesh = meshes.make_mesh(4)
     assert [device.process_index for device in mesh.devices.flat] == [0, 0, 1, 1]
     assert [device.process_index for device in meshes.make_mesh(2).devices.flat] == [0, 1]
+    heard = {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    assert heard == {"127.0.0.1"}, "Gloo's"
     for odd in (3, 6):
         with pytest.raises(ValueError, match=rf"data={odd}, but 2 processes have 4 .*a multiple of 2 up to 4"):
             meshes.make_mesh(odd)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 
 from longhaul.runtime import heartbeat, process_group
@@ -19,10 +21,11 @@ LOOK = 0.05
 """Seconds between two looks at the processes."""
 
 
-def environment(base: Mapping[str, str], index: int, count: int, port: int, devices: int | None) -> dict[str, str]:
-    """Environment of process `index` of `count`; by default several share the cores evenly as devices."""
+def environment(base: Mapping[str, str], index: int, count: int, place: str, devices: int | None) -> dict[str, str]:
+    """Environment of process `index` of `count`, which meet at the socket `place`; by default several share the cores
+    evenly as devices."""
     ours = {
-        process_group.COORDINATOR: f"127.0.0.1:{port}",
+        process_group.COORDINATOR: f"{process_group.SOCKET}{place}",
         process_group.INDEX: str(index),
         process_group.COUNT: str(count),
     }
@@ -34,17 +37,21 @@ def environment(base: Mapping[str, str], index: int, count: int, port: int, devi
 
 
 class Local:
-    """`longhaul WORDS` in `count` processes of this machine with `devices` devices each, as a `supervisor.Gang`."""
+    """`longhaul WORDS` in `count` processes of this machine with `devices` devices each, as a `supervisor.Gang`.
+
+    They meet at a socket in a folder that is this user's alone: a port could be another program's before they listen.
+    """
 
     pause = LOOK
 
     def __init__(self, words: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> None:
         self.members: list[TrainingProcess] = []
-        port = free_port()
+        self._folder = tempfile.mkdtemp(prefix="longhaul-launch-")
+        place = os.path.join(self._folder, "socket")
         try:
             for i in range(count):
                 out = printed.out if i == 0 else None
-                variables = environment(os.environ, i, count, port, devices)
+                variables = environment(os.environ, i, count, place, devices)
                 member = TrainingProcess([*PROGRAM, *words], variables, out=out, error=printed.error(i))
                 self.members.append(member)
         except BaseException:
@@ -63,6 +70,7 @@ class Local:
             member.process.kill()
         for member in self.members:
             member.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class TrainingProcess:
