@@ -13,9 +13,11 @@ import functools
 import hashlib
 import os
 import platform
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import islice
@@ -105,16 +107,40 @@ def from_logs(
     """Every scenario of the files at `paths`, in their order, or the first `count`: with `agents` controlled agents of
     at most `objects`, for at most `horizon` steps. `BadData`, one line, at the first that can't be used, and where
     there is none."""
-    settings = {"agents": agents, "horizon": horizon, "objects": objects, "control": control}
-    each = (make() for path in readers.expand(paths) for make in makers(path, **settings))  # type: ignore[arg-type]
-    found: list[Scenario] = []
-    with screen.stage("reading logs", count) as advance:
-        for scenario in islice(each, count):
-            found.append(scenario)
-            advance(len(found))
+    each = by_file(paths, count=count, agents=agents, horizon=horizon, objects=objects, control=control)
+    found = [scenario for _, scenarios in each for scenario in scenarios]
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the files hold no scenario; give other data")
     return found
+
+
+def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iterator[tuple[Path, list[Scenario]]]:
+    """Each file at `paths` with its scenarios, as `from_logs`.
+
+    Logs are read under limits of a process (`readers.limited`): where JAX is loaded, of another one.
+    """
+    done = 0
+    with ExitStack() as closed:
+        advance = closed.enter_context(screen.stage("reading logs", count))
+        pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(1))))
+        for path in readers.expand(paths):
+            left = None if count is None else count - done
+            if left == 0:
+                return
+            work = partial(_scenarios, path, left, **settings)
+            try:
+                here = "jax" not in sys.modules or readers.detect(path) == readers.SHARD
+                found = work() if here else pool().submit(work).result()
+            except BrokenProcessPool as error:
+                raise BadData(f"{path}: the process that read it died (out of memory?); leave it out") from error
+            done += len(found)
+            advance(done)
+            yield path, found
+
+
+def _scenarios(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
+    with readers.limited(path):
+        return [make() for make in islice(makers(path, **settings), count)]
 
 
 def makers(

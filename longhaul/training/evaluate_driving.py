@@ -266,16 +266,11 @@ def drives(
 
 def _from_files(task: Driving, paths: Sequence[Path], count: int | None) -> list[tuple[str, Scenario]]:
     """First `count` scenarios of the files, each with its file; no more are compiled."""
-    loaded: list[tuple[str, Scenario]] = []
-    for path in paths:
-        left = None if count is None else count - len(loaded)
-        if left == 0:
-            break
-        scenarios = scenario_source.from_logs(
-            [str(path)], agents=task.simulator.agents, horizon=task.horizon, objects=task.objects, count=left,
-            control=task.simulator.control,
-        )  # fmt: skip
-        loaded += [(str(path), scenario) for scenario in scenarios]
+    each = scenario_source.by_file(
+        list(map(str, paths)), count=count, agents=task.simulator.agents, horizon=task.horizon, objects=task.objects,
+        control=task.simulator.control,
+    )  # fmt: skip
+    loaded = [(str(path), scenario) for path, scenarios in each for scenario in scenarios]
     if not loaded:
         raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
     return loaded

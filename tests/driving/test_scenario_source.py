@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving import scenario_source
+from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.scenario import Scenario
 
@@ -173,3 +174,35 @@ def test_files_without_a_scenario_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadData) as raised:
         scenario_source.from_logs([str(tmp_path / "empty.tfrecord")], agents=1, horizon=None)
     assert "\n" not in str(raised.value)
+
+
+def _takes_memory(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
+    with readers.limited(path):
+        return [bytearray(2 * readers.MEMORY)]  # type: ignore[list-item]
+
+
+def _takes_time(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
+    readers.SECONDS = 0.2
+    with readers.limited(path):
+        while True:
+            pass
+
+
+def _dies(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [(_takes_memory, "takes more than 2,048 MB of memory"), (_takes_time, "takes more than 0 s of CPU time"),
+     (_dies, "the process that read it died")],
+)  # fmt: skip
+def test_what_no_other_bound_has_found_ends_in_a_line_beside_jax(
+    read: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as limits of this one would be those of JAX's threads."""
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    monkeypatch.setattr(scenario_source, "_scenarios", read)
+    with pytest.raises(BadData, match=rf"a\.json: {words}"):
+        scenario_source.from_logs([str(path)])
