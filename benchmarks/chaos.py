@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     updates: int  # until the end
     steps: int  # of an update
     exact: bool = True  # the parameters at the end follow from the seed
-    from_saves: bool = False  # and from which saves succeeded
+    from_saves: bool = False  # and from which saves there are
     own: str = ""  # words before `train`
 
 
@@ -214,7 +214,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     kills = 0
     for _ in range(rng.randrange(1, 7)):
         process = start(kind, folder, HITS[hit])
-        killed = live(process, folder, HITS[hit], rng, bool(KINDS[kind].own))
+        killed = live(process, folder, HITS[hit], rng, KINDS[kind])
         kills += killed
         code = process.returncode
         codes[code] += 1
@@ -240,9 +240,9 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     return about | {"wrong": wrong}
 
 
-def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, launches: bool) -> int:
-    """Kills of a process at random moments: within its start, or just behind some progress. Where it `launches`, one
-    that it looks after may be killed alone."""
+def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, kind: Kind) -> int:
+    """Kills of a process at random moments: within its start, or just behind some progress. One that it launches may be
+    killed alone."""
     done, until, kills = updates(folder), time.monotonic() + LONGEST, 0
     while True:
         moment = time.monotonic() + rng.uniform(0.0, 8.0)
@@ -259,9 +259,10 @@ def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.R
         if process.poll() is not None:
             return kills
         kills, done = kills + 1, updates(folder)
-        members = psutil.Process(process.pid).children() if launches else []
+        members = psutil.Process(process.pid).children() if kind.own else []
         if not members or rng.random() < 0.5:
-            end(process, signal.SIGTERM if rng.random() < 0.25 else signal.SIGKILL)
+            asks = rng.random() < 0.25 and not kind.from_saves  # a run that is asked to stop makes one more save
+            end(process, signal.SIGTERM if asks else signal.SIGKILL)
             return kills
         with suppress(psutil.NoSuchProcess):
             rng.choice(members).kill()  # the launcher starts it again, and lives to the next moment
