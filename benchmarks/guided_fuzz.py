@@ -386,6 +386,14 @@ def model_index(folder: Path) -> Target:
     return Target([seed], read, (huggingface.HubError,))
 
 
+def chat_template(folder: Path) -> Target:
+    from longhaul.reasoning import huggingface
+
+    read = in_file(folder, "tokenizer_config.json", lambda path: huggingface._template(path.parent))
+    named = {"chat_template": [{"name": "default", "template": "{{ messages }}"}], "bos_token": {"content": "<s>"}}
+    return Target([b'{"chat_template": "{{ messages }}"}', json.dumps(named).encode()], read, (huggingface.HubError,))
+
+
 def questions(folder: Path) -> Target:
     from longhaul.reasoning import tasks
 
@@ -556,6 +564,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "model-config": model_config,
     "model-index": model_index,
     "model-weights": model_weights,
+    "chat-template": chat_template,
     "questions": questions,
     "completions": completions,
     "yaml": settings(".yaml"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.reasoning import chat_template
 from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
 from longhaul.reasoning.transformer import check, merged, shapes, size
-from longhaul.runtime import bounded_json
+from longhaul.runtime import bounded_json, worker_pool
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
@@ -372,26 +374,18 @@ def _chat(
     special: Sequence[str],
 ) -> Callable[[str], list[int]]:
     """Function of a question to the numbers of a conversation that the model is to continue."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     source, names = _template(folder)
     if not isinstance(source, str):
         raise HubError(f"{folder} has no chat template; leave --chat out")
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    place = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    place.globals["raise_exception"] = refuse
+    apart = worker_pool.pool(1)
 
     def filled(question: str) -> str:
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": question})
         try:
-            return place.from_string(source).render(messages=turns, add_generation_prompt=True, **names)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise HubError(f"{folder}: the chat template fails: {str(error).splitlines()[0]}") from error
+            return apart.submit(chat_template.fill, source, names, turns).result()
+        except (ValueError, BrokenProcessPool) as error:
+            raise HubError(f"{folder}: the chat template fails: {' '.join(str(error).split())}") from error
 
     if HERE not in filled(HERE):
         raise HubError(f"{folder}: the chat template leaves out the question")
@@ -415,7 +409,8 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     except (OSError, ValueError) as error:
         raise HubError(f"{path}: {error}") from error
     if isinstance(source, list):  # several, by name
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        known = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
+        source = known[0].get("template") if known else None
     names = {name: fields.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     plain = {name: each.get("content") if isinstance(each, dict) else each for name, each in names.items()}
     return source, {name: each for name, each in plain.items() if isinstance(each, str)}
