@@ -361,8 +361,9 @@ def model_config(folder: Path) -> Target:
     config = ModelConfig("llama", vocabulary=8, width=4, layers=1, heads=1, kv_heads=1, head_dim=4, hidden=4)
     (folder / "model.safetensors").write_bytes(bytes(1 << 16))
     read = in_file(folder, "config.json", lambda path: huggingface.config(path.parent))
-    scaled = json.loads(huggingface.config_text(config)) | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    return Target([huggingface.config_text(config), json.dumps(scaled).encode()], read, (huggingface.HubError,))
+    plain = huggingface.fields_of(config)
+    scaled = plain | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    return Target([json.dumps(each).encode() for each in (plain, scaled)], read, (huggingface.HubError,))
 
 
 def model_weights(folder: Path) -> Target:
@@ -483,7 +484,7 @@ def sync_frame(folder: Path) -> Target:
             wire = sockets.Wire(mine)
             if data[:1] and data[0] & 1:
                 text = data[1:]
-                head = sockets.HEAD.pack(sockets.MAGIC, 0, 0, sockets._check(0, 0, text, b""), 0, len(text))
+                head = sockets.HEAD.pack(sockets.MAGIC, 0, 0, sockets._check(0, 0, text, b"", b""), 0, len(text))
                 data = head + text
             theirs.sendall(data[:100_000])
             theirs.shutdown(socket.SHUT_WR)

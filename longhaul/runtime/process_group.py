@@ -214,7 +214,7 @@ def start(hosts: Hosts) -> None:
     if known and hosts.index == 0 and not by_file:
         _check_port(hosts.coordinator, here=here)
     if here:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
-        from jaxlib import _jax
+        from jax._src.lib import _jax
 
         _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_what_was_found_is_refused(path: Path, tmp_path: Path) -> None:
         target.read(seed)
     with pytest.raises(target.refuses):
         target.read(path.read_bytes())
+
+
+@pytest.mark.parametrize("name", guided_fuzz.TARGETS)
+def test_a_target_reads_or_refuses_what_it_begins_from(name: str, tmp_path: Path) -> None:
+    target = guided_fuzz.TARGETS[name](tmp_path)
+    for seed in target.seeds:
+        with suppress(*target.refuses):
+            target.read(seed)
 
 
 @pytest.mark.slow
