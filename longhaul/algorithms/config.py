@@ -45,7 +45,6 @@ ACCUMULATE = Setting(
     "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     least=1,
     resume=CHANGEABLE,
-    aliases=("micro-batches",),
 )
 CLIP_EPS = Setting("clip range of the policy's ratio about 1", least=0, resume=CHANGEABLE)
 EPSILON = Setting("share of random actions when learning begins", least=0, most=1, resume=CHANGEABLE)

@@ -51,6 +51,8 @@ TRAFFIC = Flag(
 
 WORST = ("html", "gif")
 
+PAST = Flag("past-violations", flags.ALONE, False, "drawn episodes go on after a collision, off the road, past a red")
+
 WHO = (*evaluation.POLICIES, hub.PRETRAINED)
 
 FLAGS = (
@@ -78,6 +80,7 @@ FLAGS = (
     Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
     Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
     Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
+    PAST,
     RUNS_DIR,
     DEBUG,
 )
@@ -103,8 +106,10 @@ def evaluate(words: Sequence[str]) -> int:
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
-    if where is not None and not parsed["worst"]:
-        raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
+    for name in ("worst-dir", "past-violations"):
+        if parsed[name] and not parsed["worst"]:
+            said = f"--{name} is {'on' if parsed[name] is True else repr(parsed[name])}"
+            raise FlagError(f"{said}, and nothing is to be drawn; give --worst 3, say")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
     if parsed["cross-play"]:
@@ -371,8 +376,9 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
     """Draws them into `folder`, and names each file."""
     assert result.drives is not None
     chosen = evaluate_driving.worst(result.scores, parsed["worst"])
-    who = parsed["policy"]
-    _, films = result.drives.some(chosen).play(acting, driver_of(who), range(len(chosen)))
+    who, some = parsed["policy"], result.drives.some(chosen)
+    changes = evaluate_driving.past_violations(some.run) if parsed["past-violations"] else {}
+    _, films = some.play(acting, driver_of(who), range(len(chosen)), **changes)
     folder.mkdir(parents=True, exist_ok=True)
     for place, film in enumerate(films, 1):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", film.id)[:80]
@@ -400,9 +406,8 @@ def render(words: Sequence[str]) -> int:
     )  # fmt: skip
     id_flag = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
     count = Flag("episodes", INT, 1, "scenarios, the first ones, where none is named", least=1)
-    past = Flag("past-violations", flags.ALONE, False, "an episode goes on after a collision, off the road, past a red")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, past, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
     parsed = shipped(flags.parse("render", about, groups, words).values)
     who = parsed["policy"]
@@ -428,10 +433,7 @@ def render(words: Sequence[str]) -> int:
             hint = flags.suggestion(each, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
             raise RunError(f"no scenario is named {each!r}; {hint}")
     some = drives.some([ids.index(each) for each in named]) if named else drives
-    task = run.environment
-    assert isinstance(task, Driving)
-    goals = tuple(name for name in task.simulator.terminations if name == "goal")
-    changes = {"terminations": goals} if parsed["past-violations"] else {}
+    changes = evaluate_driving.past_violations(run) if parsed["past-violations"] else {}
     shown = range(len(some.scenarios))
     films = [
         [labelled(film, each) for film in some.play(policy, driver_of(each), shown, **changes)[1]]
@@ -458,7 +460,7 @@ def _draw_other(folder: Path, parsed: dict[str, Any]) -> int:
     run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
     with screen.stage("drawing"):
         try:
-            images = evaluation.film(run, task.env, named_environment(task), acting, run.seed)
+            images = evaluation.filmer(run, task.env, named_environment(task))(acting).images
         except ValueError as error:
             raise RunError(str(error)) from error
         pictures.film(images, parsed["out"], f"{folder.name}: {task.env}")

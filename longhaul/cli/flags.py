@@ -212,7 +212,8 @@ def _help(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[Flag]])
             shown = flag.shown
             if shown is None and flag.kind is not ALONE and flag.default is not None:
                 shown = " ".join(map(str, flag.default)) if flag.many else plain(flag.default)
-            text = (flag.help + f" (default: {shown})" * bool(shown)).replace("%", "%%")
+            said = {None: "", "": "", "needed": " (needed)"}.get(shown, f" (default: {shown})")
+            text = (flag.help + said).replace("%", "%%")
             if flag.positional:
                 group.add_argument(flag.name, metavar=_metavar(flag), help=text)
             else:

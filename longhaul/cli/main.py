@@ -110,9 +110,11 @@ def main(words: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
+        from longhaul.config.aliases import as_typed
+
         exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
         bad = isinstance(error, (ValueError, OSError)) and not exhausted
-        return say(_line(error), BAD_INPUT if bad else FAILED)
+        return say(as_typed(_line(error), words), BAD_INPUT if bad else FAILED)
 
 
 def _line(error: Exception) -> str:
@@ -130,10 +132,12 @@ def _line(error: Exception) -> str:
 
 def _run(words: list[str]) -> int:
     rest = [word for word in words if word != "--debug"]
+    if rest[:1] == ["help"] and len(rest) > 1:
+        rest = [*rest[1:], "--help"]
     if not rest or rest[0] in ("-h", "--help", "help"):
         _help()
         return 0 if rest else BAD_INPUT
-    if rest[0] == "--version":
+    if rest[0] in ("-V", "--version", "version"):
         print(f"longhaul {longhaul.__version__}")
         return 0
     command, names = rest[0], list(dict.fromkeys(name.split()[0] for name in COMMANDS))

@@ -13,6 +13,7 @@ from longhaul.algorithms import external
 from longhaul.cli import flags
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.config import files, recipes
+from longhaul.config.aliases import ALIASES
 from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
 from longhaul.runtime import config_fields
@@ -38,7 +39,7 @@ ALGORITHM = Flag(
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
-    aliases=("checkpoint-dir",),
+    aliases=ALIASES["runs-dir"],
 )  # fmt: skip
 
 CONFIG = Flag("config", optional(PATH), None, "settings by name: .yaml, .toml, .json or a run.json; flags go before it")
@@ -49,8 +50,9 @@ FOLDERS = (
     RUNS_DIR,
     Flag("run-name", TEXT, None, "name of the run's folder", shown="recipe and time"),
     Flag("run-suffix", TEXT, None, "added to recipe and time, where no run-name is given"),
-    Flag("resume", TEXT, None, "go on with this run (its name, folder or W&B id) to its end", aliases=("resume-run",)),
-)
+    Flag("resume", TEXT, None, "go on with this run (its name, folder or W&B id) to its end",
+         aliases=ALIASES["resume"]),
+)  # fmt: skip
 
 TRACKING = (
     Flag("track", choice((*tracking.KINDS, "none")), (), "trackers that receive the metrics; a run that goes on keeps "
@@ -78,6 +80,9 @@ PUBLISHING = (
 )  # fmt: skip
 """Flags of publication: not part of a Run either."""
 
+NO_ENV = ("ppo", "bc")
+"""Recipes for any environment, which must be named."""
+
 SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in config_fields.walk(Population()))
 """Flags that make many runs of one."""
 
@@ -104,7 +109,7 @@ def flag_of(leaf: Leaf, run: Run) -> Flag:
     shown = "auto" if described.auto and value is None else "none" if value is None else None
     return Flag(
         name_of(leaf), MESH if leaf.name == "mesh" else _kind(described, _hints(leaf.owner)[leaf.path[-1]]), value,
-        described.help, isinstance(leaf.value, tuple), shown, described.aliases, described.bare,
+        described.help, isinstance(leaf.value, tuple), shown, ALIASES.get(name_of(leaf), ()), described.bare,
     )  # fmt: skip
 
 
@@ -151,24 +156,6 @@ MATTER = (
 
 FEW = 20
 
-ALIASES = {
-    "lr": ("learning-rate",), "num-envs": ("n-envs",), "num-steps": ("n-steps",), "update-epochs": ("n-epochs",),
-    "clip-eps": ("clip-range",), "replay-size": ("buffer-size",), "seed": ("random-seed",),
-}  # fmt: skip
-"""Other words for flags that users of other libraries type."""
-
-ANSWERS = {
-    "batch-size": "a batch is --num-envs x --num-steps, of which --num-minibatches parts are learnt from in turn",
-    "gpus": "devices are given by --mesh data=N", "devices": "devices are given by --mesh data=N",
-    "epochs": "passes over a batch are --update-epochs, and the length of a run is --total-steps",
-    "episodes": "the length of a run is --total-steps", "output": "the folder of runs is --runs-dir",
-    "optimizer": "an algorithm has its own; --algorithm my_module:MyClass is yours",
-    "resume-from": "go on with --resume RUN, or begin from its parameters with --init-from RUN",
-    "checkpoint": "go on with --resume RUN, or begin from its parameters with --init-from RUN",
-}  # fmt: skip
-"""Flags of other libraries -> what to give."""
-
-
 def matter(flags: Mapping[str, Sequence[Flag]], run: Run) -> list[str]:
     """Names of the flags that matter for a recipe."""
     there = {flag.name for group in flags.values() for flag in group}
@@ -186,7 +173,9 @@ def table(run: Run) -> dict[str, list[Flag]]:
     for leaf in config_fields.walk(run):
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
         flag = flag_of(leaf, run)
-        flag = flag._replace(aliases=(*flag.aliases, *(name for name in ALIASES.get(flag.name, ()) if name not in own)))
+        flag = flag._replace(aliases=tuple(name for name in flag.aliases if name not in own))
+        if flag.name == "env" and run.recipe in NO_ENV:
+            flag = flag._replace(shown="needed")
         groups[f"{group}: {headings[group]}"].append(flag)
     groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
@@ -226,11 +215,10 @@ def learning(recipe: Run, words: Sequence[str]) -> Run:
 
 def said(words: Sequence[str], name: str) -> str | None:
     """Value of a flag in words that are not parsed yet; None where it is not given."""
-    aliases = [alias for flag in FOLDERS if flag.name == name for alias in flag.aliases]
     found = None
     for word, after in zip(words, [*words[1:], ""], strict=True):
         written, equals, value = word.partition("=")
-        if written.replace("_", "-") in (f"--{name}", *(f"--{alias}" for alias in aliases)):
+        if written.replace("_", "-") in (f"--{name}", *(f"--{alias}" for alias in ALIASES.get(name, ()))):
             found = value if equals else after
     return found or None
 

@@ -18,6 +18,7 @@ from longhaul.driving.render.recording import Recording
 from longhaul.runtime import bounded_json, config_fields, files
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import health_log, screen, sinks
+from longhaul.telemetry.films import Film
 from longhaul.training import comparison, store
 from longhaul.training import runs as folder_runs
 from longhaul.training.run_dir import find_folder
@@ -164,8 +165,13 @@ def report(words: Sequence[str]) -> int:
     step = Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0)
     member = Flag("member", INT, None, "of a folder with many runs, report this one", least=0)
     out = Flag("out", PATH, None, "the page to write", shown="report.html in the run's folder")
+    past = Flag("past-violations", ALONE, False,
+                "with --checkpoint: drawn episodes go on after a collision, off the road, past a red")  # fmt: skip
     about = "The report of a run as it stands: while it trains, after a stop or a kill, and for a checkpoint."
-    parsed = flags.parse("report", about, {"": [RUN, step, member, out, RUNS_DIR, DEBUG]}, words).values
+    flagged = [RUN, step, member, past, out, RUNS_DIR, DEBUG]
+    parsed = flags.parse("report", about, {"": flagged}, words).values
+    if parsed["past-violations"] and parsed["checkpoint"] is None:
+        raise FlagError("--past-violations is on, and no checkpoint is to be driven; give --checkpoint 0, say")
     folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
     page = folder / "report.html"
     asked = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))
@@ -189,7 +195,8 @@ def report(words: Sequence[str]) -> int:
         result = {name: whole[name] for name in ("status", "compile_seconds") if name in whole}
         result["evaluation"] = own.get("evaluation", {})
         page = folder / f"report-run-{which}.html"
-    films: list[Recording] = []
+    recordings: list[Recording] = []
+    films: list[Film] = []
     if parsed["checkpoint"] is not None:
         from longhaul.training.checkpoint.resume import restore_policy
 
@@ -199,17 +206,19 @@ def report(words: Sequence[str]) -> int:
             run, policy, untrained = restore_policy(folder, which, number)
         scores: dict[str, Any] = {}
         chains: dict[str, Any] = {}
-        for name, means, recordings in loop.evaluations(run, policy, untrained):
+        for name, means, driven in loop.evaluations(run, policy, untrained, parsed["past-violations"]):
             chains[name] = means.pop("chains", ())
             scores[name] = means
-            films += recordings
+            recordings += driven
+        films = evaluate.filmed(run, ("trained", policy), ("untrained", untrained))
         result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": evaluate.conversations(chains)}
         records = [record for record in records if number is None or record["update"] <= number]
         page = folder / (f"report-{number}.html" if which is None else f"report-{number}-run-{which}.html")
     page = Path(parsed["out"] or page)
     pages.write_report(
         page, run=bounded_json.read(folder / "run.json") | {"id": folder.name}, records=records, result=result,
-        recordings=films, findings=health_log.read(folder), runs=_members(folder, run, result) if which is None else "",
+        recordings=recordings, films=films, findings=health_log.read(folder),
+        runs=_members(folder, run, result) if which is None else "",
     )  # fmt: skip
     print(page)
     return 0

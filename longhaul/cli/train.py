@@ -13,6 +13,7 @@ from longhaul.cli.flags import ALONE, Flag, FlagError
 from longhaul.cli.run_flags import CONFIG
 from longhaul.cli.status import show_result
 from longhaul.config import files, recipes
+from longhaul.config.aliases import ANSWERS
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
@@ -26,9 +27,6 @@ DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and s
 EDITS = Flag("take-edits", ALONE, False, "with --resume: take a run.json that was edited since the checkpoint")
 
 PRINT = Flag("print-config", ALONE, False, "print every setting as YAML, as --config takes it, and stop")
-
-NO_ENV = ("ppo", "bc")
-"""Recipes for any environment, which must be named."""
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
@@ -90,8 +88,8 @@ def _train(words: Sequence[str]) -> int:
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
     few = run_flags.matter(table, recipe)
     command = f"train {recipe.recipe}"
-    parsed = flags.parse(command, about, table, words[1:], few=few, answers=run_flags.ANSWERS)
-    if recipe.recipe in NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
+    parsed = flags.parse(command, about, table, words[1:], few=few, answers=ANSWERS)
+    if recipe.recipe in run_flags.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
         raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:
         raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")

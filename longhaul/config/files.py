@@ -14,7 +14,6 @@ writes every setting of a Run so that `read` gives the same Run.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms import external
+from longhaul.config import aliases
 from longhaul.config.run import Run
 from longhaul.runtime import config_fields
 from longhaul.runtime.devices import MeshShape
@@ -89,6 +89,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     known = {leaf.name: leaf for leaf in config_fields.walk(recipe)}
     by_path = {leaf.path: leaf.name for leaf in known.values()}
     inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
+    words = aliases.others(recipe)
     found: dict[str, Any] = {}
 
     def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -102,17 +103,17 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
                 yield from visit(value, place)
             elif place in by_path:
                 yield by_path[place], value
-            elif key in known:
+            elif key in known or key in words:
                 yield key, value
             elif key in ("kind", "recipe") or _field(recipe, place):
                 continue  # of run.json: what is no setting is decided again
             else:
-                near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"longhaul train {recipe.recipe} --help"
+                hint = aliases.hint(recipe, key, f"longhaul train {recipe.recipe} --help")
                 raise RunError(f"--config {path}: {'.'.join(place)} is no setting of recipe {recipe.recipe}; {hint}")
 
     for name, value in visit(content, ()):
         found[name] = tuple(value) if isinstance(value, list) else value
+    found = aliases.canonical(recipe, found)
     if "mesh" in found:
         found["mesh"] = _mesh(found["mesh"], content.get("model", 1), path)
     return found

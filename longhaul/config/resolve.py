@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import jax
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms import external as external_algorithms
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, Reasoner
+from longhaul.config import aliases
 from longhaul.config.population import Member, check
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
 from longhaul.driving.sim import config as sim
@@ -158,8 +158,7 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
     known = {leaf.name: leaf for leaf in config_fields.walk(run)}
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"longhaul train {run.recipe} --help lists them"
+            hint = aliases.hint(run, name, f"longhaul train {run.recipe} --help lists them")
             raise RunError(f"recipe {run.recipe} has no setting {name!r}; {hint}")
         if name == "mesh":
             run = dataclasses.replace(run, devices=value.data, model=value.model)

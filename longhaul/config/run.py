@@ -72,9 +72,7 @@ class Run:
     acting: ActorConfig = nested(ActorConfig())
     central: ServerConfig = nested(ServerConfig())
     population: Population = nested(Population())  # sizes and steps are of each member
-    total_steps: int = setting(
-        1_000_000, "agent steps to train for", least=1, aliases=("total-timesteps",), resume=CHANGEABLE
-    )
+    total_steps: int = setting(1_000_000, "agent steps to train for", least=1, resume=CHANGEABLE)
     num_envs: int = setting(64, "worlds that are stepped at once", least=1, resume=CHANGEABLE)
     num_steps: int = setting(128, "steps of each world between two updates", least=1, resume=CHANGEABLE)
     scaling: str = setting(

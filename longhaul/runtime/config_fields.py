@@ -37,7 +37,6 @@ class Setting(NamedTuple):
     group: str = ""  # heading of the help where it is not the config's
     auto: bool = False  # None is decided by `resolve`
     path: bool = False  # the value is a path, or several
-    aliases: tuple[str, ...] = ()  # other names of the flag
     bare: tuple[str, ...] = ()  # values of the flag and of its negation without a value
 
     def field(self, default: Any) -> Any:

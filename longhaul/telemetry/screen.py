@@ -375,36 +375,48 @@ def _dashboard(terminal: Console, total: int, start: int, words: Callable[[Recor
 USE_EVERY = 2.0
 """Seconds between two looks at the machine's use."""
 
+GPU_PATIENCE = 10.0
+"""Seconds after which a driver that does not answer is asked again."""
+
 GPU_QUERY = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 def _machine() -> Callable[[], str]:
-    """Function that says what this process takes of memory, and what is used of GPUs where there are some."""
-    said, at, process, gpus = "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
+    """Function that says what this process takes of memory, and what is used of GPUs where there are some.
+
+    It never waits for the driver: a thread asks it, and the answer is in a later text.
+    """
+    here, gpus, at, process, program = "", "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
+    asking = threading.Thread()
+
+    def ask() -> None:
+        nonlocal gpus
+        gpus = _gpus()
 
     def use() -> str:
-        nonlocal said, at
+        nonlocal here, at, asking
         if time.monotonic() - at >= USE_EVERY:
-            at = time.monotonic()
-            free = psutil.virtual_memory().available
-            said = f"memory {process.memory_info().rss / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-            said += f"  CPU {process.cpu_percent():.0f} %"
-            said += _gpus() if gpus else ""
-        return said
+            at, free = time.monotonic(), psutil.virtual_memory().available
+            here = f"memory {process.memory_info().rss / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
+            here += f"  CPU {process.cpu_percent():.0f} %"
+            if program and not asking.is_alive():
+                asking = threading.Thread(target=ask, name="use of GPUs", daemon=True)
+                asking.start()
+        return here + gpus
 
     return use
 
 
 def _gpus() -> str:
-    """Use and memory of each GPU; nothing where the driver does not answer."""
+    """Use and memory of each GPU; nothing where the driver does not say."""
     try:
-        told = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=USE_EVERY, check=True).stdout
+        told = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
         rows = [[float(cell) for cell in line.split(",")] for line in told.splitlines()]
+        return "".join(
+            f"  GPU {i} {use:.0f} %, {used / 1024:.1f} of {of / 1024:.1f} GiB" for i, (use, used, of) in enumerate(rows)
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""
-    return "".join(
-        f"  GPU {i} {use:.0f} %, {used / 1024:.1f} of {of / 1024:.1f} GiB" for i, (use, used, of) in enumerate(rows)
-    )
 
 
 def duration(seconds: float) -> str:

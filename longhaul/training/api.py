@@ -21,7 +21,7 @@ import numpy as np
 
 from longhaul.algorithms import external, registry
 from longhaul.algorithms.run_context import RunContext
-from longhaul.config import files, recipes
+from longhaul.config import aliases, files, recipes
 from longhaul.config.resolve import changed, named, resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.envs import registry as environments
@@ -191,7 +191,7 @@ def train(
     given = {} if config is None else files.read(stored, chosen, Path(config))
     beside, settings = _outlets(settings)
     prepare = _prepared(beside, chosen.recipe)
-    given |= settings | ({"seed": seed} if seed else {})
+    given |= aliases.canonical(chosen, settings) | ({"seed": seed} if seed else {})
     if env is not None:
         if not isinstance(chosen.environment, Named):
             raise RunError(f"env is {env!r}, and recipe {chosen.recipe} has none to choose; take the recipe ppo, say")
@@ -219,7 +219,9 @@ def resume(
     beside, settings = _outlets(settings)
     where = beside.get("project"), beside.get("entity")
     folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
-    stored = resolve(continued(folder, load_run(folder), settings))
+    before = load_run(folder)
+    settings = aliases.canonical(before, settings)
+    stored = resolve(continued(folder, before, settings))
     _prepared(beside, stored.recipe, folder)(folder)
     outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
     return _result(folder, stored, outcome)

@@ -24,7 +24,8 @@ from longhaul.reasoning import problem_sets, sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Measure
-from longhaul.telemetry import screen
+from longhaul.telemetry import films, screen
+from longhaul.telemetry.films import Film
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.training import reasoning_setup
 from longhaul.types import Environment, Params
@@ -90,30 +91,56 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
     return play
 
 
-def film(run: Run, name: str, environment: Environment, policy: Params, seed: int = 0) -> list[Image.Image]:
-    """Pictures of one episode of the policy's mode, at most `FRAMES`. Raises ValueError where there are none."""
+def filmer(run: Run, name: str, environment: Environment, shown: int | None = None) -> Callable[[Params], Film]:
+    """policy -> film of one episode of its mode, of at most `FRAMES` steps, with at most `shown` pictures.
+
+    Raises ValueError where there are none.
+    """
     algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
     if isinstance(environment, SpecStub | Called):
-        return host_rollout.film(name, algorithm, policy, FRAMES, seed)
+        return lambda policy: _film(*host_rollout.film(name, algorithm, policy, FRAMES, run.seed))
     if environment.spec.agents is not None:
         raise ValueError(f"{name} has no picture: it has several agents")
-    draw, remembered = pictures.painter(name, environment), algorithm.memory(1)
+    draw = pictures.painter(name, environment)
 
     @jax.jit
-    def step(state: Any, seen: Any, memory: Any, key: Any) -> Any:
+    def step(policy: Params, state: Any, seen: Any, memory: Any, key: Any) -> Any:
         action, memory, _ = algorithm.act(policy, memory, jax.tree.map(lambda leaf: leaf[None], seen), None)
         after, led_to = environment.step(key, state, action[0])
-        return after, led_to.successor, memory, led_to.terminated | led_to.truncated
+        return after, led_to.successor, memory, led_to.reward, led_to.terminated | led_to.truncated
 
-    state, seen = jax.jit(environment.reset)(jax.random.key(seed))
-    states, observations = [jax.device_get(state)], [jax.device_get(seen)]
-    for t in range(FRAMES - 1):
-        state, seen, remembered, over = step(state, seen, remembered, jax.random.fold_in(jax.random.key(seed + 1), t))
-        states.append(jax.device_get(state))
-        observations.append(jax.device_get(seen))
-        if over:
-            break
-    return draw(states, observations)
+    def play(policy: Params) -> Film:
+        remembered, total = algorithm.memory(1), 0.0
+        state, seen = jax.jit(environment.reset)(jax.random.key(run.seed))
+        moments = [jax.device_get((state, seen))]
+        for t in range(FRAMES - 1):
+            key = jax.random.fold_in(jax.random.key(run.seed + 1), t)
+            state, seen, remembered, reward, over = step(policy, state, seen, remembered, key)
+            moments.append(jax.device_get((state, seen)))
+            total += float(reward)
+            if over:
+                break
+        chosen = [moments[i] for i in films.even(len(moments), shown or FRAMES)]
+        return _film(draw(*zip(*chosen, strict=True)), len(moments) - 1, total)
+
+    return play
+
+
+def _film(images: Sequence[Image.Image], steps: int, total: float) -> Film:
+    return Film("", f"{steps:,} steps, return {total:,.4g}", images)
+
+
+def filmed(run: Run, *policies: tuple[str, Params]) -> list[Film]:
+    """Film of an episode of each policy, for a page; without pictures where the environment has none."""
+    task = run.environment
+    if not isinstance(task, Named):
+        return []
+    try:
+        play = filmer(run, task.env, named(task), films.PICTURES)
+        with screen.stage("drawing an episode"):
+            return [play(policy)._replace(label=label) for label, policy in policies]
+    except Exception as error:  # an environment of the user's own may raise anything, and a page needs no picture
+        return [Film("", str(error) or type(error).__name__)]
 
 
 FRAMES = 500

@@ -315,6 +315,13 @@ def _of_all(table: np.ndarray) -> np.ndarray:
     return np.concatenate([np.ascontiguousarray(b).view(np.float64)[:n] for b, n in zip(bits, counts.tolist())])
 
 
+def past_violations(run: Run) -> dict[str, Any]:
+    """Changes to the simulator's configuration with which an episode ends at its goal alone."""
+    task = run.environment
+    assert isinstance(task, Driving)
+    return {"terminations": tuple(name for name in task.simulator.terminations if name == "goal")}
+
+
 def worst(scores: Scores, count: int) -> list[int]:
     """The numbers of the `count` worst scenarios, worst first: by accuracy, then V-Max's score, progress and return.
 

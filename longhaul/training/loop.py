@@ -38,6 +38,7 @@ from longhaul.runtime.provenance import params_sha256, provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
 from longhaul.telemetry import health_log, screen, sinks, tracking
 from longhaul.telemetry.aggregate import Sums
+from longhaul.telemetry.films import Film
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
 from longhaul.training import (
@@ -557,17 +558,19 @@ def finish(
     seconds = clock.read()
     both = jax.device_put((policy, untrained), jax.local_devices()[0])
     recordings: list[Recording] = []
+    films: list[Film] = []
     if run.many:
         outcome = members.evaluated(run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates))
         parameters = actor_critic.count(policy.params) // len(assembly.members)
     else:
         scores: dict[str, Any] = {}
         chains: dict[str, Any] = {}
-        for name, means, films in evaluations(run, *both):
+        for name, means, driven in evaluations(run, *both):
             chains[name] = means.pop("chains", ())
             scores[name] = means
-            recordings += films
+            recordings += driven
             stop.look(assembly.updates)
+        films = evaluate.filmed(run, ("trained", both[0]), ("untrained", both[1]))
         outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
         outcome |= {"chains": shown} if (shown := evaluate.conversations(chains)) else {}
     measured = folder / footprints.FILE  # device memory, before the first update
@@ -590,7 +593,7 @@ def finish(
     }
     report.write_report(
         folder / "report.html", run=bounded_json.read(folder / "run.json"),
-        records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings,
+        records=sinks.read(folder / "metrics.jsonl"), result=result, recordings=recordings, films=films,
         findings=health_log.read(folder), runs=members.section(folder, result) if run.many else "",
     )  # fmt: skip
     write_json(folder / "result.json", result)  # last: its presence means that the run is complete
@@ -601,8 +604,10 @@ FILMS = 6
 """Scenarios drawn in a report."""
 
 
-def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
-    """Name, mean scores and, for driving, recordings of each policy."""
+def evaluations(
+    run: Run, policy: Params, untrained: Params, past_violations: bool = False
+) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
+    """Name, mean scores and, for driving, recordings of each policy, which go on past violations if asked."""
     assert run.evaluation_episodes is not None
     if not isinstance(run.environment, Driving):
         score = evaluate.scorer(run, run.evaluation_episodes)
@@ -618,6 +623,9 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
         ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip
         scores, recorded = play(params, shown)
+        if past_violations:
+            driver = "policy" if play is by_policy else name
+            _, recorded = drives.some(shown).play(params, driver, range(films), **evaluate_driving.past_violations(run))
         yield name, scores.means(), evaluate_driving.label(recorded, name)
 
 

@@ -12,6 +12,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,9 @@ import numpy as np
 from longhaul.driving.render import web_player
 from longhaul.driving.render.recording import Recording
 from longhaul.runtime import files
+from longhaul.telemetry import films as filming
 from longhaul.telemetry import forecast, pages
+from longhaul.telemetry.films import Film
 from longhaul.telemetry.health import Finding
 
 COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
@@ -90,6 +93,7 @@ def write_report(
     records: Sequence[Mapping[str, Any]],
     result: Mapping[str, Any],
     recordings: Sequence[Recording] = (),
+    films: Sequence[Film] = (),
     findings: Sequence[Finding] = (),
     runs: str = "",
 ) -> None:
@@ -97,7 +101,8 @@ def write_report(
 
     `run` is run.json: `id`, `recipe`, `command` and the fields of `PROVENANCE` are read at its top or within
     `provenance`, all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in
-    order, `result` is result.json (`{}` before the run's end), `runs` the HTML section of a population. Every text is
+    order, `result` is result.json (`{}` before the run's end), `recordings` are of driving and `films` of any other
+    environment, `runs` is the HTML section of a population. Every text is
     escaped. Raises ValueError if a recording's arrays do not fit together.
     """
     whole, run = run, {**_mapping(run.get("provenance")), **run}
@@ -110,12 +115,15 @@ def write_report(
         f"<td>{'the end' if found.until is None else f'{found.until:,}'}</td><td>{_text(found.remedy)}</td></tr>"
         for found in findings
     ]
+    links = {film.label: filming.address(film.label) for film in films if film.images}
+    links |= {r.label: f"episode-{i}" for i, r in reversed(list(enumerate(recordings)))}
     parts = [
         _header(name, run, result),
         _section("Key figures", _key_figures(records, result)),
         _section("Failures", web_player.failures(recordings)),
         _section("Runs", runs),
-        _section("Evaluation", evaluation_table(result.get("evaluation"), recordings, result.get("setting"))),
+        _section("Evaluation", evaluation_table(result.get("evaluation"), links, result.get("setting"))),
+        _section("Episodes", filming.section(films)),
         _section("Chains", _chains(result.get("chains"))),
         _section("Driving", _driving(recordings)),
         _cross_play(_document(Path(path).parent / CROSS_PLAY)),
@@ -131,8 +139,11 @@ def write_report(
             f"{name} · Longhaul",
             f"<main>{''.join(parts)}</main>",
             styles=[pages.asset(f"{sheet}.css") for sheet in ("page", "report", "curves")]
-            + web_player.styles() * bool(recordings),
-            scripts=[pages.asset("curves.js"), *(web_player.scripts() if recordings else [])],
+            + web_player.styles() * bool(recordings)
+            + filming.styles() * bool(films),
+            scripts=[
+                pages.asset("curves.js"), *web_player.scripts() * bool(recordings), *filming.scripts() * bool(films)
+            ],
         ),
     )
 
@@ -177,7 +188,7 @@ def _driving(recordings: Sequence[Recording]) -> str:
     return f'<div class="card">{web_player.section(recordings)}</div>{web_player.outcomes(recordings)}'
 
 
-def evaluation_table(evaluation: Any, recordings: Sequence[Recording] = (), setting: Any = None) -> str:
+def evaluation_table(evaluation: Any, links: Mapping[str, str] = MappingProxyType({}), setting: Any = None) -> str:
     """Table of means: a row a policy with a link to its episodes, a column a metric, the best of a column marked."""
     rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
     rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
@@ -192,7 +203,6 @@ def evaluation_table(evaluation: Any, recordings: Sequence[Recording] = (), sett
         + "; the best policy of a column is marked, ↑ where more is better, ↓ where less is.</p>"
     )
     others = [name for name in columns if name not in shown]
-    links = {r.label: i for i, r in reversed(list(enumerate(recordings)))}
     more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others, links)}</details>"
     return _table(rows, shown, links) + note + more * bool(others)
 
@@ -257,7 +267,7 @@ def _chains(chains: Any) -> str:
     return pages.table(("problem", "before", "verifier", "after", "verifier"), rows)
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links: Mapping[str, int]) -> str:
+def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links: Mapping[str, str]) -> str:
     arrows = dict.fromkeys(HIGHER, " ↑") | dict.fromkeys(LOWER, " ↓")
     heads = [_text(_words(column)) + arrows.get(column, "") for column in columns]
     body = []
@@ -270,7 +280,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links:
             text = DASH if value is None else f"{value:,.{digits[column]}f}".replace("-", "−")
             cells += f"<td{' class=best' if policy in best[column] else ''}>{text}</td>"
         episodes = _text(_count(_number(means.get("episodes"))) or DASH)
-        name = f'<a href="#episode-{links[policy]}">{_text(policy)}</a>' if policy in links else _text(policy)
+        name = f'<a href="#{_text(links[policy])}">{_text(policy)}</a>' if policy in links else _text(policy)
         apart = ' class="reference"' if policy in REFERENCES else ""
         body.append(f'<tr{apart}><th scope="row">{name}</th>{cells}<td class="muted">{episodes}</td></tr>')
     return pages.table(("policy", *heads, "episodes"), body)

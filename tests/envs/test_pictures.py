@@ -89,7 +89,7 @@ def untrained(recipe: str, env: str) -> tuple[Any, Any, Any]:
 
 def test_an_episode_is_drawn_from_its_start_to_its_end(tmp_path: Path) -> None:
     run, environment, policy = untrained("cartpole", "cartpole")
-    images = evaluate.film(run, "cartpole", environment, policy)
+    images = evaluate.filmer(run, "cartpole", environment)(policy).images
     play = evaluate.player(run, environment, 1)(policy)
     assert 8 < len(images) <= play.metrics["length"].value.max() + 500
     rows = [np.nonzero(np.abs(np.asarray(image).astype(int) - MARK).max(-1) < 8) for image in (images[0], images[-1])]
@@ -99,13 +99,13 @@ def test_an_episode_is_drawn_from_its_start_to_its_end(tmp_path: Path) -> None:
     with Image.open(tmp_path / "a.gif") as film:
         assert 2 < film.n_frames <= len(images)
     page = (tmp_path / "a.html").read_text()
-    assert "<b>" not in page and 'src="data:image/gif;base64,' in page
+    assert "<b>" not in page and 'src="data:image/png;base64,' in page
 
 
 def test_frames_of_atari_are_drawn() -> None:
     pytest.importorskip("ale_py")
     run, environment, policy = untrained("ppo", "ale/pong")
-    images = evaluate.film(run, "ale/pong?max_num_frames_per_episode=40", environment, policy)
+    images = evaluate.filmer(run, "ale/pong?max_num_frames_per_episode=40", environment)(policy).images
     assert len(images) > 2 and images[0].size == (252, 252)
     assert np.ptp(np.asarray(images[0])) > 50
 
@@ -113,7 +113,7 @@ def test_frames_of_atari_are_drawn() -> None:
 @pytest.mark.slow
 def test_screens_of_hackmatrix_are_drawn() -> None:
     run, environment, policy = untrained("hackmatrix", "hackmatrix")
-    images = evaluate.film(run, "hackmatrix", environment, policy)
+    images = evaluate.filmer(run, "hackmatrix", environment)(policy).images
     player = [int(pictures.TERMINAL["green"][i : i + 2], 16) for i in (1, 3, 5)]
     assert all((np.abs(np.asarray(image).astype(int) - player).max(-1) < 8).any() for image in images[:3])
 
@@ -123,7 +123,7 @@ def test_screens_of_hackmatrix_are_drawn() -> None:
 def test_suites_are_drawn(name: str) -> None:
     pytest.importorskip(name.partition("/")[0])
     run, environment, policy = untrained("ppo", name)
-    images = evaluate.film(run, name, environment, policy)
+    images = evaluate.filmer(run, name, environment)(policy).images
     assert len(images) > 2
     assert any(np.any(np.asarray(image) != np.asarray(images[0])) for image in images[1:])
 

@@ -8,15 +8,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Picture(NamedTuple):
-    """A terminal's screen, so many seconds after the command began."""
+    """A terminal's screen, first and last seen so many seconds after the watch began."""
 
-    seconds: float
+    first: float
+    last: float
     text: str
 
 
@@ -32,13 +32,14 @@ class Terminal(NamedTuple):
 
     def watch(self, *, until: str, every: float = 0.2, timeout: float = 600.0) -> list[Picture]:
         """The pictures from now on until `until` stands there, each that differs from the one before."""
-        begun, found = time.monotonic(), [Picture(0.0, "")]
+        begun, found = time.monotonic(), [Picture(0.0, 0.0, "")]
         while until not in found[-1].text:
-            seconds = time.monotonic() - begun
+            text, seconds = self.tmux("capture-pane", "-p"), time.monotonic() - begun
             assert seconds < timeout, f"no {until!r} within {timeout} s:\n{found[-1].text}"
-            text = self.tmux("capture-pane", "-p")
-            if text != found[-1].text:
-                found.append(Picture(seconds, text))
+            if text == found[-1].text:
+                found[-1] = found[-1]._replace(last=seconds)
+            else:
+                found.append(Picture(seconds, seconds, text))
             time.sleep(every)
         return found
 
@@ -57,5 +58,8 @@ def running(folder: Path, line: str, *, width: int = 100, height: int = 30) -> I
 
 
 def silences(pictures: list[Picture]) -> list[tuple[float, str]]:
-    """(seconds until the next picture, the text that stood for so long) of each picture but the last."""
-    return [(after.seconds - before.seconds, before.text) for before, after in pairwise(pictures)]
+    """(seconds that a picture was seen to stand, its text) of each picture but the last.
+
+    Where the machine gave this process no time to look, nothing is known of the screen, and nothing is counted.
+    """
+    return [(each.last - each.first, each.text) for each in pictures[:-1]]

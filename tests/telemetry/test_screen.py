@@ -9,6 +9,7 @@ import pty
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +105,49 @@ def test_on_a_terminal_a_dashboard_shows_the_same_with_and_without_colours(
     assert "memory " in plain
     assert "other/x" not in plain
     assert ("\x1b[36m" in text) == colours
+
+
+ANSWER = "37, 1024, 81559\n0, 2048, 81559"
+
+
+@pytest.mark.parametrize(
+    ("does", "shown"),
+    [
+        (f"echo '{ANSWER}'", "GPU 0 37 %, 1.0 of 79.6 GiB  GPU 1 0 %, 2.0 of 79.6 GiB"),
+        ("echo '[N/A], 1, 2'", ""),
+        ("echo 'No devices were found' >&2; exit 6", ""),
+        ("exec sleep 600", ""),
+        (None, ""),
+    ],
+    ids=["two", "unknown", "none", "hangs", "missing"],
+)
+def test_use_of_gpus_is_shown_where_the_driver_says_it(
+    does: str | None, shown: str, terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A program in the driver's place, asked as the driver is, answers, fails, hangs, or is not there."""
+    asked = tmp_path / "asked"
+    if does is not None:
+        (tmp_path / screen.GPU_QUERY[0]).write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{does}\n')
+        (tmp_path / screen.GPU_QUERY[0]).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(screen, "USE_EVERY", 0.02)
+    monkeypatch.setattr(screen, "GPU_PATIENCE", 0.2)
+    stream, read = terminal
+    dashboard = screen.console(120, stream)
+    use, ends = screen._machine(), time.monotonic() + (60.0 if shown else 1.0)
+    while time.monotonic() < ends and "GPU" not in use():
+        time.sleep(0.02)
+    time.sleep(3 * screen.REFRESH)
+    dashboard.close()
+    text = read()
+    assert "memory " in text
+    assert shown in text
+    assert ("GPU" in text) == bool(shown)
+    calls = asked.read_text().splitlines() if does else []
+    assert set(calls) == ({" ".join(screen.GPU_QUERY[1:])} if does else set())
+    while any(thread.name == "use of GPUs" for thread in threading.enumerate()):
+        time.sleep(0.02)
 
 
 def test_a_small_curve_goes_from_the_least_to_the_greatest_mean() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import os
@@ -23,6 +22,7 @@ from longhaul.driving.render import web_player
 from longhaul.driving.render.frames import COLOURS, SIZE, frames
 from longhaul.driving.render.recording import Recording, check
 from longhaul.runtime import files as pages
+from longhaul.telemetry import films
 from longhaul.telemetry import pages as web_pages
 
 STRIP = 5
@@ -51,7 +51,7 @@ def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> No
 
 
 def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int = 25) -> None:
-    """Writes pictures of one size, of anything, as a .gif, .mp4, .png (a film strip) or .html (a page with the .gif).
+    """Writes pictures of one size, of anything, as a .gif, .mp4, .png (a film strip) or .html (a page with a player).
 
     Raises ValueError as `save` does.
     """
@@ -59,19 +59,18 @@ def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int =
     suffix = path.suffix.lower()
     if suffix == ".mp4":
         return _encode(iter(images), images[0].size, path, fps)
+    if suffix == ".html":
+        shown = films.section([films.Film("", "", images)])
+        body = f"<main><header><h1>{html.escape(title, quote=True)}</h1></header>{shown}</main>"
+        style = [web_pages.asset("page.css"), *films.styles()]
+        return pages.write(path, web_pages.page(title, body, styles=style, scripts=films.scripts()))
     buffer = io.BytesIO()
     if suffix == ".png":
         strip(images, buffer)
     else:
         first, *rest = (image.quantize(64, dither=Image.Dither.NONE) for image in images)
         first.save(buffer, "GIF", save_all=True, append_images=rest, duration=max(20, round(100 / fps) * 10), loop=0)
-    if suffix != ".html":
-        return pages.write(path, buffer.getvalue())
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    shown = html.escape(title, quote=True)
-    body = f'<main><header><h1>{shown}</h1></header><img alt="An episode" src="data:image/gif;base64,{data}"></main>'
-    style = [web_pages.asset("page.css"), "img { max-width: 100%; }"]
-    return pages.write(path, web_pages.page(title, body, styles=style))
+    return pages.write(path, buffer.getvalue())
 
 
 def strip(images: Sequence[Image.Image], buffer: io.BytesIO) -> None:

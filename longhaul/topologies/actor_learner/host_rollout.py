@@ -249,8 +249,11 @@ def _rendered(name: str, environment: Any) -> np.ndarray:
     return shown
 
 
-def film(name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int) -> list[Image.Image]:
-    """Pictures of one episode of a policy that acts by its mode: the environment's own, or its observations.
+def film(
+    name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int
+) -> tuple[list[Image.Image], int, float]:
+    """(pictures, steps, return) of one episode of a policy that acts by its mode: pictures are the environment's own,
+    or its observations.
 
     Raises ValueError where it has neither.
     """
@@ -258,7 +261,7 @@ def film(name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int) 
     own = path.startswith(("gymnasium/", "single/"))
     options = {"render_mode": "rgb_array"} | ({"vectorised": False} if path.startswith("gymnasium/") else {})
     act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
-    images = []
+    images, total = [], 0.0
     with closing(registry.make(registry.describe(name, **options if own else {}), 1, seed)) as vector:
         seen, memory = vector.reset(seed), algorithm.memory(vector.columns)
         shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(seen)]
@@ -269,10 +272,11 @@ def film(name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int) 
             images.append(pictures.image(jax.tree.leaves(seen)[0][0]) if shown is None else Image.fromarray(shown))
             action, memory = act(memory, seen)
             led_to = vector.step(np.asarray(action))
+            total += float(led_to.reward[0])
             if (led_to.terminated | led_to.truncated)[0]:
                 break
             seen = led_to.observation
-    return images
+    return images, len(images), total
 
 
 MOST = 27_000
