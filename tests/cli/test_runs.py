@@ -125,6 +125,7 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     assert longhaul("train", "cartpole", *words.split())[0] == 0
     page = Path("runs/a/report.html")
     whole = page.read_bytes()
+    assert all(f'<a href="#film-{who}">' in whole.decode() for who in ("trained", "untrained"))
     code, out, _ = longhaul("report", "a")
     assert (code, out, page.read_bytes()) == (0, "runs/a/report.html\n", whole), "that of its end is kept"
     Path("runs/a/result.json").unlink()  # as after a kill
@@ -135,10 +136,12 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     code, out, _ = longhaul("report", "a", "--checkpoint", "4")
     assert (code, out) == (0, "runs/a/report-4.html\n")
     text = Path("runs/a/report-4.html").read_text()
-    assert "checkpoint 4" in text and "untrained" in text
+    assert "checkpoint 4" in text and 'id="film-untrained"' in text
     _, out, _ = longhaul("evaluate", "a", "--checkpoint", "4", "--json", "-")
     score = json.loads(out)["mean"]["return"]
     assert f"{score:.3f}".rstrip("0").rstrip(".") in text
+    assert_refused(longhaul("report", "a", "--past-violations"), "no checkpoint is to be driven")
+    assert_refused(longhaul("evaluate", "a", "--past-violations"), "nothing is to be drawn; give --worst 3")
     assert_refused(longhaul("report", "a", "--checkpoint", "5"), "keeps no checkpoint 5; it has [4, 8]")
     assert commands.MAIN[0] == "episode/return"
 
