@@ -34,7 +34,7 @@ from longhaul.training.evaluate import Scores
 from longhaul.training.evaluate_driving import Drives, joined, rows_of
 from longhaul.types import Params
 
-METRICS = ("accuracy", "goal", "collision", "offroad", "red_light")
+METRICS = ("accuracy", "goal", "collision", "at_fault_collision", "offroad", "red_light")
 
 AS_TRAINED = np.zeros(len(RANGES), np.float32)
 """Conditioning of a policy that weighs its reward as the recipe does."""

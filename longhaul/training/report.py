@@ -246,7 +246,7 @@ def _cross_play(found: Mapping[str, Any]) -> str:
     return MATRIX[0] + _section("Cross-play", content) + MATRIX[1]
 
 
-CROSS_PLAYED = ("goal", "collision", "offroad", "red_light")
+CROSS_PLAYED = ("goal", "collision", "at_fault_collision", "offroad", "red_light")
 
 
 def _chains(chains: Any) -> str:
