@@ -119,6 +119,7 @@ def test_screens_of_hackmatrix_are_drawn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what suites say of themselves
 @pytest.mark.parametrize("name", ["gymnax/Breakout-MinAtar", "brax/inverted_pendulum?backend=spring"])
 def test_suites_are_drawn(name: str) -> None:
     pytest.importorskip(name.partition("/")[0])
