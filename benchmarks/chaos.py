@@ -1,4 +1,4 @@
-"""Runs of every kind that are killed at random moments, under limits and with a jumping clock, and must end as if not.
+"""Runs of every kind that are killed at random moments and under limits, and must end as if they were not.
 
     python -m benchmarks.chaos --minutes 60 [--kinds ppo,actors] [--hits kill,descriptors] [--seed 0] [--json FILE]
 
@@ -7,8 +7,7 @@ process lives in a hit's circumstances (`HITS`) until a random moment, at which 
 time in four SIGTERM; of those that `longhaul launch` looks after, one alone every other time. The last start is left
 alone. Its run must end with exit code 0 and, where the kind is exact, with the parameters of the undisturbed one, bit
 for bit; no process may end by a traceback, nor outlive the others. The table has a row for each kind and hit. Two runs
-go on at once. The clock jumps by libfaketime, where the system has it (Debian's package of that name). Root's runs are
-those of users without rights, by setpriv.
+go on at once. Root's runs are those of users without rights, by setpriv.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ SMALL = "--num-envs 16 --num-steps 16 --hidden-dim 16 --num-layers 1 --evaluatio
 
 LONGEST = 300.0
 """Seconds after which a process that should end hangs."""
-
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
 
 class Kind(NamedTuple):
@@ -81,23 +78,11 @@ them."""
 
 
 class Hit(NamedTuple):
-    """Circumstances of a process: limits that are set before it begins, variables, something done while it lives."""
+    """Circumstances of a process: limits that are set before it begins, something done while it lives."""
 
     limits: Mapping[str, int] = {}  # prlimit's names
-    variables: Mapping[str, str] = {}
     meanwhile: Callable[[Path, random.Random], None] = lambda folder, rng: None
     saves: bool = True  # False: some of a process's saves fail
-
-
-def jump(folder: Path, rng: random.Random) -> None:
-    """The clock to any moment within a day."""
-    beside = clock(folder).with_suffix(".new")
-    beside.write_text(f"{rng.choice('+-')}{rng.randrange(86_400)}s\n")
-    beside.replace(clock(folder))  # libfaketime ends a process that finds the file empty
-
-
-def clock(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.clock")
 
 
 def deny(folder: Path, rng: random.Random) -> None:
@@ -111,9 +96,6 @@ HITS = {
     "descriptors": Hit({"nofile": 64}),
     "disk": Hit({"fsize": 1 << 14}, saves=False),
     "memory": Hit({"as": 3 << 30}),
-    "clock": Hit(
-        variables={"LD_PRELOAD": str(FAKETIME), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1"}, meanwhile=jump
-    ),
     "threads": Hit({"nproc": 200}),
     "permissions": Hit(meanwhile=deny, saves=False),
 }
@@ -128,9 +110,8 @@ DROPS = DROPS if os.getuid() == 0 and shutil.which("setpriv") else []
 
 
 def usable() -> list[str]:
-    root = os.getuid() == 0
-    missing = {"threads": root and not DROPS, "permissions": root and not DROPS, "clock": not FAKETIME.exists()}
-    return [name for name in HITS if not missing.get(name)]
+    drops = os.getuid() != 0 or bool(DROPS)
+    return [name for name in HITS if drops or name not in ("threads", "permissions")]
 
 
 def main() -> int:
@@ -210,7 +191,6 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     began, wrong, codes = time.monotonic(), "", Counter[int]()
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
-    clock(folder).write_text("+0s\n")
     kills = 0
     for _ in range(rng.randrange(1, 7)):
         process = start(kind, folder, HITS[hit])
@@ -302,13 +282,11 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
         "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
-    if "LD_PRELOAD" in hit.variables:
-        mine["FAKETIME_TIMESTAMP_FILE"] = str(clock(folder))
     limits = [f"--{name}={most}" for name, most in hit.limits.items()]
     with log_file(folder).open("wb") as said:
         return subprocess.Popen(
             [*DROPS, "prlimit", *limits, *program] if limits else [*DROPS, *program], cwd=folder.parent, umask=0,
-            env=os.environ | mine | dict(hit.variables), start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
+            env=os.environ | mine, start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
