@@ -4,11 +4,10 @@ vLLM (0.25 and later) asks of a backend: init_transfer_engine, start_weight_upda
 finish_weight_update, shutdown; its clients call init_weight_transfer_engine, start_weight_update, update_weights,
 finish_weight_update. Here every worker follows a sender by itself, so that a host's workers map one verified image. A
 call of update_weights names tensors by version and root, so that no worker loads another version than the rest. Checks
-that vLLM's own backends leave out: the order of phases, each tensor loaded exactly once, a failed update restarted, not
-finished.
+that vLLM's own backends leave out: the order of phases, each tensor loaded exactly once, all of them before the end.
 
-On the server, call `register()` before it starts (a vLLM plugin's entry point does), then `vllm serve MODEL
---weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
+vLLM finds the backend by itself where this package is installed (an entry point in `vllm.general_plugins`): `vllm serve
+MODEL --weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
 """
 
 from __future__ import annotations
@@ -47,12 +46,13 @@ class PhaseError(RuntimeError):
 
 
 class Announced(NamedTuple):
-    """Arguments of update_weights: tensors `begin` to `end` of the version with this root."""
+    """Arguments of update_weights: tensors `begin` to `end` of the version with this root; `last` ends the update."""
 
     version: int
     root: str
     begin: int
     end: int
+    last: bool
     seconds: float = PATIENCE
 
 
@@ -60,8 +60,8 @@ class Worker:
     """End of an inference worker.
 
     `load` takes (name, torch tensor) pairs over the received image, which it must copy and not keep; `begin` and
-    `finish` enclose an update (layerwise reloading); `on_commit(version)` is called at its end, when a prefix cache is
-    stale.
+    `finish` enclose an update, also one that fails (vLLM's layerwise reload, which puts back what was not loaded);
+    `on_commit(version)` is called at an update's end, when a prefix cache is stale.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class Worker:
         """Starts an update; one that was started before, here or in another worker, is given up."""
         if self.phase is Phase.CLOSED:
             raise PhaseError(f"the worker is {self.phase}; call init_weight_transfer_engine first")
+        if self.phase is Phase.STARTED:
+            self._finish()
         self._version, self._root, self._left = -1, "", set()
         self._begin()
         self.phase = Phase.STARTED
@@ -96,7 +98,14 @@ class Worker:
         """Loads the named tensors. TimeoutError where their version does not come in time."""
         if self.phase is not Phase.STARTED:
             raise PhaseError(f"the worker is {self.phase}; call start_weight_update before update_weights")
-        self.phase = Phase.BROKEN  # until all are loaded
+        try:
+            self._loaded(announced)
+        except BaseException:  # the server is ready for the next update
+            self.phase = Phase.BROKEN
+            self._finish()
+            raise
+
+    def _loaded(self, announced: Announced) -> None:
         names, tensors = self._awaited(announced)
         if not self._root:
             self._version, self._root, self._left = announced.version, announced.root, set(range(len(names)))
@@ -108,13 +117,13 @@ class Worker:
             raise PhaseError(f"{these}: missing, or already loaded")
         self._load((names[i], torch_tensor(tensors[names[i]])) for i in range(announced.begin, announced.end))
         self._left -= named
-        self.phase = Phase.STARTED
+        if announced.last and self._left:  # vLLM forgets an update that fails here, and not one that can't end
+            raise PhaseError(f"version {announced.version} lacks {len(self._left)} tensors at its end; start it again")
 
     def finish_weight_update(self) -> None:
-        """Finishes the update. PhaseError where tensors are missing: the update must be started again."""
+        """Finishes the update. PhaseError where tensors are missing."""
         if self.phase is not Phase.STARTED or self._left or not self._root:
             why = f"{len(self._left)} tensors are missing" if self._left else "nothing was loaded"
-            self.phase = Phase.BROKEN if self.phase is Phase.STARTED else self.phase
             raise PhaseError(f"an update can't end: the worker is {self.phase}, {why}; start it again")
         self._finish()
         self.phase, self.version = Phase.OPEN, self._version
@@ -153,11 +162,18 @@ class Engine(Protocol):
 
     def update_weights(self, update_info: dict[str, Any]) -> None: ...
 
-    def finish_weight_update(self) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 class Rollout:
     """Trainer's end: `update(version, tensors)` publishes, and updates the engine by the four phases.
+
+    The engine serves until all workers hold the verified version, and is paused while they load it: requests keep their
+    places. `paused` is how many seconds the last pause took.
 
     `publisher` has quorum "all", or the number of workers; `addresses` are its transports as workers reach them.
     """
@@ -165,7 +181,7 @@ class Rollout:
     def __init__(
         self, publisher: Publisher, engine: Engine, addresses: Sequence[str], token: str | None = None
     ) -> None:
-        self._publisher, self._engine = publisher, engine
+        self._publisher, self._engine, self.paused = publisher, engine, 0.0
         engine.init_weight_transfer_engine({"addresses": list(addresses), "token": token})
 
     def update(self, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE) -> None:
@@ -180,11 +196,18 @@ class Rollout:
                 f"version {version} was not taken in {seconds:g} s: {self._publisher.status()['dropped']}"
             )
         root = self._publisher.status()["root"]
-        self._engine.start_weight_update()
         sizes = [int(each.size) * int(each.dtype.itemsize) for each in tensors.values()]
-        for begin, end in chunks(sizes, CHUNK):
-            self._engine.update_weights(Announced(version, root, begin, end, seconds)._asdict())
-        self._engine.finish_weight_update()
+        began = time.monotonic()
+        self._engine.pause()
+        try:
+            self._engine.start_weight_update()
+            for begin, end in chunks(sizes, CHUNK):
+                told = Announced(version, root, begin, end, end == len(sizes), seconds)
+                self._engine.update_weights(told._asdict())
+            self._engine.finish_weight_update(str(version))
+        finally:
+            self._engine.resume()
+            self.paused = time.monotonic() - began
 
 
 def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -216,9 +239,15 @@ class Http:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._post("update_weights", {"update_info": update_info})
 
-    def finish_weight_update(self) -> None:
-        self._post("finish_weight_update", {})
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
         self._post("reset_prefix_cache", {})  # cached values are those of the version before
+
+    def pause(self) -> None:
+        self._post("pause?mode=keep", {})
+
+    def resume(self) -> None:
+        self._post("resume", {})
 
     def _post(self, route: str, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -230,11 +259,12 @@ class Http:
 def register() -> None:
     """Registers the backend "longhaul" with vLLM. ValueError where vLLM 0.25 or later is not installed.
 
-    Written after vLLM's documentation, and tested against a fake of the same phases, never against vLLM itself.
+    Tested with vLLM 0.32 on a CPU.
     """
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     except ImportError:
         raise ValueError("the backend needs vLLM 0.25 or later: pip install vllm") from None
     from dataclasses import dataclass
@@ -250,16 +280,23 @@ def register() -> None:
         root: str
         begin: int
         end: int
+        last: bool
         seconds: float = PATIENCE
 
     class LonghaulEngine(WeightTransferEngine):
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
+        supports_draft_weight_update = False
 
         def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
             super().__init__(config, vllm_config, device, model)
-            self._worker = Worker(model.load_weights)
+            self._worker = Worker(model.load_weights, lambda: initialize_layerwise_reload(model), self._reloaded)
+
+        def _reloaded(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            refresh_tied(self.model)
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
+            self._worker.shutdown()  # another trainer, or the same one started again
             self._worker.init_transfer_engine(init_info.addresses, init_info.token)
 
         def start_weight_update(self) -> None:
@@ -274,4 +311,23 @@ def register() -> None:
         def shutdown(self) -> None:
             self._worker.shutdown()
 
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            """Asked for by vLLM 0.25; a trainer has a `Rollout` instead."""
+            raise NotImplementedError("send by longhaul.weight_sync.vllm.Rollout")
+
     WeightTransferEngineFactory.register_engine(BACKEND, LonghaulEngine)
+
+
+def refresh_tied(model: Any) -> None:
+    """Makes what a layer keeps of its weight anew (the packed form of vLLM's CPU kernels) where another layer has the
+    same weight, since vLLM's layerwise reload does so in one of them alone."""
+    layers: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.numel() and weight.is_floating_point() and weight.element_size() > 1:
+            layers.setdefault(weight.data_ptr(), []).append(layer)
+    for tied in layers.values():
+        for layer in tied if len(tied) > 1 else ():
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)

@@ -29,6 +29,8 @@ class Fake:
     def __init__(self, count: int = 2) -> None:
         self.models: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
         self.flushed: list[int] = []
+        self.label: str | None = None
+        self.calls: list[str] = []
         self.fail = 0  # calls of update_weights from now until one fails in the last worker
         self.workers = [
             Worker(
@@ -52,9 +54,16 @@ class Fake:
                 raise RuntimeError("a worker has died")
             worker.receive_weights(Announced(**update_info))
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
         for worker in self.workers:
             worker.finish_weight_update()
+        self.label = weight_version
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
 
     def close(self) -> None:
         for worker in self.workers:
@@ -103,6 +112,7 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
         rollout = Rollout(sender, fake, [lane.address])
         for version in (1, 2):
             rollout.update(version, filled(version), 20)
+            assert fake.label == str(version)
             assert loaded(fake, version) and fake.flushed == sorted(2 * list(range(1, version + 1)))
         fake.fail = 2
         with pytest.raises(RuntimeError, match="died"):
@@ -112,12 +122,14 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
             fake.finish_weight_update()
         rollout.update(4, filled(4), 20)  # all of it is loaded anew
         assert loaded(fake, 4) and [worker.version for worker in fake.workers] == [4, 4]
+        assert fake.calls == 4 * ["pause", "resume"]
 
 
 @pytest.mark.usefixtures("plain_tensors")
 def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> None:
     got: dict[str, Any] = {}
-    worker = Worker(lambda pairs: got.update(pairs))
+    closed: list[None] = []  # layerwise reloads that were ended, by a failure or by an update's end
+    worker = Worker(lambda pairs: got.update(pairs), finish=lambda: closed.append(None))
     lane = way("shared", tmp_path).serve()
     for call in (worker.start_weight_update, worker.finish_weight_update):
         with pytest.raises(PhaseError, match="not initialised"):
@@ -131,25 +143,30 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
         assert sender.wait(1, 20)
         root = sender.status()["root"]
         with pytest.raises(PhaseError, match="start_weight_update before"):
-            worker.receive_weights(Announced(1, root, 0, 5))
+            worker.receive_weights(Announced(1, root, 0, 5, True))
         for told, error in (
-            (Announced(1, root, 0, 6), "missing, or already loaded"),
-            (Announced(2, "00", 0, 5, 0.05), "version 2 did not come"),
+            (Announced(1, root, 0, 6, True), "missing, or already loaded"),
+            (Announced(2, "00", 0, 5, True, 0.05), "version 2 did not come"),
         ):
             worker.start_weight_update()
             with pytest.raises((PhaseError, TimeoutError), match=error):
                 worker.receive_weights(told)
             assert worker.phase is Phase.BROKEN
             with pytest.raises(PhaseError):
-                worker.receive_weights(Announced(1, root, 0, 5))
+                worker.receive_weights(Announced(1, root, 0, 5, True))
+        assert len(closed) == 2
         worker.start_weight_update()
-        worker.receive_weights(Announced(1, root, 0, 4))
+        with pytest.raises(PhaseError, match="lacks 1 tensors at its end"):  # before vLLM is asked to finish
+            worker.receive_weights(Announced(1, root, 0, 4, True))
+        worker.start_weight_update()
+        worker.receive_weights(Announced(1, root, 0, 4, False))
         with pytest.raises(PhaseError, match="1 tensors are missing"):
             worker.finish_weight_update()
         worker.start_weight_update()
-        worker.receive_weights(Announced(1, root, 0, 4))
+        assert len(closed) == 4
+        worker.receive_weights(Announced(1, root, 0, 4, False))
         with pytest.raises(PhaseError, match="already loaded"):
-            worker.receive_weights(Announced(1, root, 3, 5))
+            worker.receive_weights(Announced(1, root, 3, 5, True))
         worker.shutdown()
         got.clear()
     assert worker.phase is Phase.CLOSED and worker.version == -1
@@ -172,15 +189,18 @@ def test_the_routes_are_those_of_vllm() -> None:
         http = Http(f"http://127.0.0.1:{server.server_port}/")
         http.init_weight_transfer_engine({"addresses": ["shm:@w"], "token": None})
         http.start_weight_update()
-        http.update_weights(Announced(1, "ab", 0, 5)._asdict())
-        http.finish_weight_update()
+        http.pause()
+        http.update_weights(Announced(1, "ab", 0, 5, True)._asdict())
+        http.finish_weight_update("1")
+        http.resume()
         server.shutdown()
         thread.join()
     assert [route for route, _ in asked] == [
-        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-        "/reset_prefix_cache",
+        *("/init_weight_transfer_engine", "/start_weight_update", "/pause?mode=keep", "/update_weights"),
+        *("/finish_weight_update", "/reset_prefix_cache", "/resume"),
     ]
-    assert asked[2][1] == {"update_info": {"version": 1, "root": "ab", "begin": 0, "end": 5, "seconds": 60.0}}
+    told = {"version": 1, "root": "ab", "begin": 0, "end": 5, "last": True, "seconds": 60.0}
+    assert asked[3][1] == {"update_info": told} and asked[4][1] == {"weight_version": "1"}
     with pytest.raises(ValueError, match="no address of a server"):
         Http("127.0.0.1:8000")
     with pytest.raises(ValueError, match="vLLM"):
