@@ -79,7 +79,10 @@ def read(path: Path, inputs: int, actions: int) -> Weights:
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = _arrays(path, archive)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+    except (
+        *(zipfile.BadZipFile, zlib.error, UnicodeDecodeError),
+        *(EOFError, NotImplementedError, RuntimeError, OSError),
+    ) as error:
         if isinstance(error, OSError) and error.filename is not None:  # the file's own: it is not there, say
             raise
         about = str(error) or type(error).__name__

@@ -254,6 +254,12 @@ def header_of(shape: str, descr: str = "'<f4'") -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(16)
 
 
+def misspelt(path: Path) -> None:
+    """An archive whose name of an array is said to be UTF-8, and is not."""
+    in_zip(Dense_é=b"")(path)
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\x80"))
+
+
 class Bomb:
     """What an unpickler would run."""
 
@@ -287,6 +293,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut at the end": (cut(0.999), "is no whole .npz file"),
     "a flipped bit": (flipped, "is no whole .npz file (Bad CRC-32"),
     "empty": (lambda path: path.touch(), "is no whole .npz file"),
+    "a name that is no text": (misspelt, "is no whole .npz file ('utf-8' codec"),
     "no zip": (lambda path: path.write_text("hello"), "is no whole .npz file"),
     "objects": (with_(params__Dense_1__bias=OBJECTS), "Dense_1.bias is of kind object"),
     "a bare pickle": (lambda path: path.write_bytes(pickle.dumps(Bomb())), "is no whole .npz file"),
