@@ -650,7 +650,7 @@ async function compare() {
   const varying = (group) => {
     const own = Object.entries(found.differences).filter(([field]) => field !== "seed");
     const words = own.map(([field, values]) => `${field.split(".").at(-1)} ${plain(values[names.indexOf(group[0])])}`);
-    return group.length === 1 && !words.length ? group[0] : words.join(", ") || "all seeds";
+    return group.length === 1 && (!words.length || words.length > 4) ? group[0] : words.join(", ") || "all seeds";
   };
 
   function draw() {
