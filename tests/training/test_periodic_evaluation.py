@@ -77,9 +77,9 @@ def test_without_an_interval_they_take_a_small_share_of_the_time(
         if made.due(update, 1):
             at.append(update)
             made.make(None, {"update": update})
-        if update == 5:
+        if update == 40:
             made.taken(update)
-    assert at == [10, 110, *range(210, 1001, 100)]  # not before the first record, and each a hundredth of the run apart
+    assert at == [41, 141, *range(241, 1001, 100)]  # not before the first record, and each a hundredth of the run apart
     alone = Evaluations(small_runs.small(), tmp_path, updates=10, done=0, alone=False)
     alone.taken(1)
     assert not alone.due(9, 1)
