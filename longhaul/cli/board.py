@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError
@@ -26,14 +27,16 @@ def board(words: Sequence[str]) -> int:
     try:
         import uvicorn
 
-        from longhaul.training import board
+        from longhaul.training import board, store
     except ImportError as error:
         raise FlagError(f"the board needs {error.name}: pip install 'longhaul-rl[board]'") from error
-    host, port = values["host"], values["port"]
+    host, port, folder = values["host"], values["port"], values["FOLDER"]
+    if store.address(folder) is None and not Path(folder).is_dir():
+        raise FlagError(f"there is no folder {folder}; give the folder of runs, which train has as --runs-dir")
     token = credentials.load(values["token-file"]).token
     if token is None and host not in board.LOOPBACK:
         token = secrets.token_urlsafe(16)
-    app = board.application(values["FOLDER"], token)
+    app = board.application(folder, token)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,7 +48,7 @@ def board(words: Sequence[str]) -> int:
     name = f"[{host}]" if family == socket.AF_INET6 else host
     query = f"?token={token}" if token else ""
     print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
-    tables.progress(f"shows the runs in {values['FOLDER']}; Ctrl-C ends it")
+    tables.progress(f"shows the runs in {folder}; Ctrl-C ends it")
     # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"

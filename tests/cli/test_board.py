@@ -28,3 +28,8 @@ def test_a_token_is_asked_for_beyond_loopback_alone(
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlagError, match="give another"):
         board([str(tmp_path), "--port", str(taken.getsockname()[1])])
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=r"there is no folder .*/nope; give"):
+        board([str(tmp_path / "nope")])
