@@ -10,11 +10,12 @@ TESTS := .venv/.installed-tests
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench docs lint clean
+.PHONY: help train test test-all fuzz bench docs lint clean
 
 help:
 	@echo "make train     train the driving policy (ARGS='--total-steps 100000' and the like are passed on)"
 	@echo "make test      lint, then the tests (test-all: the slow ones too)"
+	@echo "make fuzz      ten minutes of damaged input for every reader (ARGS='--minutes 1')"
 	@echo "make bench     one benchmark, BENCH=$(BENCH)"
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make lint      ruff and mypy"
@@ -41,6 +42,10 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow" $(ARGS)
+
+fuzz: $(TESTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fuzz]'
+	$(BIN)/python -m benchmarks.guided_fuzz $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/longhaul bench $(BENCH) $(ARGS)
