@@ -22,6 +22,7 @@ from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
 from longhaul.config.run import Run, from_dict, to_dict
+from longhaul.reasoning.config import GYM, QUESTIONS
 from longhaul.runtime import bounded_json, config_fields, files, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.runtime.user_modules import Source, is_named, source
@@ -179,6 +180,10 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         network |= {name: value for name, value in algorithm.items() if name in network}
         algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
     task = run.get("environment")
+    if isinstance(task, dict) and isinstance(gate := algorithm.get("gate"), dict):
+        in_words = str(task.get("task")).startswith((QUESTIONS, GYM))
+        algorithm = algorithm | {"gate": {"verdict": in_words} | gate}
+        run = run | {"environment": {"tools": ""} | task}
     if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
         simulator = {"reward": None, "speed_limit": False} | task["simulator"]
         former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0}

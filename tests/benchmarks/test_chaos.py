@@ -40,6 +40,7 @@ def killed(kind: str, whole: str | None, scratch: Path) -> dict[str, Any]:
     raise AssertionError("no moment fell within the run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "wrong"), [("goes on", ""), ("forgets", "other parameters"), ("falls", "ended by a traceback with 1")]
 )

@@ -25,6 +25,7 @@ def test_what_was_found_is_refused(path: Path, tmp_path: Path) -> None:
         target.read(path.read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", guided_fuzz.TARGETS)
 def test_a_target_reads_or_refuses_what_it_begins_from(name: str, tmp_path: Path) -> None:
     target = guided_fuzz.TARGETS[name](tmp_path)

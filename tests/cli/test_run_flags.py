@@ -66,9 +66,9 @@ def stored(tmp_path: Path) -> Path:
     return folder
 
 
-HIDDEN = {"recipe", "kind", "driver", "model", "vocabulary", "pad", "rope_scaling"}
+HIDDEN = {"recipe", "kind", "driver", "model", "vocabulary", "pad", "rope_scaling", "verdict"}
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, --mesh says both sizes, a
-tokeniser the vocabulary and what pads, and rope scaling is of models from elsewhere."""
+tokeniser the vocabulary and what pads, rope scaling is of models from elsewhere, and the task says how a gate looks."""
 
 
 def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:

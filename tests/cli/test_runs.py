@@ -146,6 +146,7 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     assert commands.MAIN[0] == "episode/return"
 
 
+@pytest.mark.slow
 def test_a_population_is_reported_run_by_run(longhaul: Any) -> None:
     words = "--total-steps 2048 --num-envs 16 --num-steps 32 --save-interval 2 --evaluation-episodes 4 --run-name many"
     assert longhaul("train", "cartpole", "--seeds", "2", *words.split())[0] == 0

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
@@ -41,6 +42,7 @@ def completions(words: Tokeniser) -> tuple[transformer.Params, np.ndarray, Drawn
     return params, prompt, drawn, on(params, prompt, drawn, jax.random.key(2))
 
 
+@pytest.mark.slow
 def test_a_reply_stands_behind_each_mark_and_is_not_the_policys() -> None:
     """The log-probabilities of sampling are the learner's of the whole text, and a reply has no gradient, exactly."""
     asked: list[str] = []

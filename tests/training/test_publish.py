@@ -107,7 +107,7 @@ def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tm
     seen: list[int] = []
     publish.save(tmp_path, Publishing(("run", name), every=2))
     with (
-        publish.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell,
+        publish.publishing(tmp_path, small(), lambda state: state, meshes.make_mesh(1), notes.append) as tell,
         follow([name], on_commit=seen.append) as receiver,
     ):
         for done in range(1, 9):

@@ -21,6 +21,7 @@ def made() -> list[Scenario]:
     return scenario_source.generated(HELD_OUT, 40, workers=1, **COMPILED)
 
 
+@pytest.mark.slow
 def test_what_is_made_when_it_is_due_is_what_would_be_held(
     made: list[Scenario], monkeypatch: pytest.MonkeyPatch
 ) -> None:
