@@ -108,8 +108,11 @@ def importable(name: str) -> bool:
 
 def source(name: str) -> user_modules.Source | None:
     """Origin of an environment of the user's, whose module can be imported; None for any other."""
-    name = name.partition("/")[2] if host.is_hosted(name) or callback.is_called(name) else name
-    return user_modules.source(name.partition("?")[0]) if is_external(name) else None
+    kind, _, path = name.partition("/") if host.is_hosted(name) or callback.is_called(name) else ("", "", name)
+    if not is_external(path):
+        return None
+    registers = kind == "gymnasium"  # the module, when it is imported: the name is no object in it
+    return user_modules.source(path.partition(":" if registers else "?")[0])
 
 
 def _object(name: str, **given: Any) -> Any:

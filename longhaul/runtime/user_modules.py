@@ -61,9 +61,11 @@ class Source(NamedTuple):
 
 
 def source(name: str) -> Source:
-    """Origin of the object "module:name", which is where it is defined. ValueError, one line, if there is none."""
-    defined = getattr(load(name), "__module__", None)
-    module = sys.modules[defined if defined in sys.modules else name.partition(":")[0]]
+    """Origin of the object "module:name", which is where it is defined, or of a "module". ValueError, one line, if
+    there is none."""
+    within, named, _ = name.partition(":")
+    defined = getattr(load(name) if named else imported(within), "__module__", None)
+    module = sys.modules[defined if defined in sys.modules else within]
     path = getattr(module, "__file__", None)
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
     return Source(module.__name__, getattr(module, "__version__", None), digest)

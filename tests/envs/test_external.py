@@ -100,6 +100,7 @@ def test_a_module_that_changed_since_the_run_began_is_told_in_a_line(
     module.write_text(module.read_text() + "# another day\n")
     line = user_modules.change(first._asdict(), external.source("module_that_changes:make"))
     assert line is not None and line.startswith("module_that_changes has changed since this run began")
+    assert external.source("gymnasium/module_that_changes:Late-v0") == external.source("module_that_changes:make")
     assert external.source("cartpole") is None and user_modules.change(None, first) is None
     sys.modules.pop("module_that_changes")
 
