@@ -124,6 +124,7 @@ def test_a_finished_run_trains_on_to_a_later_end(
     assert longhaul.resume(source).summary == longer.summary  # done again
 
 
+@pytest.mark.slow
 def test_an_extended_run_is_the_same_whenever_it_was_stopped(folder: Path) -> None:
     """Stopped at half, or at its first end: the schedule goes on to the new end from there."""
     short = longhaul.train("cartpole", runs_dir=folder, run_name="short", anneal=False, **SMALL)
