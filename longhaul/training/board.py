@@ -132,7 +132,7 @@ class Folder:
         }
 
     def stamps(self, name: str) -> dict[str, Any]:
-        """What changes when a run has something new: whether it trains, and its files' times and sizes."""
+        """Marks that change when a run has something new: whether it trains, and its files' times and sizes."""
         folder = self.of(name)
         found: dict[str, Any] = {file: runs.stamp(folder / file) for file in (*runs.REMOTE, "checkpoints")}
         return found | {"trains": runs.trains(folder)}

@@ -49,7 +49,7 @@ HASTE = conditioning(progress=1.0, goal=1.0, collision=-1.0, discomfort=-1.0, ha
 
 
 class Partner(NamedTuple):
-    """Who drives the others of a world."""
+    """Driver of the others of a world."""
 
     name: str
     kind: int = traffic.DRIVEN

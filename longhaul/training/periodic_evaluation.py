@@ -26,9 +26,9 @@ from longhaul.types import Params
 SHARE = 0.03
 """Share of a run's time that evaluations take, where no interval is given."""
 
-FIRST, COMPILED = 30.0, 10.0
-"""Seconds of training before the first one, so that short runs have none; multiple of the first one's time, which
-compiles, before the second."""
+FIRST, LEAST, COMPILED = 30.0, 2.0, 10.0
+"""Seconds of training before the first one, so that short runs have none; least seconds between two; multiple of the
+first one's time, which compiles, before the second."""
 
 MOST = 100
 """Most evaluations of a run, where no interval is given."""
@@ -77,7 +77,7 @@ class Evaluations:
         self._pending = means(line)
         self._last, self._ended = counts["update"], time.perf_counter()
         took = self._ended - began
-        self._wait = max(2.0, took * COMPILED if first else took / SHARE)
+        self._wait = max(LEAST, took * COMPILED if first else took / SHARE)
 
     def taken(self, update: int) -> dict[str, float]:
         """Means that no record has yet, for the record of this update."""

@@ -83,7 +83,7 @@ DRIVEN, REACTING, REPLAYED, DRIFTING = range(4)
 
 
 class Partners(NamedTuple):
-    """Who drives the others of one world, and how those do that react. Tables need paths for all but the ego."""
+    """Drivers of the others of one world, and how those drive that react. Tables need paths for all but the ego."""
 
     kind: jax.Array  # int32 scalar
     pace: jax.Array  # of the logged speed, that a reactive vehicle strives for
