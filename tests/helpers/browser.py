@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
@@ -87,3 +90,12 @@ class Browser:
     def close(self) -> None:
         self._browser.close()
         self._playwright.stop()
+
+
+def opened() -> Iterator[Browser]:
+    """Browser for a module's tests, to be made a fixture of it; skips them where there is none."""
+    if (program := find()) is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is there")
+    browser = Browser(program)
+    yield browser
+    browser.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,7 @@ SHOWN = """
 """
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is there")
-    opened = Browser(PROGRAM)
-    yield opened
-    opened.close()
+page = pytest.fixture(scope="module")(browser.opened)
 
 
 def shown(page: Browser) -> tuple[int, str]:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -281,16 +280,8 @@ def test_the_assets_name_every_role_and_part_that_the_player_needs() -> None:
 
 # ------------------------------------------------------------------------------------------------- in a real browser
 
-PROGRAM = browser.find()
 
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is there")
-    opened = Browser(PROGRAM)
-    yield opened
-    opened.close()
+page = pytest.fixture(scope="module")(browser.opened)
 
 
 def driven(label: str, scene: str, speed: float, **events: int | None) -> Recording:

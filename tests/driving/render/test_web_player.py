@@ -5,7 +5,6 @@ Runs where a browser of Chromium's family is on the path. Pages are opened from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,6 @@ from longhaul.driving.render import save
 from longhaul.driving.render.recording import LIGHT, Recording, Verdict
 from tests.helpers import browser
 from tests.helpers.browser import Browser
-
-PROGRAM = browser.find()
-
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is there")
 
 HELPERS = """
 window.part = (role) => document.querySelector(`.player [data-role="${role}"]`);
@@ -46,12 +41,7 @@ window.scrub = (frame) => set("slider", frame, "input");
 """
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
-    assert PROGRAM is not None
-    opened = Browser(PROGRAM)
-    yield opened
-    opened.close()
+page = pytest.fixture(scope="module")(browser.opened)
 
 
 def recording(**changes: Any) -> Recording:
