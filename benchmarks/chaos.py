@@ -1,4 +1,4 @@
-"""Runs of every kind that are killed at random moments and under limits, and must end as if they were not.
+"""Runs of every kind that are killed at random moments, under limits and with a jumping clock, and must end as if not.
 
     python -m benchmarks.chaos --minutes 60 [--kinds ppo,actors] [--hits kill,descriptors] [--seed 0] [--json FILE]
 
@@ -7,7 +7,8 @@ process lives in a hit's circumstances (`HITS`) until a random moment, at which 
 time in four SIGTERM; of those that `longhaul launch` looks after, one alone every other time. The last start is left
 alone. Its run must end with exit code 0 and, where the kind is exact, with the parameters of the undisturbed one, bit
 for bit; no process may end by a traceback, nor outlive the others. The table has a row for each kind and hit. Two runs
-go on at once. Root's runs are those of users without rights, by setpriv.
+go on at once. Root's runs are those of users without rights, by setpriv. The clock jumps by `jumping_clock.c`, which is
+compiled at the start; there, too, no process may count as hung.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,12 @@ SMALL = "--num-envs 16 --num-steps 16 --hidden-dim 16 --num-layers 1 --evaluatio
 
 LONGEST = 300.0
 """Seconds after which a process that should end hangs."""
+
+FURTHEST = 86_400 * 10**9
+"""Nanoseconds that a clock may be wrong by, forward and back."""
+
+HUNG = "has not begun to work for|was silent for|heartbeat"
+"""Words of one who takes another process for hung, `longhaul launch`, a learner or JAX."""
 
 
 class Kind(NamedTuple):
@@ -81,6 +90,7 @@ class Hit(NamedTuple):
     """Circumstances of a process: limits that are set before it begins, something done while it lives."""
 
     limits: Mapping[str, int] = {}  # prlimit's names
+    jumps: bool = False  # its clock is wrong
     meanwhile: Callable[[Path, random.Random], None] = lambda folder, rng: None
     saves: bool = True  # False: some of a process's saves fail
 
@@ -91,11 +101,22 @@ def deny(folder: Path, rng: random.Random) -> None:
         (folder / "checkpoints").chmod(rng.choice([0o500, 0o700]))
 
 
+def jump(folder: Path, rng: random.Random) -> None:
+    """The clock of a run's processes, to any moment of the day before or after."""
+    with clock(folder).open("r+b") as moved:  # the processes have it in their memory
+        moved.write(struct.pack("q", rng.randrange(-FURTHEST, FURTHEST)))
+
+
+def clock(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.clock")
+
+
 HITS = {
     "kill": Hit(),
     "descriptors": Hit({"nofile": 64}),
     "disk": Hit({"fsize": 1 << 14}, saves=False),
     "memory": Hit({"as": 3 << 30}),
+    "clock": Hit(jumps=True, meanwhile=jump),
     "threads": Hit({"nproc": 200}),
     "permissions": Hit(meanwhile=deny, saves=False),
 }
@@ -111,7 +132,8 @@ DROPS = DROPS if os.getuid() == 0 and shutil.which("setpriv") else []
 
 def usable() -> list[str]:
     drops = os.getuid() != 0 or bool(DROPS)
-    return [name for name in HITS if drops or name not in ("threads", "permissions")]
+    missing = {"threads": not drops, "permissions": not drops, "clock": shutil.which("cc") is None}
+    return [name for name in HITS if not missing.get(name)]
 
 
 def main() -> int:
@@ -132,6 +154,8 @@ def main() -> int:
     turn, lock = turns(kinds, hits, random.Random(asked.seed)), Lock()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(asked.at_once) as pool:
         os.chmod(scratch, 0o777)
+        if "clock" in hits:
+            build_clock(Path(scratch))
         whole = dict(zip(kinds, pool.map(lambda kind: undisturbed(kind, Path(scratch)), kinds), strict=True))
         until = time.monotonic() + 60 * asked.minutes
 
@@ -150,6 +174,12 @@ def main() -> int:
     if asked.json:
         asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if any(row["wrong"] for row in rows) else 0
+
+
+def build_clock(scratch: Path) -> None:
+    """Compiles what moves the clocks of the runs of a folder."""
+    source, library = ROOT / "benchmarks" / "jumping_clock.c", scratch / "clock.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
 
 
 def turns(kinds: list[str], hits: list[str], rng: random.Random) -> Iterator[tuple[str, str, float]]:
@@ -191,6 +221,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     began, wrong, codes = time.monotonic(), "", Counter[int]()
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
+    clock(folder).write_bytes(bytes(8))
     kills = 0
     for _ in range(rng.randrange(1, 7)):
         process = start(kind, folder, HITS[hit])
@@ -200,6 +231,8 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         codes[code] += 1
         if "Traceback" in log(folder) and not killed:
             wrong = f"ended by a traceback with {code}: {log(folder)[-300:]!r}"
+        if HITS[hit].jumps and (hung := re.search(HUNG, log(folder))):
+            wrong = f"a process counts as hung: {log(folder)[hung.start() :][:300]!r}"
         if code == 0:
             break
     if (folder / "checkpoints").is_dir():
@@ -282,6 +315,8 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
         "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
+    if hit.jumps:
+        mine |= {"LD_PRELOAD": str(folder.with_name("clock.so")), "JUMPING_CLOCK": str(clock(folder))}
     limits = [f"--{name}={most}" for name, most in hit.limits.items()]
     with log_file(folder).open("wb") as said:
         return subprocess.Popen(

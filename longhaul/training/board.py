@@ -16,6 +16,7 @@ import hmac
 import io
 import json
 import math
+import re
 import sys
 import tempfile
 import threading
@@ -117,9 +118,8 @@ class Folder:
         folder = self.of(name)
         about, result = runs.document(folder / "run.json"), runs.document(folder / "result.json")
         findings: dict[Any, Any] = {}
-        health = folder / "health.jsonl"
-        for line in sinks.read(health) if health.is_file() else []:
-            findings[line.get("check"), line.get("since")] = line
+        for line in _records(folder / "health.jsonl"):
+            findings[str(line.get("check")), str(line.get("since"))] = line
         return {
             "summary": runs.summary(folder)._asdict(),
             "about": {key: value for key, value in about.items() if key != "run"},
@@ -146,8 +146,7 @@ class Folder:
 
     def evaluations(self, name: str) -> list[dict[str, Any]]:
         """Evaluations that a run has made so far."""
-        path = self.of(name) / runs.EVALUATIONS
-        return sinks.read(path) if path.is_file() else []
+        return _records(self.of(name) / runs.EVALUATIONS)
 
     def compared(self, names: Sequence[str], metric: str, axis: str) -> dict[str, Any]:
         """Runs beside each other: curves of one metric, differing settings, statistics over the seeds of a setting."""
@@ -172,6 +171,14 @@ class Folder:
             "lines": lines,
             "over": [[_short(part.tolist()) for part in each] for each in over],
         }
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Records of a file; none where it is missing or damaged, which the run's own commands tell."""
+    try:
+        return sinks.read(path)
+    except (OSError, ValueError):
+        return []
 
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
@@ -291,7 +298,8 @@ class Answers:
             stream = self._of_list()
         else:
             self.folder.of(name)
-            stream = self._of_run(name, int(request.query_params.get("count", 0)))
+            count = request.query_params.get("count", "0")
+            stream = self._of_run(name, int(count) if re.fullmatch("[0-9]{1,15}", count) else 0)
         return self._as.StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def _of_list(self) -> AsyncIterator[str]:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,6 +38,9 @@ from longhaul.weight_sync.transports.folder import FolderTransport
 
 FILE = "publish.json"
 """File of a run's folder with its `Publishing`."""
+
+EPOCH = "publish_epoch"
+"""File of a run's folder with the epoch of the newest trainer that published it."""
 
 FOLDER = "weights"
 """Folder of a run's versions, where it publishes to `run`."""
@@ -118,6 +122,17 @@ def save(folder: Path, publishing: Publishing | None) -> None:
         (folder / FILE).unlink(missing_ok=True)
 
 
+def next_epoch(folder: Path) -> int:
+    """Epoch of a trainer that starts now: the time in nanoseconds, but above the last one if the clock went back."""
+    try:
+        before = int((folder / EPOCH).read_bytes()[:32])
+    except (OSError, ValueError):
+        before = -1
+    epoch = max(time.time_ns(), before + 1)
+    files.write(folder / EPOCH, f"{epoch}\n")
+    return epoch
+
+
 class Form(NamedTuple):
     """Form in which a policy is published."""
 
@@ -181,7 +196,7 @@ def publishing(
                     else transports.serve(where, token)
                 )
                 closed.callback(opened[-1].close)
-            publisher = Publisher(folder.name, transports=opened, settings=SETTINGS)
+            publisher = Publisher(folder.name, epoch=next_epoch(folder), transports=opened, settings=SETTINGS)
             closed.callback(publisher.close, 0.0)  # a finished run has drained it; an error ends it at once
             note(f"publishes its policy to {', '.join(transport.address for transport in opened)}")
             producer = closed.enter_context(Producer(publisher, take, note))

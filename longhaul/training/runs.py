@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import files
+from longhaul.runtime import bounded_json, files
 from longhaul.runtime.errors import RunError
 from longhaul.training import store
 
@@ -35,6 +35,16 @@ WHOLE = 16 << 20
 """Bytes of the log up to which curves read every line; of a longer one `LINES` lines at even distances."""
 
 LINES = 4000
+
+MOST_DOCUMENT = 64 << 20
+"""Bytes of memory of a run's JSON file, the result of a thousand members included."""
+
+LINE = 1 << 16
+"""Bytes of a record; what is longer is none of ours."""
+
+MOST_VALUES = 1 << 22
+"""Values of all curves of a run, records times metrics: more than a log of `WHOLE` bytes has. A log of a stranger may
+have a metric more in each line."""
 
 RECENT = 60.0
 """Seconds since the last record within which a run of another machine counts as running."""
@@ -53,7 +63,7 @@ AXES = ("agent_steps", "wall_seconds", "update")
 
 RETURN = "episode/return"
 
-NUMBER = rb'": (-?[0-9.eE+-]+)'
+NUMBER = rb'": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?![0-9.eE+-])'
 STEPS, VALUE = re.compile(rb'"agent_steps' + NUMBER), re.compile(rb'"episode/return' + NUMBER)
 
 
@@ -115,11 +125,9 @@ def trains(folder: Path) -> bool:
 def document(path: str | Path) -> dict[str, Any]:
     """Object of a JSON file; empty where there is none, or it is damaged."""
     try:
-        with open(path, "rb") as file:
-            value = json.loads(file.read())
+        return bounded_json.read(Path(path), MOST_DOCUMENT)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -152,6 +160,7 @@ def _summary(folder: Path, running: bool) -> Summary:
         status = "done"
     else:
         status = "running" if _is_remote(folder) and time.time() - updated < RECENT else "stopped"
+    members = found if isinstance(found := result.get("members"), list) else []
     trained = _dictionary(_dictionary(result.get("evaluation")).get("trained")).get("return")
     return Summary(
         name=folder.name,
@@ -159,7 +168,8 @@ def _summary(folder: Path, running: bool) -> Summary:
         environment=str(environment.get("env") or environment.get("task") or environment.get("kind", "")).lower(),
         algorithm=str(algorithm.get("kind", "ppo" if run else "")),
         seed=int(_number(run.get("seed")) or 0),
-        members=len(result.get("members") or ()) or int(_number(_dictionary(run.get("population")).get("seeds")) or 1),
+        members=len(members if isinstance(members := result.get("members"), list) else ())
+        or int(_number(_dictionary(run.get("population")).get("seeds")) or 1),
         status=status,
         steps=int(_number(last.get("agent_steps")) or 0),
         total_steps=int(_number(run.get("total_steps")) or 0),
@@ -195,12 +205,18 @@ def _glance(path: str) -> tuple[dict[str, Any], list[float]]:
                 tail = reversed(ends[1:])
     except OSError:
         return {}, []
-    last: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        last = _dictionary(json.loads(ends[-1])) if ends else {}
+    last = (_record(ends[-1]) if ends else None) or {}
     spark = [float(match[1]) for line in chosen if (match := VALUE.search(line))]
     newest = next((float(match[1]) for line in tail if (match := VALUE.search(line))), None)
     return last, spark if newest is None or spark[-1:] == [newest] else [*spark, newest]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Record of a line; None where it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line) if len(line) <= LINE else None
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _even(count: int, most: int) -> list[int]:
@@ -239,7 +255,10 @@ def _is_locked(folder: str | Path, locks: set[int] | None) -> bool:
 
 def _number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number of 400 digits
+        return None
     return float(value) if known else None
 
 
@@ -272,6 +291,7 @@ class Curves:
         with open(self._path, "rb") as file:
             size, number = os.fstat(file.fileno()).st_size, file.fileno()
             same = os.pread(number, len(self._before), self._read - len(self._before)) == self._before
+            same = same and (size <= WHOLE or self.count * len(self._columns) <= MOST_VALUES // 2)
             anew = self.count > 0 and not same
             if not same:
                 self._clear()
@@ -291,17 +311,17 @@ class Curves:
         return anew
 
     def _add(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
+        record = _record(line)
+        if record is None:
             return
-        if not isinstance(record, dict):
+        values = {name: value for name, value in record.items() if isinstance(value, int | float) or value is None}
+        fresh = sum(name not in self._columns for name in values)
+        if (len(self._columns) + fresh) * (self.count + 1) > MOST_VALUES:
             return
-        for name, value in record.items():
-            if isinstance(value, int | float) or value is None:
-                column = self._columns.setdefault(name, [])
-                column += [math.nan] * (self.count - len(column))
-                column.append(math.nan if value is None else value)
+        for name, value in values.items():
+            column = self._columns.setdefault(name, [])
+            column += [math.nan] * (self.count - len(column))
+            column.append(math.nan if (known := _number(value)) is None else known)
         self.count += 1
         self.records.append(record)
 

@@ -57,6 +57,17 @@ def test_evaluations_are_answered_as_they_come(folder: Path) -> None:
     assert asked.get("/api/run/a/evaluations").json() == [line]
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000 + "\n", '{"check": [], "since": {}, "update": 1-2}\n', '{"update": 1}\nnull\n']
+)
+def test_a_strangers_run_is_answered_for(text: str, folder: Path) -> None:
+    for file in ("run.json", "result.json", "metrics.jsonl", "health.jsonl", runs.EVALUATIONS, "memory.json"):
+        (folder / "a" / file).write_text(text)
+        asked = client(folder)
+        for path in ("/api/runs", "/api/run/a", "/api/run/a/curves", "/api/run/a/evaluations", "/api/compare?run=a"):
+            assert asked.get(path).status_code == 200, (file, path)
+
+
 def test_only_runs_and_its_own_assets_are_reached(folder: Path) -> None:
     asked = client(folder / "b")  # beside it is what must not be reached
     for path in (

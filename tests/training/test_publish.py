@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,19 @@ def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tm
     assert seen == [2, 4, 8]
     found, values = held(tmp_path / "weights")  # what is told last is on the disk at the end
     assert found.version == 8 and values["n"] == 8
+
+
+def test_a_trainer_that_starts_after_the_clock_went_back_has_a_later_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish.save(tmp_path, Publishing(("run",)))
+    for now in (5_000, 2_000, 9_000):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        with publish.publishing(tmp_path, small(), lambda state: state, meshes.make_mesh(1), lambda line: None) as tell:
+            tell(1, 1, {"w": jnp.float32(now)})
+        found, tensors = held(tmp_path / "weights")
+        assert tensors["w"] == now
+        assert found.epoch == {2_000: 5_001}.get(now, now)
 
 
 def test_a_copy_outlives_the_state_it_was_taken_of() -> None:

@@ -154,6 +154,32 @@ def test_a_log_that_is_too_long_is_sampled_evenly(tmp_path: Path, monkeypatch: p
     assert not curves.update() and curves.column("update")[-1] == 5001
 
 
+HUGE = "9" * 400
+STRANGE = {
+    "deep": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}\n",
+    "huge": f'{{"update":1,"agent_steps":{HUGE},"episode/return": {HUGE},"run":{{"seed":{HUGE}}},"members":7}}\n',
+    "odd": '{"update": [], "agent_steps": 1e999, "episode/return": 1-2, "run": {"environment": 3}}\n',
+    "columns": "".join(f'{{"a{i}":1}}\n' for i in range(8000)),  # 32 million values
+    "wide": "{" + ",".join(f'"a{i}":1' for i in range(600_000)) + "}\n",
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strangers_run_is_listed_beside_ours_within_bounds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_VALUES", 100_000)
+    make(tmp_path / "a"), make(tmp_path / "b")
+    for file in ("run.json", "metrics.jsonl", "result.json"):
+        (tmp_path / "a" / file).write_text(STRANGE[name])
+        assert {each.name for each in runs.summaries(tmp_path)} == {"a", "b"}
+        curves = runs.Curves(tmp_path / "a")
+        curves.update()
+        columns = {metric: curves.column(metric) for metric in curves.names}
+        assert sum(map(len, columns.values())) <= runs.MOST_VALUES
+        assert len(runs.config(tmp_path / "a")) < 100
+
+
 def test_settings_are_flat(tmp_path: Path) -> None:
     assert runs.config(make(tmp_path / "a", lr=0.5)) == {
         "environment.kind": "Named", "environment.env": "cartpole", "algorithm.kind": "ppo", "algorithm.lr": 0.5,
