@@ -160,7 +160,8 @@ def _summary(folder: Path, running: bool) -> Summary:
         status = "done"
     else:
         status = "running" if _is_remote(folder) and time.time() - updated < RECENT else "stopped"
-    members = found if isinstance(found := result.get("members"), list) else []
+    several = result.get("members")
+    members = several if isinstance(several, list) else []
     trained = _dictionary(_dictionary(result.get("evaluation")).get("trained")).get("return")
     return Summary(
         name=folder.name,
