@@ -169,8 +169,7 @@ def _summary(folder: Path, running: bool) -> Summary:
         environment=str(environment.get("env") or environment.get("task") or environment.get("kind", "")).lower(),
         algorithm=str(algorithm.get("kind", "ppo" if run else "")),
         seed=int(_number(run.get("seed")) or 0),
-        members=len(members if isinstance(members := result.get("members"), list) else ())
-        or int(_number(_dictionary(run.get("population")).get("seeds")) or 1),
+        members=len(members) or int(_number(_dictionary(run.get("population")).get("seeds")) or 1),
         status=status,
         steps=int(_number(last.get("agent_steps")) or 0),
         total_steps=int(_number(run.get("total_steps")) or 0),
