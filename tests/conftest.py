@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 # Before JAX starts, and inherited by the processes that tests start. NPROC sizes XLA's pool of CPU threads (otherwise:
@@ -46,6 +47,8 @@ if os.environ.get("QUICK_COMPILE"):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 DEVICES = 4
+RESIDENT = 2 << 30
+"""Memory of a worker from which on it keeps no program of an earlier file, bytes: one grew to 5.8 GB."""
 
 import jax  # noqa: E402  (the environment must be set first)
 
@@ -121,6 +124,15 @@ def quick_runs() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         yield patch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """What JAX keeps of a file's programs goes at its end, where a worker has grown beyond `RESIDENT` by them."""
+    yield
+    if psutil.Process().memory_info().rss > RESIDENT:
+        jax.clear_caches()
+        gc.collect()  # which the thresholds above all but leave out
 
 
 @pytest.fixture

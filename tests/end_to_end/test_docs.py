@@ -42,7 +42,7 @@ def run_blocks(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
 @pytest.mark.parametrize(
     ("name", "result"),
     [
-        ("add-an-environment", "mean_length"),
+        pytest.param("add-an-environment", "mean_length", marks=pytest.mark.slow),
         ("add-an-algorithm", "probe"),
         ("environments", "mean_return"),
         pytest.param("python", "corridor", marks=pytest.mark.slow),
@@ -67,6 +67,7 @@ def test_the_example_of_the_first_page_trains_and_acts(monkeypatch: pytest.Monke
     assert names["action"] == 1  # to the right, where the reward is
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_on_weights_move_them() -> None:
     """A publisher, and a receiver beside it; then a delta. The third block needs a server of vLLM."""
     publisher, receiver, _, delta = BLOCK.findall((ROOT / "docs/sync.md").read_text())
@@ -129,6 +130,7 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path)]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}

@@ -124,6 +124,7 @@ def assert_as_if_nothing_had_been(folder: Path, whole: Path) -> None:
     assert records(folder) == records(whole)
 
 
+@pytest.mark.slow
 def test_one_hit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are killed, and a bit of the newest checkpoint is flipped: they go on from the one before."""
     monkeypatch.setattr(loop, "evaluations", lambda *_: iter(()))  # which the hits of the slow tests go through, too

@@ -119,6 +119,7 @@ def test_numbers_are_those_of_whole_parameters(pair: tuple[Made, Made]) -> None:
     assert split.rows[fused.FINITE].all()
 
 
+@pytest.mark.slow
 def test_one_shard_may_be_of_several_devices() -> None:
     """Over one shard nothing is averaged: the compiler would have no groups to do it in."""
     whole, split = make(cartpole(devices=1)), make(cartpole(devices=1, model=2))

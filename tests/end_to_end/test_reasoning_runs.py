@@ -436,6 +436,7 @@ def test_countdown_is_imitated_and_rewarded(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- a pretrained model
 
 
+@pytest.mark.slow
 def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

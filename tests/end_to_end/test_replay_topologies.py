@@ -66,6 +66,7 @@ def by_actors(
     return state, algorithm, rows
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_without_staleness_it_is_fused_bit_for_bit() -> None:
     """Parameters, targets, moments, both rings and what of them is sampled first."""

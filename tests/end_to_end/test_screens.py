@@ -61,6 +61,7 @@ def test_ctrl_c_is_answered_at_once_and_saves(tmp_path: Path) -> None:
     assert "go on with --resume a" in pictures[-1].text.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_no_run_and_its_folder_says_so(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "longhaul", "train", "cartpole", "--total-steps", "40_960", "--run-name", "a",
              "--evaluation-episodes", "1"]  # fmt: skip

@@ -87,8 +87,9 @@ STARTS: dict[tuple[int, int], Any] = {}
 NUMBERS = itertools.count()
 
 
-def make_quick(patch: pytest.MonkeyPatch) -> None:
-    """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end.
+def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
+    """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end,
+    unless they are to be `evaluated`.
 
     Compiling takes far longer than these runs do. Those in CartPole share it with the tests of other files, too; in
     environments that a test has changed, only until `patch` is undone. The stand-in of an evaluation tells policies
@@ -125,7 +126,8 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
             yield name, {"digest": params_sha256(params)}, []
 
     patch.setattr(loop, "assemble", assemble_once)
-    patch.setattr(loop, "evaluations", digests)
+    if not evaluated:
+        patch.setattr(loop, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

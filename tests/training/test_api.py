@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import longhaul
 from longhaul.cli.main import main
 from longhaul.training import api
 from tests.helpers import own_environments as own
+from tests.helpers.small_runs import make_quick
 
 HERE = "tests.helpers.own_environments"
 SMALL: dict[str, Any] = {
@@ -26,6 +28,13 @@ SMALL: dict[str, Any] = {
     "block": 1,
     "log_interval": 1,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch, evaluated=True)
+        yield
 
 
 @pytest.fixture(scope="module")
