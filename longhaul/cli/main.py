@@ -21,7 +21,7 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import FlagError
 from longhaul.cli.tables import BAD_INPUT, FAILED, say
 from longhaul.runtime.launch.process import end_with_parent
-from longhaul.runtime.signals import watching
+from longhaul.runtime.signals import AT_WORK, watching
 from longhaul.telemetry import screen
 
 COMMANDS = {
@@ -84,8 +84,8 @@ LONGEST = 600
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command; -> its exit code. `words` default to those of the process."""
-    words = list(sys.argv[1:] if words is None else words)
+    """Runs one command; -> its exit code. `words` default to those of the process, which then ends with it."""
+    own, words = words is None, list(sys.argv[1:] if words is None else words)
     end_with_parent()  # before what is heavy is imported, which takes a while
     debug = "--debug" in words
     # Before anything loads it: its threads gain nothing here and cost seconds where cores are busy, and the last bits
@@ -97,6 +97,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()
+        if own and any(thread.name.startswith(AT_WORK) for thread in threading.enumerate()):
+            sys.stderr.flush()
+            os._exit(code)
         return code
     except SystemExit as end:  # after a help
         return end.code if isinstance(end.code, int) else 0

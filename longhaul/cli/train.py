@@ -118,14 +118,14 @@ def _train(words: Sequence[str]) -> int:
 
         folder, outcome = api.begin(
             run, Path(parsed.values["runs-dir"]), name=parsed.values["run-name"], suffix=parsed.values["run-suffix"],
-            asked=run_flags.asked(run, parsed), prepare=prepare,
+            asked=run_flags.asked(run, parsed), prepare=prepare, sole=True,
         )  # fmt: skip
     else:
         tracking.save(folder, tracked)
         publish.save(folder, published)
         print(store.shown(folder), flush=True)
         asked, edited = run_flags.asked(run, parsed), parsed.values["take-edits"]
-        outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited)
+        outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited, sole=True)
     if outcome.result is not None:
         with screen.outlasting(folder):
             show_result(outcome.result)

@@ -21,6 +21,10 @@ MOMENT = 0.5
 
 STOPS = signal.SIGINT, signal.SIGTERM
 
+AT_WORK = "actor"
+"""First word of the names of daemon threads that compiled code may hold up for minutes. An interpreter that ends while
+one of them is there crashes when it comes back, so a process then ends without the interpreter (`cli.main`)."""
+
 
 class Stopped(Exception):
     """A signal ended the run after `done` updates, which are saved."""
@@ -34,11 +38,13 @@ class Stop:
     """Record of SIGINT or SIGTERM. A second one, after the same moment, ends the process at once (`heard`).
 
     The run ends where it checks the record, so that finished work is saved first. Within `at_once` a signal raises
-    KeyboardInterrupt; not during compilation, which JAX may answer by a crash at the end of the process.
+    KeyboardInterrupt; not during compilation, which JAX may answer by a crash at the end of the process. There a
+    process that is the run's alone ends by `leave`.
     """
 
     def __init__(self, answer: Callable[[str], None] = lambda line: None) -> None:
         self.ending = "stopping after this stage"  # what the run answers the first signal
+        self.leave: Callable[[], None] | None = None  # ends the process; set while there is nothing to save
         self.signal: int | None = None
         self._answer = answer
         self._first: float | None = None
@@ -59,7 +65,10 @@ class Stop:
             return
         if self._first is None:
             self._first = now
-            if not self._raises:  # in a thread: a terminal that stands still must not hold up the second signal
+            if self.leave is not None and not self._raises:
+                self.signal = self.signal or number
+                self.leave()
+            elif not self._raises:  # in a thread: a terminal that stands still must not hold up the second signal
                 line = f"{signal.Signals(number).name}: {self.ending}; again to leave now"
                 threading.Thread(target=self._answer, args=[line], daemon=True).start()
         elif now - self._first >= MOMENT:

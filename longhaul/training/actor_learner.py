@@ -102,9 +102,14 @@ class Opened(NamedTuple):
 
 
 def opened(
-    run: Run, assembly: Assembly, prepared: CompiledActorLearner, progress: Progress, closed: ExitStack
+    run: Run,
+    assembly: Assembly,
+    prepared: CompiledActorLearner,
+    progress: Progress,
+    closed: ExitStack,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> Opened:
-    """Start a run's actors; closing `closed` stops them."""
+    """Start a run's actors; closing `closed` stops them. Once `leaving`, calls end instead of waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
     def make(actor: int) -> Collect:
@@ -118,7 +123,8 @@ def opened(
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
     publish = learner.weights_of(assembly.algorithm)
-    calls = learner.actors(prepared.update, assembly.mesh, pool, progress, publish, updates=assembly.updates)
+    calls = learner.actors(prepared.update, assembly.mesh, pool, progress, publish, updates=assembly.updates,
+                           leaving=leaving)  # fmt: skip
     return Opened(pool, calls)
 
 
@@ -129,11 +135,13 @@ def calls(
     prepared: CompiledActorLearner,
     progress: Progress,
     note: Callable[[str], None],
+    leaving: Callable[[], bool] = lambda: False,
 ) -> Generator[tuple[Progress, int, Metrics]]:
-    """All remaining updates, as in `fused.fused`. Notes news of actors and writes `LIVE`. Closing it stops them."""
+    """All remaining updates, as in `fused.fused`, or those until `leaving`. Notes news of actors and writes `LIVE`.
+    Closing it stops them."""
     with ExitStack() as closed:
         closed.callback((folder / LIVE).unlink, missing_ok=True)
-        pool, updates = opened(run, assembly, prepared, progress, closed)
+        pool, updates = opened(run, assembly, prepared, progress, closed, leaving)
         written = 0.0
         for progress, n, rows in updates:
             while pool.news:

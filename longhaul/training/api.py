@@ -57,11 +57,12 @@ def begin(
     asked: Mapping[str, Any],
     prepare: Callable[[Path], None] = lambda folder: None,
     callback: Callback | None = None,
+    sole: bool = False,
 ) -> tuple[Path, Outcome]:
     """(folder, outcome) of a new run, trained to its end. Whoever has read the folder's name can resume the run.
 
     `asked` are the settings that its user gave; `prepare` is called with the folder before anything else is there. A
-    run that is refused before it began (by a damaged log, say) leaves no folder.
+    run that is refused before it began (by a damaged log, say) leaves no folder. `sole` is as in `loop.train`.
     """
     task = run.environment
     if isinstance(task, Named):
@@ -81,7 +82,7 @@ def begin(
         prepare(folder)
         save_run(folder, run, about)
         print(store.shown(folder), flush=True)
-        return folder, loop.train(run, folder, resumed=False, source=source, callback=callback)
+        return folder, loop.train(run, folder, resumed=False, source=source, callback=callback, sole=sole)
     except (ValueError, OSError):
         if {path.name for path in folder.iterdir()} <= BEFORE:
             shutil.rmtree(folder)

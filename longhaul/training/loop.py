@@ -94,6 +94,7 @@ def train(
     asked: Mapping[str, Any] | None = None,
     callback: Callback | None = None,
     edited: bool = False,
+    sole: bool = False,
 ) -> Outcome:
     """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
@@ -103,17 +104,19 @@ def train(
     result.
 
     Updates that are not finite are rolled back; RunError when rollbacks run out. A signal before the folder holds a
-    run raises KeyboardInterrupt, as without this function.
+    run raises KeyboardInterrupt, as without this function. If this process has nothing but the run to do (`sole`), a
+    signal ends it at once with code STOPPED while it compiles or evaluates, which no exception could interrupt.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
     with alone(folder), screen.outlasting(folder), listening(_say) as stop, _mirrored(folder, stop):
+        sole = sole and not process_group.together() and store.of(folder) is None
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
             for turn in itertools.count():
                 try:
                     result = _train(
                         run, folder, stop, source, asked or {}, callback, resumed=resumed, turn=turn, detours=detours,
-                        edited=edited,
+                        edited=edited, sole=sole,
                     )  # fmt: skip
                     return Outcome(0, result)
                 except Poisoned as poisoned:
@@ -123,14 +126,27 @@ def train(
                 _say(line)
                 source, resumed = None, True
         except Stopped as stopped:
-            where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
+            _farewell(stop, folder, stopped.done)
         except KeyboardInterrupt:
             if not stop.asked or not (folder / "run.json").exists():
                 raise
-            where = "nothing was left to save"
-        who = stop.who()
-        _say(f"{who}: {where}; go on with --resume {called(folder)}")
+            _say(f"{stop.who()}: nothing was left to save; go on with --resume {called(folder)}")
         return Outcome(STOPPED, None)
+
+
+def _farewell(stop: Stop, folder: Path, done: int) -> None:
+    where = f"saved after update {done}" if done else "stopped before its first update"
+    _say(f"{stop.who()}: {where}; go on with --resume {called(folder)}")
+
+
+def _leaving(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
+    """Function that ends the process while all of its work is on disk, from any thread."""
+
+    def leave() -> None:
+        _farewell(stop, folder, done)
+        os._exit(STOPPED)
+
+    return leave
 
 
 def _mirrored(folder: Path, stop: Stop) -> AbstractContextManager[None]:
@@ -150,6 +166,7 @@ def _train(
     turn: int,
     detours: int,
     edited: bool,
+    sole: bool,
 ) -> dict[str, Any]:
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     done = folder / "result.json"
@@ -200,6 +217,8 @@ def _train(
             save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
         for line in decided:
             _say(line)
+        if sole:
+            stop.leave = _leaving(stop, folder, found.step if found is not None else 0)
         with screen.stage("making the networks and the first worlds"), clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
             progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
@@ -232,6 +251,8 @@ def _train(
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
                 raise
+        if sole:
+            stop.leave = _leaving(stop, folder, assembly.updates)
         policy = _on_host(assembly.policy(progress.state), assembly.mesh)
         if process_group.index() > 0:
             return {}
@@ -351,7 +372,7 @@ class Loop:
             clock.train()
             saved_at = time.perf_counter()
             waiting: tuple[int, int, Any] | None = None
-            self.stop.ending = "saving after this call"
+            self.stop.ending, self.stop.leave = "saving after this call", None
             self.tell(heartbeat.WORKS)
             for self.progress, n, rows in closed.enter_context(closing(self._calls(program))):
                 publish(done + n, n, self.progress.state)
@@ -375,6 +396,11 @@ class Loop:
                     self._save(done, last=stopping or done == assembly.updates)
                 if stopping:
                     break
+            if done < assembly.updates and not stopping:  # actors were left alone at their work
+                stopping = True
+                if waiting is not None:
+                    log(*waiting)
+                    self._save(done, last=True)
             self.tell(heartbeat.RESTS)
             with screen.stage("saving"):
                 self.checkpoints.wait()
@@ -398,7 +424,8 @@ class Loop:
         """All remaining calls of the run's topology, as in `fused.fused`."""
         run, assembly, feeding, progress = self.run, self.assembly, self.feeding, self.progress
         if run.topology == "actors":
-            yield from actor_learner.calls(run, self.folder, assembly, program, progress, self.out.note)
+            leaving = (lambda: False) if assembly.mesh.is_multi_process else lambda: self.stop.asked
+            yield from actor_learner.calls(run, self.folder, assembly, program, progress, self.out.note, leaving)
             return
         if run.topology == "central":
             yield from inference_server.calls(run, assembly, program, progress, self.out.note)

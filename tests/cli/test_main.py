@@ -169,6 +169,21 @@ def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_command_does_not_wait_for_threads_in_compiled_code() -> None:
+    """An interpreter that ends waits for no daemon, and crashes when one comes back to it."""
+    program = """
+import atexit, sys, threading, time
+from longhaul.cli.main import main
+atexit.register(print, "the interpreter ends")
+if len(sys.argv) > 2:
+    threading.Thread(target=time.sleep, args=[60.0], name=sys.argv.pop(), daemon=True).start()
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", program, "version"]
+    plain, left = (subprocess.check_output([*command, *more], text=True) for more in ([], ["actor 0"]))
+    assert plain == f"{left}the interpreter ends\n"
+
+
 @pytest.mark.slow
 def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:
     words = "train cartpole --total-steps 400000000 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"

@@ -4,11 +4,13 @@ whose completions the host checks: a loaded model on a file of questions, countd
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from longhaul.reasoning import huggingface, problem_sets, sampler, tasks, tokeni
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import evaluate, loop, publish, reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
@@ -436,25 +439,28 @@ def test_countdown_is_imitated_and_rewarded(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- a pretrained model
 
 
+def adapting(folder: Path, updates: int = 2, **task: Any) -> Run:
+    """Run on sums of reasoning-gym by LoRA of a tiny model, which is written to `folder`."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    small_chat.write(folder)
+    sums = Reasoning(
+        task="reasoning-gym:chain_sum", task_settings="min_terms=2,max_terms=2,min_digits=1,max_digits=1", problems=8,
+        template="{question}", stop="\\n", chat=True, **task,
+    )  # fmt: skip
+    algorithm = GRPOConfig(group=4, lr=1e-2, num_minibatches=1, model_folder=str(folder), model=ModelConfig(lora=2))
+    return small(
+        environment=sums, algorithm=algorithm, num_steps=5, total_steps=updates * 8 * 5, topology="actors",
+        acting=ActorConfig(actor_kind="thread", actors=1), evaluation_episodes=4, save_interval=None,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By LoRA in its chat template; the exported folder answers like the run."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    small_chat.write(tmp_path / "model")
-    sums = Reasoning(
-        task="reasoning-gym:chain_sum", task_settings="min_terms=2,max_terms=2,min_digits=1,max_digits=1", problems=8,
-        template="{question}", stop="\\n", chat=True,
-    )  # fmt: skip
-    algorithm = GRPOConfig(
-        group=4, lr=1e-2, num_minibatches=1, model_folder=str(tmp_path / "model"), model=ModelConfig(lora=2)
-    )
-    run = small(
-        environment=sums, algorithm=algorithm, num_steps=5, total_steps=2 * 8 * 5, topology="actors",
-        acting=ActorConfig(actor_kind="thread", actors=1), evaluation_episodes=4,
-    )  # fmt: skip
+    run = adapting(tmp_path / "model")
     (folder := tmp_path / "run").mkdir()
     publish.save(folder, Publishing(("run",)))
     loop.train(run, folder, resumed=False)
@@ -483,6 +489,34 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
         for made, params in ((plain, merged), (config, policy.params))
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_of_lora_and_tools_that_stops_while_it_samples_ends_as_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It saves at once, without the completions that its actor is at."""
+    run, take, calls = adapting(tmp_path / "model", 4, tools="calculator"), ActorPool.take, itertools.count(1)
+    folder = tmp_path / "stopped"
+    assert begin(run, tmp_path / "whole").code == 0
+
+    def stopped(pool: ActorPool, leaving: Callable[[], bool]) -> Any:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return take(pool, leaving)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActorPool, "take", stopped)
+        assert begin(run, folder).code == loop.STOPPED
+    assert f"SIGTERM: saved after update 2; go on with --resume {folder}\n" in capfd.readouterr().err
+    assert resume(folder).code == 0
+    seen = [
+        [{k: v for k, v in row.items() if not k.startswith("actors/")} for row in records(where)]
+        for where in (folder, tmp_path / "whole")
+    ]
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 4
+    assert result(folder)["params_sha256"] == result(tmp_path / "whole")["params_sha256"]
 
 
 @pytest.mark.parametrize(

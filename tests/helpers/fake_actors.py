@@ -88,6 +88,7 @@ def learn(
     for version in range(updates):
         before(version)
         batch = mine.take()
+        assert batch is not None
         for place, (data, acted, score, head) in enumerate(zip(*batch.data, batch.scores[0], batch.heads)):
             assert (int(acted), int(score)) == (head.version, version)
             total = (total * 13 + int(data.sum()) * (place + 1)) % 1_000_003

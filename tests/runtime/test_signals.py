@@ -45,6 +45,13 @@ def test_the_second_signal_ends_a_process_that_is_in_c(number: int) -> None:
         assert process.wait(10) == -number
 
 
+def test_a_signal_ends_a_process_with_nothing_to_save_though_it_is_in_c() -> None:
+    program = "with signals.listening() as stop: stop.leave = lambda: os._exit(75); work()"
+    with busy(program) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 75
+
+
 def test_ctrl_c_ends_a_command_that_is_in_c_and_does_not_train() -> None:
     with busy("with main._ending_at_once(): work()") as process:
         process.send_signal(signal.SIGINT)

@@ -14,6 +14,7 @@ A reply that arrives after its actor was given up is ignored.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import pickle
@@ -29,6 +30,7 @@ from longhaul.runtime.heartbeat import SILENCE, Silence
 from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.launch.process import Process
 from longhaul.runtime.shared_memory import Wakeup, wakeup
+from longhaul.runtime.signals import AT_WORK
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner import actor as actors
 from longhaul.topologies.actor_learner import shared_buffers as buffers
@@ -58,6 +60,7 @@ class ActorThread:
     ) -> None:
         self._failed: str | None = None
         self._orders = orders
+        self._closed = shared.closed
 
         def run() -> None:
             try:
@@ -70,7 +73,7 @@ class ActorThread:
                 self._failed = "it failed"
                 learner.wake()
 
-        self._thread = threading.Thread(target=run, name=f"actor {actor}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"{AT_WORK} {actor}", daemon=True)
         self._thread.start()
 
     def ended(self) -> str | None:
@@ -81,7 +84,7 @@ class ActorThread:
         self._orders.wake()
 
     def end(self, within: float = 0.0) -> None:
-        self.join(max(within, SILENCE))
+        self.join(within if self._closed[0] else max(within, SILENCE))
 
     def join(self, within: float | None = None) -> None:
         self._orders.wake()
@@ -252,13 +255,15 @@ class ActorPool:
         self._hand_out()
         self._watch(time.monotonic())
 
-    def take(self) -> Batch:
-        """Next batch of the learner; waits until it is complete."""
+    def take(self, leaving: Callable[[], bool] = lambda: False) -> Batch | None:
+        """Next batch of the learner; waits until it is complete, or returns None once `leaving`."""
         began = time.perf_counter()
         while True:
             self._drain()
             if self.book.whole:
                 break
+            if leaving():
+                return None
             self._learner.wait(WATCH)
             now = time.monotonic()
             if now - self._looked >= WATCH:
@@ -321,7 +326,7 @@ class ActorPool:
         return tuple(self.shared.weights.held(newest - back) for back in range(self.rule.pinned, 0, -1))
 
     def close(self) -> None:
-        """End all actors and free the shared memory."""
+        """End all actors and free the shared memory, which a thread that is still at work keeps."""
         self.shared.closed[0] = 1
         for door in self._orders:
             door.wake()
@@ -331,10 +336,22 @@ class ActorPool:
             starts = self.shared.vitals[actor, buffers.STATE] == buffers.STARTS
             return 0.0 if starts else max(0.0, deadline - time.monotonic())
 
+        handles = self._actors.handles()
         self._actors.close(within)
-        for door in (*self._orders, self._learner):
-            door.close()
-        os.close(self._memory)
+        working = [each for each in handles if isinstance(each, ActorThread) and each.ended() is None]
+
+        def free() -> None:
+            for thread in working:
+                thread.join()
+            for door in (*self._orders, self._learner):
+                door.close()
+            os.close(self._memory)
+
+        if not working:
+            return free()
+        last = threading.Thread(target=free, name=f"{AT_WORK}s", daemon=True)
+        last.start()
+        atexit.register(last.join)  # in a user's own program; the command ends without the interpreter
 
     # ------------------------------------------------------------------------------------------------------ inside
 

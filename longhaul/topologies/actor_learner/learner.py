@@ -213,11 +213,12 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 
 def actors(
     update: jax.stages.Compiled, mesh: Mesh, pool: ActorPool, progress: Progress,
-    publish: Callable[[PyTree], np.ndarray], *, updates: int,
+    publish: Callable[[PyTree], np.ndarray], *, updates: int, leaving: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Progress, int, Metrics]]:  # fmt: skip
     """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
-    `progress` and its carry are donated when the iterator advances: save them before.
+    `progress` and its carry are donated when the iterator advances: save them before. Once `leaving`, it ends and waits
+    for no batch.
     """
     pinned = pool.rule.pinned
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
@@ -230,7 +231,9 @@ def actors(
     state, key, count = progress.state, progress.key, progress.updates
     meter = _Meter(pool)
     while done < updates:
-        batch = pool.take()
+        batch = pool.take(leaving)
+        if batch is None:
+            return
         data, scores = jax.device_put((batch.data, batch.scores), layout)
         state, count, rows, made = update(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]

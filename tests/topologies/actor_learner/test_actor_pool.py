@@ -14,13 +14,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from longhaul.cli import status
-from longhaul.runtime import heartbeat
+from longhaul.runtime import heartbeat, signals
 from longhaul.topologies import actor_process
+from longhaul.topologies.actor_learner import actor_pool
 from longhaul.topologies.actor_learner import shared_buffers as buffers
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_process import ActorError
@@ -78,6 +80,31 @@ def test_threads_do_what_was_ordered(tmp_path: Path, bound: int) -> None:
     assert total == alone(rule)
     assert ages == [min(bound, u) for u in range(UPDATES) for _ in range(3)]
     assert mine.news == []
+
+
+def test_a_thread_at_work_is_not_waited_for_when_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back later, when the pool is closed, and finds what it writes to."""
+    begun, ends, failed = threading.Event(), threading.Event(), []
+
+    def collect(weights: Any, state: Any, key: Any, ticket: Any, version: int) -> Any:
+        begun.set()
+        ends.wait()
+        return [np.asarray(state[0])], [np.zeros((4, 2), np.int64), np.int64(version)], [np.float32(0.0)]
+
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    pool = ActorPool(Rule(1, 0), fake_actors.SHAPES, lambda actor: collect, kind="thread")
+    fake_actors.begin(pool)
+    assert pool.take(begun.is_set) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(actor_pool, "LEAVE", 0.1)
+        pool.close()
+    working = [thread for thread in threading.enumerate() if thread.name.startswith(signals.AT_WORK)]
+    assert len(working) == 2
+    ends.set()
+    for thread in working:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert failed == []
 
 
 @pytest.mark.parametrize("bound", [0, 2])
