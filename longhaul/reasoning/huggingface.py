@@ -8,6 +8,7 @@ experts, another rope) are refused by name before any weight is read. Written fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import chat_template
+from longhaul.reasoning import chat_template, tokenizer_file
 from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
 from longhaul.reasoning.transformer import check, merged, shapes, size
@@ -334,27 +335,32 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
     if not path.is_file():
         raise HubError(f"{path} is not there; give the folder of a model with a tokenizer.json")
     try:
+        tokenizer_file.check(path)
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
-        raise HubError(f"{path}: {error}") from error
+        raise HubError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     marked = Tokenizer.from_str(inner.to_str())
     inner.encode_special_tokens = True  # as text
     ends = _ends(Path(folder))
 
-    def encode(text: str) -> list[int]:
-        return list(inner.encode(text, add_special_tokens=False).ids)
+    def numbers_of(text: str, by: Any) -> list[int]:
+        try:
+            return list(by.encode(text, add_special_tokens=False).ids)
+        except BaseException as error:  # a panic of Rust, where a regular expression gives up
+            if type(error).__name__ != "PanicException":
+                raise
+            raise HubError(f"{path} can't read {text!r:.40}: {str(error).splitlines()[0]}") from None
 
-    def with_marks(text: str) -> list[int]:
-        return list(marked.encode(text, add_special_tokens=False).ids)
-
+    encode, with_marks = (functools.partial(numbers_of, by=by) for by in (inner, marked))
+    count = 1 + max(inner.get_vocab().values(), default=-1)
     end = _template(Path(folder))[1].get("eos_token")
-    for word, odd in (*((number, number >= inner.get_vocab_size()) for number in ends),
+    for word, odd in (*((number, number >= count) for number in ends),
                       (end, end is not None and inner.token_to_id(end) is None)):  # fmt: skip
         if odd:
             raise HubError(f"{path} has no token {word!r}, which ends a text of this model; they must be of one model")
     special = [token.content for token in marked.get_added_tokens_decoder().values() if token.special]
     return Tokeniser(
-        inner.get_vocab_size(),
+        count,
         encode,
         lambda numbers: str(inner.decode(cut(numbers, ends), skip_special_tokens=False)),
         ends=ends,
