@@ -41,6 +41,12 @@ def machine_memory() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def most_of_a_file() -> int:
+    """Bytes that the arrays of one file may take: three quarters of the memory. A megabyte may hold a gigabyte of
+    zeros."""
+    return machine_memory() * 3 // 4
+
+
 def _limit(name: str) -> str:
     """Text of a limit of the container; "" where there is none."""
     try:

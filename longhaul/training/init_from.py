@@ -22,6 +22,7 @@ import numpy as np
 
 from longhaul.config.run import Run
 from longhaul.runtime import bounded_json, pytree_serialization
+from longhaul.runtime.devices import most_of_a_file
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import hub, legacy_params
@@ -31,9 +32,6 @@ from longhaul.types import Discrete, PyTree, Spec
 
 PARTS = {"parameters": ("params", "target", "reference"), "normaliser": ("moments",), "optimiser": ("opt_state",)}
 """Part of an algorithm's state -> its fields."""
-
-MOST_BYTES = 1 << 36
-"""Most bytes of a file's arrays."""
 
 
 def located(source: str, runs_dir: Path) -> str:
@@ -155,8 +153,8 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > MOST_BYTES:
-            raise RunError(f"--init-from {path} holds more than {MOST_BYTES:,} bytes")
+        if sum(entry.file_size for entry in entries) > (most := most_of_a_file()):
+            raise RunError(f"--init-from {path} holds more than {most:,} bytes, three quarters of the memory")
         if entries and all(legacy_params.NAME.fullmatch(entry.filename) for entry in entries):
             return _of_legacy(path, spec)
         with np.load(path, allow_pickle=False) as file:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +25,16 @@ import numpy as np
 
 from longhaul.config.resolve import MINARI
 from longhaul.driving.datasets.log import BadData
+from longhaul.runtime.devices import most_of_a_file
 from longhaul.spaces import Box, Discrete, Masked, action_shape
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
 LOOSE = 1e-3
 """Tolerance of a bound as a share of its range, for rounding."""
+
+
+MOST_ARRAYS = 1000
+"""Arrays of a file."""
 
 
 class Recorded(NamedTuple):
@@ -97,6 +103,10 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     if path.suffix != ".npz":
         raise BadData(f"{path}: is no .npz file; numpy.savez writes one")
     archive, found = _load(path), {}
+    entries, most = archive.zip.infolist(), most_of_a_file()
+    if len(entries) > MOST_ARRAYS or (size := sum(entry.file_size for entry in entries)) > most:
+        what = f"{len(entries):,} arrays" if len(entries) > MOST_ARRAYS else f"{size:,} bytes"
+        raise BadData(f"{path}: holds {what}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible")
     for name in archive.files:
         try:
             found[name] = archive[name]
@@ -107,8 +117,8 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
 
 def _load(path: Path) -> Any:
     try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        return np.load(path, mmap_mode=None if path.suffix == ".npz" else "r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BadData(f"{path}: can't be read as NumPy's: {error}".splitlines()[0]) from error
 
 

@@ -213,6 +213,21 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
             offline_data.read([str(tmp_path / name)], spec)
 
 
+def test_a_file_that_holds_more_than_memory_does_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Zeros of two machines by size, in a file of a few kB; a .npy says that it is long, and is not."""
+    spec, zeros = runs.named(Named("cartpole")).spec, np.zeros((1 << 20, 4), np.float32)
+    np.savez_compressed(tmp_path / "a.npz", observation=zeros, action=np.zeros(1 << 20, int))
+    np.savez(tmp_path / "b.npz", **{str(i): np.zeros(0) for i in range(1001)})
+    (tmp_path / "c").mkdir()
+    with (tmp_path / "c" / "action.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (1 << 40,)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline_data, "most_of_a_file", lambda: 1 << 23)
+        for name, message in (("a.npz", "holds 25,166,"), ("b.npz", "holds 1,001 arrays"), ("c", "can't be read")):
+            with pytest.raises(BadData, match=message):
+                offline_data.read([str(tmp_path / name)], spec)
+
+
 def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
     probe = PROBES["masked"]()
     spec = probe.environment.spec
