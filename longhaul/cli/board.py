@@ -25,7 +25,7 @@ def board(words: Sequence[str]) -> int:
     """`longhaul board [FOLDER]`."""
     values = flags.parse("board", "A web page of the runs in a folder.", {"": FLAGS}, words).values
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
         from longhaul.training import board, store
     except ImportError as error:
@@ -49,10 +49,6 @@ def board(words: Sequence[str]) -> int:
     query = f"?token={token}" if token else ""
     print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
     tables.progress(f"shows the runs in {folder}; Ctrl-C ends it")
-    # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
-    config = uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
-    )
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        board.server(app).run(sockets=[listener])
     return 0

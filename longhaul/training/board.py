@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from longhaul.runtime import files
+from longhaul.runtime import descriptors, files
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import pages, sinks
 from longhaul.training import comparison, runs, store
 from longhaul.training.runs import Curves
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -46,6 +47,12 @@ PERIOD, REMOTE_PERIOD = 0.5, 5.0
 
 MOST_OPEN = 16
 """Runs whose curves are held."""
+
+MOST_CONNECTIONS, MOST_SILENT = 512, 32
+"""Connections at a time, of which so many may have asked nothing yet; a new one ends the oldest of these."""
+
+SILENCE = 10.0
+"""Seconds that a connection may take for its first request."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -452,3 +459,55 @@ def _guarded(app: App, token: str | None, hosts: Sequence[str]) -> App:
         await app(scope, receive, send_with)
 
     return guarded
+
+
+# -------------------------------------------------------------------------------------------------------- connections
+
+
+def server(app: App) -> uvicorn.Server:
+    """Server of an application whose connections are bounded, so that strangers take neither descriptors nor memory."""
+    import uvicorn
+
+    # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
+    config = uvicorn.Config(
+        app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off",
+        ws="none",
+    )  # fmt: skip
+    config.load()
+    config.http_protocol_class = bounded(config.http_protocol_class)
+    descriptors.raise_limit()
+    return uvicorn.Server(config)
+
+
+def bounded(protocol: type[Any]) -> type[Any]:
+    """uvicorn's protocol of a connection with the bounds of silent connections, and of all."""
+    silent: dict[Any, None] = {}  # the oldest first
+
+    class Bounded(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > MOST_CONNECTIONS:
+                transport.abort()
+                return
+            silent[self] = None
+            self.late = asyncio.get_running_loop().call_later(SILENCE, self.end)
+            if len(silent) > MOST_SILENT:
+                next(iter(silent)).end()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and self in silent:
+                del silent[self]
+                self.late.cancel()
+
+        def end(self) -> None:
+            silent.pop(self, None)
+            self.late.cancel()
+            self.transport.abort()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if silent.pop(self, 0) is None:
+                self.late.cancel()
+            super().connection_lost(error)
+
+    return Bounded

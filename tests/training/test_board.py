@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from urllib.request import urlopen
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from longhaul.training import board, runs
@@ -110,11 +112,8 @@ def test_a_runs_own_page_is_boxed_and_the_boards_has_no_inline_script(folder: Pa
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """Address of a board of a folder."""
-    config = uvicorn.Config(
-        board.application(str(folder)), port=0, log_config=None, log_level="error", lifespan="off",
-        timeout_graceful_shutdown=1, ws="none",
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = board.server(board.application(str(folder)))
+    server.config.port = 0
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -128,6 +127,24 @@ def served(folder: Path) -> Iterator[str]:
 def address(folder: Path) -> Iterator[str]:
     with served(folder) as found:
         yield found
+
+
+def test_strangers_who_say_nothing_take_no_place_of_those_who_ask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "SILENCE", 0.5)
+    with served(folder) as address, ExitStack() as held:
+        host, port = address.removeprefix("http://").split(":")
+        before, idle = len(os.listdir("/proc/self/fd")), []
+        for _ in range(200):
+            idle.append(held.enter_context(socket.create_connection((host, int(port)))))
+            idle[-1].send(b"GET / HT")
+        with urlopen(f"{address}/api/runs") as answer:
+            assert len(json.load(answer)["runs"]) == 4
+        assert len(os.listdir("/proc/self/fd")) <= before + 200 + board.MOST_SILENT + 2
+        idle[-1].settimeout(5.0)
+        with suppress(ConnectionError):
+            assert idle[-1].recv(1) == b""  # after its time, the newest too
 
 
 PROGRAM = browser.find()
