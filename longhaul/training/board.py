@@ -483,7 +483,7 @@ def bounded(protocol: type[Any]) -> type[Any]:
     """uvicorn's protocol of a connection with the bounds of silent connections, and of all."""
     silent: dict[Any, None] = {}  # the oldest first
 
-    class Bounded(protocol):  # type: ignore[misc]
+    class Bounded(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if len(self.connections) > MOST_CONNECTIONS:
