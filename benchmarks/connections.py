@@ -1,14 +1,17 @@
 """Cost of strangers' connections to each port that listens during training: `python -m benchmarks.connections`.
 
-    python -m benchmarks.connections [--port publish serve central launch] [--count 5000] [--rate 200] [--json FILE]
+    python -m benchmarks.connections [--port publish serve shm central launch board] [--count 5000] [--rate 250]
+                                     [--turns 5] [--json FILE]
 
-For each port one CartPole run trains, with a follower of its versions where it serves any. In turn there are a quiet
-time and an attack from this machine alone: `--count` connections, `--rate` a second, that are idle, slow (one byte a
-second), or lie (noise, another protocol, a meaningless frame). All are kept open as long as the server lets them. A
-figure gives agent steps a second and a CPU-second of the run under the attack and in the quiet times around it, the
-versions that arrived, the descriptors of the process that listens, and the memory of all processes of the run. `loss`
-counts the processor's time that the attacker takes, too (`attacker_cpu_share`, of all processors that this program may
-use); `cpu_loss` is what the run itself spends. At the end SIGTERM stops the run, which must have lost no save.
+For each port one CartPole run trains, with a follower of its versions where it serves any. In turns there are a quiet
+time and an attack from this machine alone: `--count` connections in all, `--rate` a second, that are idle, slow (one
+byte a second), lie (noise, another protocol, a meaningless frame), or mute: they do all that the protocol asks of a
+newcomer, with the right token, half of them bind as receivers, and then nothing. All are kept open as long as the
+server lets them. A figure gives agent steps a second and a CPU-second of the run under the attack and in the quiet
+times around it (medians of the turns), the versions that arrived, the descriptors of the process that listens, and the
+memory of all processes. `loss` counts the processor's time that the attacker takes, too (`attacker_cpu_share`, of all
+processors that this program may use); `cpu_loss` is what the training itself spends; `listening_cpu` are the
+CPU-seconds a second of a server that does not train. At the end SIGTERM stops the run, which must have lost no save.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import resource
 import select
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +40,16 @@ import psutil
 
 from benchmarks import results
 from longhaul.runtime import descriptors
+from longhaul.weight_sync.protocol import NOTHING
 from longhaul.weight_sync.receiver import Receiver, follow
+from longhaul.weight_sync.transports.shared_memory import SharedCollection
+from longhaul.weight_sync.transports.sockets import SocketSource
+from longhaul.weight_sync.transports.tcp import TcpCollection
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PORTS = ("publish", "serve", "central", "launch")
-KINDS = ("idle", "slow", "lying")
+PORTS = ("publish", "serve", "shm", "central", "launch", "board")
+KINDS = ("idle", "slow", "lying", "mute")
 
 TRAIN = ("train", "cartpole", "--seed", "3", "--total-steps", str(10**11), "--save-interval-minutes", "0.1",
          "--log-interval", "20")  # fmt: skip
@@ -54,7 +64,11 @@ LIES = (
 )
 
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""Bytes that a slow connection sends one by one."""
+"""Bytes that a slow connection sends one by one, and all that HTTP/2 asks of a client."""
+
+TOKEN = "a token of more than sixteen letters"
+
+Address = tuple[str, int] | str
 
 
 class Target(NamedTuple):
@@ -63,7 +77,7 @@ class Target(NamedTuple):
     folder: Path
     training: psutil.Process
     listening: psutil.Process
-    address: tuple[str, int]
+    address: Address
     follower: Receiver | None
 
 
@@ -75,7 +89,8 @@ class Reading(NamedTuple):
     version: int
     open: int  # descriptors of the process that listens
     memory: int  # bytes of the run's processes
-    cpu: float  # seconds of the run's processes
+    cpu: float  # seconds of the training's processes
+    server_cpu: float  # seconds of a process that listens and does not train
     own_cpu: float  # seconds of this process
 
 
@@ -83,28 +98,36 @@ def main() -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--port", nargs="+", choices=PORTS, default=PORTS)
     parser.add_argument("--count", type=int, default=5000, help="connections of each kind")
-    parser.add_argument("--rate", type=float, default=200.0, help="connections a second")
-    parser.add_argument("--quiet", type=float, default=15.0, help="seconds without connections, before and after each")
+    parser.add_argument("--rate", type=float, default=250.0, help="connections a second")
+    parser.add_argument("--turns", type=int, default=5, help="attacks into which the connections are divided")
+    parser.add_argument(
+        "--quiet", type=float, default=5.0, help="seconds without connections, before and after each attack"
+    )
     given = parser.parse_args()
     descriptors.raise_limit()
     needed = given.count + 256
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed:
         raise SystemExit(f"--count {given.count} needs {needed} descriptors; raise `ulimit -Hn`, or give fewer")
     for port in given.port:
-        for figure in measure(port, given.count, given.rate, given.quiet):
+        for figure in measure(port, given.count, given.rate, given.quiet, given.turns):
             results.emit({"name": "connections", "port": port, **figure}, given.json)
 
 
-def measure(port: str, count: int, rate: float, quiet: float) -> Iterator[dict[str, Any]]:
+def measure(port: str, count: int, rate: float, quiet: float, turns: int) -> Iterator[dict[str, Any]]:
     """Figures of one port: one a kind of connection, and one of the run's end."""
     with tempfile.TemporaryDirectory() as home, (Path(home) / "log").open("wb") as log:
         with running(port, Path(home), log) as target:
             before = window(target, rest(quiet))
             for kind in KINDS:
-                under = window(target, attack(kind, target.address, count, rate))
-                after = window(target, rest(quiet))
-                yield {"kind": kind, "connections": count} | compared(before, under, after)
-                before = after
+                if (port, kind) == ("launch", "mute"):  # Gloo asks nothing of who connects
+                    continue
+                begin = greeter(port, target.address) if kind == "mute" else None
+                still, under = [before], []
+                for _ in range(turns):
+                    under.append(window(target, attack(kind, target.address, count // turns, rate, begin)))
+                    still.append(window(target, rest(quiet)))
+                yield {"kind": kind, "connections": count // turns * turns} | compared(still, under)
+                before = still[-1]
             target.training.send_signal(signal.SIGTERM)
             code = target.training.wait(120)
         lines = Path(log.name).read_text()
@@ -118,8 +141,13 @@ def running(port: str, home: Path, log: Any) -> Iterator[Target]:
     """A run that trains, saves and listens."""
     folder = home / port
     words = [*TRAIN, "--runs-dir", str(home), "--run-name", port]
+    secret, path = home / "token", str(home / "socket")
+    secret.write_text(TOKEN)
+    secret.chmod(0o600)
     more = {
-        "publish": ("--publish", "tcp:127.0.0.1:0", "--publish-every", "100"),
+        "publish": ("--publish", "tcp:127.0.0.1:0", "--publish-every", "100", "--publish-token-file", str(secret)),
+        "shm": ("--publish", f"shm:{path}", "--publish-every", "100"),
+        "board": (),
         "serve": ("--publish", "run", "--publish-every", "100"),
         "central": CENTRAL,
         "launch": (),
@@ -133,11 +161,16 @@ def running(port: str, home: Path, log: Any) -> Iterator[Target]:
         listening = training
         if port == "serve":
             listening = started(ends, log, "sync", "serve", str(folder / "weights"), "--port", "0")
-        await_(lambda: bool(listeners(listening)), log)
-        process, address = listeners(listening)[0]
-        follower = None
-        if port in ("publish", "serve"):
-            follower = ends.enter_context(closing(follow([f"tcp:{address[0]}:{address[1]}"])))
+        if port == "board":
+            listening = started(ends, log, "board", str(home), "--port", "0")
+        process, address, follower = training, path, None
+        if port != "shm":
+            await_(lambda: bool(listeners(listening)), log)
+            process, address = listeners(listening)[0]
+        if port in ("publish", "serve", "shm"):
+            where = f"shm:{path}" if port == "shm" else f"tcp:{address[0]}:{address[1]}"
+            token = TOKEN if port == "publish" else None
+            follower = ends.enter_context(closing(follow([where], token=token)))
             await_(lambda: follower.held.version >= 0, log)
         time.sleep(5.0)  # what is made once is made
         yield Target(folder, training, process, address, follower)
@@ -186,14 +219,16 @@ def reading(target: Target) -> Reading:
     count = steps(target.folder)
     while steps(target.folder) == count:  # from one record to the next: windows begin and end at one
         time.sleep(0.002)
-    memory, cpu = 0, 0.0
-    for process in {target.training, target.listening, *target.training.children(recursive=True)}:
+    memory, cpu, server_cpu = 0, 0.0, 0.0
+    training = {target.training, *target.training.children(recursive=True)}
+    for process in training | {target.listening}:
         with suppress(psutil.Error):
             memory += process.memory_info().rss
-            cpu += sum(process.cpu_times()[:2])
+            spent = sum(process.cpu_times()[:2])
+            cpu, server_cpu = (cpu + spent, server_cpu) if process in training else (cpu, server_cpu + spent)
     version = -1 if target.follower is None else target.follower.held.version
     now, own = time.monotonic(), time.process_time()
-    return Reading(now, steps(target.folder), version, target.listening.num_fds(), memory, cpu, own)
+    return Reading(now, steps(target.folder), version, target.listening.num_fds(), memory, cpu, server_cpu, own)
 
 
 class Window(NamedTuple):
@@ -224,65 +259,110 @@ def rest(seconds: float) -> Iterator[None]:
         yield None
 
 
-def compared(before: Window, under: Window, after: Window) -> dict[str, Any]:
-    quiet = (before.per_second + after.per_second) / 2
-    quiet_cpu = (before.per_cpu_second + after.per_cpu_second) / 2
-    served = {} if under.end.version < 0 else {"newest_version": [under.begin.version, under.end.version]}
-    seconds = under.end.when - under.begin.when
+def compared(quiet: Sequence[Window], under: Sequence[Window]) -> dict[str, Any]:
+    """Figures of attacks, each between two quiet times."""
+
+    def losses(rate: Callable[[Window], float]) -> list[float]:
+        around = [(rate(before) + rate(after)) / 2 for before, after in pairwise(quiet)]
+        return [round(1.0 - rate(each) / usual, 4) for each, usual in zip(under, around, strict=True)]
+
+    def a_second(what: Callable[[Reading], float]) -> float:
+        return sum(what(each.end) - what(each.begin) for each in under) / seconds
+
+    first, last, seconds = under[0].begin, under[-1].end, sum(each.end.when - each.begin.when for each in under)
+    loss, cpu_loss = losses(lambda each: each.per_second), losses(lambda each: each.per_cpu_second)
+    served = {} if last.version < 0 else {"newest_version": [first.version, last.version]}
     return {
         "seconds": round(seconds, 1),
-        "per_second": round(under.per_second),
-        "quiet_per_second": [round(before.per_second), round(after.per_second)],
-        "loss": round(1.0 - under.per_second / quiet, 4),
-        "attacker_cpu_share": round(
-            (under.end.own_cpu - under.begin.own_cpu) / seconds / len(os.sched_getaffinity(0)), 4
-        ),
-        "cpu_loss": round(1.0 - under.per_cpu_second / quiet_cpu, 4),
+        "per_second": round(a_second(lambda each: each.steps)),
+        "quiet_per_second": [round(each.per_second) for each in quiet],
+        "loss": statistics.median(loss),
+        "losses": loss,
+        "attacker_cpu_share": round(a_second(lambda each: each.own_cpu) / len(os.sched_getaffinity(0)), 4),
+        "cpu_loss": statistics.median(cpu_loss),
+        "cpu_losses": cpu_loss,
+        "listening_cpu": round(a_second(lambda each: each.server_cpu), 4),
         **served,
-        "descriptors": [under.begin.open, under.most, after.end.open],
-        "memory_mb": [round(x.memory / 2**20) for x in (under.begin, under.end, after.end)],
+        "descriptors": [first.open, max(each.most for each in under), quiet[-1].end.open],
+        "memory_mb": [round(each.memory / 2**20) for each in (first, last, quiet[-1].end)],
     }
 
 
-def attack(kind: str, address: tuple[str, int], count: int, rate: float) -> Iterator[int]:
-    """Opens connections to `address`, which must be of this machine; yields their number each half second."""
-    if not address[0].startswith("127."):
+def greeter(port: str, address: Address) -> Callable[[int, socket.socket], Any]:
+    """Function that does for the newcomer of a number all that a port asks of one."""
+
+    def http(number: int, sock: socket.socket) -> None:
+        plain = b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        sock.send(plain if port == "board" else GREETING + bytes([0, 0, 0, 4, 1, 0, 0, 0, 0]))
+
+    def weights(number: int, sock: socket.socket) -> SocketSource | None:
+        collection = SharedCollection() if port == "shm" else TcpCollection()
+        source = SocketSource(sock, TOKEN if port == "publish" else None, f"mute-{number}", collection)
+        if number % 2:
+            source.bind(NOTHING, 10.0)
+        return source
+
+    return weights if port in ("publish", "serve", "shm") else http
+
+
+def attack(
+    kind: str, address: Address, count: int, rate: float, begin: Callable[[int, socket.socket], Any] | None = None
+) -> Iterator[int]:
+    """Opens connections to `address`, which must be of this machine; yields their number each half second.
+
+    `begin` is called with each new connection, and its number.
+    """
+    if not isinstance(address, str) and not address[0].startswith("127."):
         raise ValueError(f"{address[0]} is another machine; connections are made on this one alone")
     draw, began = random.Random(0), time.monotonic()
-    held: dict[int, socket.socket] = {}
+    held: dict[int, tuple[socket.socket, Any]] = {}
     poll, said, told = select.poll(), 0, began
     try:
         for number in range(count):
             time.sleep(max(0.0, began + number / rate - time.monotonic()))
-            sock = socket.socket()
-            sock.setblocking(False)
-            with suppress(BlockingIOError, ConnectionError):
-                sock.connect(address)
-            held[sock.fileno()] = sock
-            poll.register(sock, select.POLLIN | select.POLLOUT if kind == "lying" else select.POLLIN)
+            if (made := opened(address, None if begin is None else partial(begin, number))) is not None:
+                held[made[0].fileno()] = made
+                poll.register(made[0], select.POLLIN | select.POLLOUT if kind == "lying" else select.POLLIN)
             for descriptor, events in poll.poll(0):
-                other = held[descriptor]
-                with suppress(BlockingIOError):
-                    try:
-                        if events & select.POLLOUT:  # connected: it lies once
-                            poll.modify(other, select.POLLIN)
-                            other.send(draw.choice(LIES) if draw.random() < 0.8 else draw.randbytes(200))
-                        if events & ~select.POLLOUT and not other.recv(4096):
-                            raise ConnectionResetError
-                    except ConnectionError:  # the server has ended it
-                        poll.unregister(other)
-                        held.pop(descriptor).close()
+                other = held[descriptor][0]
+                try:
+                    if events & select.POLLOUT:  # connected: it lies once
+                        poll.modify(other, select.POLLIN)
+                        other.send(draw.choice(LIES) if draw.random() < 0.8 else draw.randbytes(200))
+                    if events & ~select.POLLOUT and not other.recv(4096):
+                        raise ConnectionResetError
+                except BlockingIOError:
+                    pass
+                except OSError:  # the server has ended it
+                    poll.unregister(other)
+                    held.pop(descriptor)[0].close()
             if time.monotonic() - told > 0.5:
                 told = time.monotonic()
                 yield len(held)
             if kind == "slow" and time.monotonic() - began > said + 1:
-                for other in held.values():
+                for other, _ in held.values():
                     with suppress(OSError):
                         other.send(GREETING[said % len(GREETING) :][:1])
                 said += 1
     finally:
-        for sock in held.values():
+        for sock, _ in held.values():
             sock.close()
+
+
+def opened(address: Address, begin: Callable[[socket.socket], Any] | None) -> tuple[socket.socket, Any] | None:
+    """A new connection, and what was made of it; None where it is refused."""
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    made = None
+    try:
+        sock.settimeout(2.0 if begin is not None or isinstance(address, str) else 0.0)
+        with suppress(BlockingIOError):
+            sock.connect(address)
+        made = None if begin is None else begin(sock)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        return None
+    return sock, made
 
 
 if __name__ == "__main__":

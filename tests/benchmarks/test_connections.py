@@ -47,8 +47,9 @@ def test_other_machines_are_left_alone() -> None:
 
 
 def test_losses_are_of_the_quiet_times_around() -> None:
-    before, begin = Reading(0.0, 0, 1, 20, 0, 0.0, 0.0), Reading(10.0, 1000, 2, 20, 0, 10.0, 1.0)
-    end, after = Reading(20.0, 1900, 5, 22, 0, 19.5, 2.0), Reading(30.0, 2900, 6, 20, 2**20, 29.5, 2.0)
-    found = compared(Window(before, begin, 20), Window(begin, end, 52), Window(end, after, 22))
+    before, begin = Reading(0.0, 0, 1, 20, 0, 0.0, 0.0, 0.0), Reading(10.0, 1000, 2, 20, 0, 10.0, 0.0, 1.0)
+    end, after = Reading(20.0, 1900, 5, 22, 0, 19.5, 0.5, 2.0), Reading(30.0, 2900, 6, 20, 2**20, 29.5, 0.5, 2.0)
+    found = compared([Window(before, begin, 20), Window(end, after, 22)], [Window(begin, end, 52)])
     assert (found["per_second"], found["loss"], found["cpu_loss"]) == (90, 0.1, round(1 - 900 / 9.5 / 100, 4))
+    assert (found["cpu_losses"], found["listening_cpu"]) == ([found["cpu_loss"]], 0.05)
     assert (found["newest_version"], found["descriptors"], found["memory_mb"]) == ([2, 5], [20, 52, 20], [0, 0, 1])
