@@ -163,7 +163,8 @@ def running(port: str, home: Path, log: Any) -> Iterator[Target]:
             listening = started(ends, log, "sync", "serve", str(folder / "weights"), "--port", "0")
         if port == "board":
             listening = started(ends, log, "board", str(home), "--port", "0")
-        process, address, follower = training, path, None
+        process, follower = training, None
+        address: Address = path
         if port != "shm":
             await_(lambda: bool(listeners(listening)), log)
             process, address = listeners(listening)[0]
