@@ -7,6 +7,7 @@ and valid flags come in several shapes and types; polylines have two or three co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,8 @@ def _features(named: dict[Any, Any]) -> tuple[Feature, ...]:
                     junction=each.get("interpolating") is True,
                 )
             )
+    if {feature.speed_limit for feature in features} <= {None, FILL_IN}:
+        features = [replace(feature, speed_limit=None) for feature in features]
     return tuple(features)
 
 
@@ -190,11 +193,17 @@ def _shape(feature: dict[str, Any]) -> np.ndarray:
     return np.zeros((0, 3))
 
 
+FILL_IN = 100 / 3.6
+"""m/s: the speed limit that ScenarioNet writes for lanes of sources that have none, such as nuScenes. A map in which
+no lane has another one is taken to have no speed limits."""
+
+
 def _limit(feature: dict[str, Any]) -> float | None:
     """The speed limit, m/s."""
     for name, unit in (("speed_limit_mph", log.MPH), ("speed_limit_kmh", 1 / 3.6)):
         if feature.get(name) is not None:
-            return float(values(feature[name]).reshape(-1)[0]) * unit
+            limit = float(values(feature[name]).reshape(-1)[0])
+            return FILL_IN if name == "speed_limit_kmh" and limit == 100.0 else limit * unit
     return None
 
 

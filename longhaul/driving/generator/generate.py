@@ -17,7 +17,8 @@ import numpy as np
 
 from longhaul.driving.datasets import log
 from longhaul.driving.datasets.log import Feature, Lights, Log, Tracks
-from longhaul.driving.generator import roads, traffic
+from longhaul.driving.generator import bystanders, roads, traffic
+from longhaul.driving.generator.bystanders import Bystanders
 from longhaul.driving.generator.roads import World
 from longhaul.driving.generator.traffic import DT
 from longhaul.driving.scenario.distance_field import Edges, make_edges, signed_distance
@@ -70,31 +71,49 @@ def boxes(bodies: Bodies) -> tuple[np.ndarray, ...]:
 
 STEPS, CURRENT = 91, 10
 """Steps of a log, and the one at which driving begins."""
-DENSITIES, DENSITY_SHARES = (0.0, 0.25, 0.5, 1.0), (0.1, 0.3, 0.35, 0.25)
+DENSITIES, DENSITY_SHARES = (0.0, 0.25, 0.5, 1.0), (0.08, 0.27, 0.35, 0.3)
 """0 is an empty road, 1 a full one: a vehicle each 25 m of lane or so."""
 NEAR, MOST, MOST_TRACKS = 120.0, 44, 64
 """Vehicles start within so many metres of the ego, and are so many at most; all tracks together; the nearest are
 kept."""
-WANDER, WAVE = 0.12, (60.0, 120.0)
+WANDER, WAVE = (0.08, 0.25), (60.0, 120.0)
 """Metres: the deviation of how far drivers stray from the middle of their path, at most 2.5 times as far, and the
-length of the wave in which they do."""
-STANDS, QUEUES, RECORDER = 0.04, 0.5, 0.25
+length of the wave in which they do. The deviation itself differs from log to log."""
+STANDS, QUEUES, RECORDER = 0.05, 0.5, 0.4
 """Shares of logs: those in which the ego stands throughout, for no reason that one sees; of those before a red light,
 those in which it stands there from the start; and those that a wide car recorded."""
+JAMS, CUTS, CHANGES, SETTLES, OBSTACLES = 0.1, 0.15, 0.1, 0.25, 0.1
+"""Shares of logs: those with stop and go; those in which somebody cuts in before the ego, and in which the ego changes
+its lane, both where there is a lane beside; those which begin with the ego beside its lane and at an angle to it; and
+those with a vehicle that stands in a lane."""
+CYCLES = 0.04
+"""Share of vehicles that are cyclists, in the lane."""
+UNLIMITED, LIGHTLESS, PARTLY, ARROWS, FLASHES = 0.35, 0.15, 0.4, 0.5, 0.15
+"""Shares of logs: those that tell no speed limit; of those with lights, those that do not tell of them, those that
+tell a part of their states, and those with arrows; of junctions without lights, those where lights flash."""
+REACH = (45.0, 110.0)
+"""Metres within which half of the recorders see others."""
 TRIES = 60
 """Draws for one seed before giving up; two or three are usual."""
+
+PLAIN, CUTTER, OBSTACLE, FIRST = range(4)
+"""Roles of vehicles: PLAIN; one that cuts in before the ego; one that stands in the lane; the ego."""
 
 
 class Scene(NamedTuple):
     """One draw of traffic; the ego is vehicle 0."""
 
     cars: traffic.Vehicles
-    width: np.ndarray  # [N]
+    kind: np.ndarray  # int8 [N]
+    size: np.ndarray  # [N, 3]
     wave: np.ndarray  # [N, 3]: how far each strays from its path's middle, m; radians a metre; phase
+    shift: (
+        np.ndarray
+    )  # [N, 3]: how far each is beside its path at first, m; where it begins to close up; within what, m
     lights: np.ndarray | None  # int8 [legs, T]
-    walkers: np.ndarray  # [M, T, 2], on crosswalks
-    beside: list[tuple[int, np.ndarray, tuple[float, float, float]]]  # (kind, [T, 4]: x, y, heading, speed; size)
-    waits: bool  # whether the ego may stand throughout
+    walkers: Bystanders  # who cross
+    beside: Bystanders
+    least: float  # m that the ego must go
 
 
 def generate(seed: int) -> Log:
@@ -109,7 +128,7 @@ def generate(seed: int) -> Log:
         elif attempt % 3 == 2:
             level *= 0.6
         scene = draw_scene(rng, world, net, level)
-        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers)
+        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers.pose[..., :2])
         if not fit(net, scene, s, v):
             continue
         bodies = embody(net, scene, s, v)
@@ -128,47 +147,127 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     else:
         ego_s = float(rng.uniform(20.0, 110.0))
     lights, mode = draw_lights(rng, world, net.leg[ego])
-    stands = rng.random() < STANDS
+    stands, jams = rng.random() < STANDS, level > 0.0 and rng.random() < JAMS
     queues = not stands and mode in (RED_GREEN, RED) and rng.random() < QUEUES
-    wide = rng.random() < RECORDER
-    first = np.array([rng.uniform(4.9, 5.4), rng.uniform(2.1, 2.35)] if wide else [0.0, 0.0])
     if queues:
         ego_s = net.bound[ego, 0] - 2.7 - float(rng.uniform(0.3, 4.0))
-    lane_s = place_traffic(rng, world, net, level, ego, ego_s)
-    if queues and rng.random() < 0.5:  # behind another one
+    lane_s = place_traffic(rng, world, net, level, ego, ego_s, jams)
+    if queues and level > 0.0 and rng.random() < 0.5:  # behind another one
         lane_s.append((ego, ego_s))
         ego_s -= 5.2 + float(rng.uniform(1.2, 3.0))
         lane_s = [(p, s) for p, s in lane_s if p != ego or s > ego_s + 5.0 or s < ego_s - 8.0]
-    path = np.array([ego, *(p for p, _ in lane_s)])
-    s = np.array([ego_s, *(x for _, x in lane_s)])
-    away = np.hypot(*(traffic.pose(net, path, s)[:, :2] - traffic.pose(net, path[:1], s[:1])[0, :2]).T)
-    keep = np.sort(
-        np.argsort(np.where(away < NEAR, away, np.inf), kind="stable")[: min(MOST, int((away < NEAR).sum()))]
-    )
-    path, s = path[keep], s[keep]
-    large = (rng.random(len(path)) < 0.1) & (np.arange(len(path)) > 0)
-    length = np.where(large, rng.uniform(5.6, 8.5, len(path)), rng.uniform(4.2, 5.1, len(path)))
-    width = np.where(large, rng.uniform(2.1, 2.45, len(path)), rng.uniform(1.75, 2.05, len(path)))
-    length[0], width[0] = np.where(first > 0.0, first, [length[0], width[0]])
+    others = [(p, s, PLAIN) for p, s in lane_s]
+    aside = beside(net, ego, ego_s)
+    crowded = level > 0.0 and not queues
+    if crowded and len(aside) and rng.random() < CUTS:
+        others.insert(0, (ego, ego_s + float(rng.uniform(-2.0, 25.0)), CUTTER))
+    if crowded and rng.random() < OBSTACLES:
+        p = ego if rng.random() < 0.5 else int(rng.integers(len(turns)))
+        there = ego_s + float(rng.uniform(25.0, 80.0))
+        others = [o for o in others if o[0] != p or abs(o[1] - there) > 8.0]
+        others.insert(0, (p, there, OBSTACLE))
+    path = np.array([ego, *(o[0] for o in others)])
+    s = np.array([ego_s, *(o[1] for o in others)])
+    role = np.array([FIRST, *(o[2] for o in others)])
+    start = traffic.pose(net, path[:1], s[:1])[0, :2]
+    away = np.hypot(*(traffic.pose(net, path, s)[:, :2] - start).T)
+    count = min(MOST, int((away < NEAR).sum()))
+    keep = np.sort(np.argsort(np.where(away < NEAR, away, np.inf), kind="stable")[:count])
+    path, s, role = path[keep], s[keep], role[keep]
+    kind, size = draw_sizes(rng, role)
+    length = size[:, 0]
     urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), STEPS, 1)
     provoke(rng, path, s, urge)
-    speed = first_speeds(net, path, s, length, urge[:, 0], lights, world)
+    urge[kind == log.CYCLIST] *= float(rng.uniform(0.25, 0.5))
+    if jams:
+        urge *= jam(rng, len(path))
+    joins, shift = np.full(len(path), -np.inf), np.tile([0.0, -np.inf, 1.0], (len(path), 1))
+    joins[role == CUTTER] = np.inf
+    speed = first_speeds(net, path, s, length, urge[:, 0], lights, joins)
     speed *= np.where(rng.random(len(path)) < 0.2, rng.uniform(0.0, 1.0, len(path)), 1.0)  # some are just setting off
+    urge[role == OBSTACLE], speed[role == OBSTACLE] = 0.0, 0.0
+    top = float(net.speed[ego, int(s[0])] * urge[0].max())
     if stands:
         urge[0], speed[0] = 0.0, 0.0
     elif queues and lights is not None:
         queue = (net.lane[path, 0] == net.lane[ego, 0]) & (s >= s[0])
         speed[queue] = 0.0
         urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
-    amount = np.clip(rng.normal(0.0, WANDER, len(path)), -2.5 * WANDER, 2.5 * WANDER)
+    elif len(aside) and rng.random() < CHANGES:
+        shift[0] = change_lane(rng, float(rng.choice(aside)), s[0], speed[0], (-1.0, 3.0), top)
+    elif rng.random() < SETTLES:
+        shift[0] = change_lane(rng, float(rng.normal(0.0, 0.6)), s[0], speed[0], (-1.5, 0.5), top)
+    for i in np.flatnonzero(role == CUTTER):
+        speed[i] = max(float(speed[0]) * float(rng.uniform(0.6, 1.3)), 1.0)
+        shift[i] = change_lane(rng, float(rng.choice(aside)), s[i], speed[i], (0.2, 5.0), speed[i])
+        joins[i] = shift[i, 1] + 0.3 * shift[i, 2]
+    shift[kind == log.CYCLIST, :2] = -0.9, np.inf  # they keep right
+    spread = float(rng.uniform(*WANDER))
+    amount = np.clip(rng.normal(0.0, spread, len(path)), -2.5 * spread, 2.5 * spread)
     wave = np.stack([amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1)
-    cars = traffic.Vehicles(path, s, speed, length, urge)
-    walkers = draw_walkers(rng, world, lights, level)
-    start = traffic.pose(net, path[:1], s[:1])[0, :2]
-    beside = [b for b in draw_beside(rng, world, level) if np.hypot(*(b[1][0, :2] - start)) < NEAR]
-    beside.sort(key=lambda b: float(np.hypot(*(b[1][0, :2] - start))))
-    few = beside[: MOST_TRACKS - len(path) - len(walkers)]
-    return Scene(cars, width, wave, lights, walkers, few, stands or mode == RED)
+    cars = traffic.Vehicles(path, s, speed, length, urge, joins)
+    walkers = bystanders.draw_crossing(rng, world, lights, level, STEPS)
+    others_beside = bystanders.draw_beside(rng, world, STEPS)
+    away = np.hypot(*(others_beside.pose[:, CURRENT, :2] - start).T)
+    room = min(int((away < NEAR).sum()), MOST_TRACKS - len(path) - len(walkers.kind))
+    few = np.argsort(away, kind="stable")[: max(room, 0)]
+    moves = 25.0 if lights is None else 12.0
+    least = 0.0 if stands or mode == RED else 4.0 if jams else min(moves, 10.0) if OBSTACLE in role else moves
+    return Scene(cars, kind, size, wave, shift, lights, walkers, others_beside.take(few), least)
+
+
+def draw_sizes(rng: np.random.Generator, role: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Kinds [N] and sizes [N, 3] of who drives in lanes: cars, some vans and lorries, few cyclists; often the ego is a
+    recorder."""
+    count = len(role)
+    what = rng.random(count)
+    large, lorry = what < 0.14, what < 0.04
+    cycle = (what > 1.0 - CYCLES) & (role == PLAIN)
+    large, lorry = large & (role != FIRST), lorry & (role != FIRST)
+    unit = rng.random((3, count))
+    size = np.stack(
+        [
+            np.where(lorry, 8.5 + 4.0 * unit[0], np.where(large, 5.4 + 3.0 * unit[0], 3.9 + 1.3 * unit[0])),
+            np.where(lorry, 2.4 + 0.25 * unit[1], np.where(large, 2.05 + 0.4 * unit[1], 1.7 + 0.4 * unit[1])),
+            np.where(large, 2.0 + 1.2 * unit[2], 1.4 + 0.4 * unit[2]),
+        ],
+        -1,
+    )
+    size[cycle] = np.array(bystanders.BICYCLE) * (0.9 + 0.2 * unit[:, cycle].T)
+    if rng.random() < RECORDER:
+        size[0, :2] = rng.uniform(4.9, 5.4), rng.uniform(2.05, 2.4)
+    return np.where(cycle, log.CYCLIST, log.VEHICLE).astype(np.int8), size
+
+
+def beside(net: traffic.Network, path: int, s: float) -> np.ndarray:
+    """How far, m to the left, those lanes lie beside place `s` of a path that run along it there and 30 m on."""
+    found = []
+    for ahead in (0.0, 30.0):
+        place = traffic.pose(net, np.array([path]), np.array([s + ahead]))[0]
+        away = net.xy - place[:2]
+        near = (away**2).sum(-1).argmin(1)
+        row = np.arange(len(near))
+        aside = away[row, near, 1] * np.cos(place[2]) - away[row, near, 0] * np.sin(place[2])
+        turn = (net.heading[row, near] - place[2] + np.pi) % (2 * np.pi) - np.pi
+        found.append(np.where((np.abs(turn) < 0.15) & (np.abs(aside) > 2.2) & (np.abs(aside) < 4.8), aside, np.nan))
+    aside = np.where(np.abs(found[0] - found[1]) < 0.5, found[0], np.nan)
+    return np.unique(np.round(aside[np.isfinite(aside)], 3))
+
+
+def change_lane(
+    rng: np.random.Generator, aside: float, s: float, speed: float, when: tuple[float, float], top: float
+) -> tuple[float, float, float]:
+    """A vehicle's `shift`: it begins so many seconds from now to close up, and takes two to five more, at no more than
+    2 m/s^2 to the side up to the speed `top`."""
+    lasts = max(float(rng.uniform(2.2, 5.0)), (3.0 * abs(aside)) ** 0.5)
+    return aside, s + speed * float(rng.uniform(*when)), max(top * lasts, 9.0 * abs(aside) ** 0.5)
+
+
+def jam(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Factors [N, T] of the speeds that drivers want in stop and go: waves that run through traffic."""
+    period, phase = float(rng.uniform(5.0, 12.0)), rng.uniform(0.0, 1.5, (count, 1))
+    wave = np.sin(2.0 * np.pi * np.arange(STEPS) * DT / period + phase + float(rng.uniform(0.0, 2.0 * np.pi)))
+    return float(rng.uniform(0.15, 0.5)) * np.clip(0.6 + 0.9 * wave, 0.0, 1.0)
 
 
 GREEN, RED_GREEN, GREEN_RED, RED = range(4)
@@ -194,11 +293,12 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.nd
 
 
 def place_traffic(
-    rng: np.random.Generator, world: World, net: traffic.Network, level: float, ego: int, ego_s: float
+    rng: np.random.Generator, world: World, net: traffic.Network, level: float, ego: int, ego_s: float, jams: bool
 ) -> list[tuple[int, float]]:
     """(path, arc length) of the other vehicles: on approach and exit lanes, with room around the ego."""
     placed: list[tuple[int, float]] = []
-    lead = rng.random() < 0.45 and level > 0.0
+    lead = rng.random() < 0.55 and level > 0.0
+    least, mean = (6.5, 4.0) if jams else (10.0, 18.0 / max(level, 1e-3))
     for part in (0, 2) if np.isfinite(net.bound).all() else (0,):
         for lane in np.unique(net.lane[:, part]):
             choices = np.flatnonzero(net.lane[:, part] == lane)
@@ -208,7 +308,7 @@ def place_traffic(
             own = lane == net.lane[ego, part] and part == 0
             if level <= 0.0:
                 continue
-            gaps = 10.0 + rng.exponential(18.0 / level, 32)
+            gaps = least + rng.exponential(mean, 32)
             spots = begin + np.cumsum(gaps) - gaps[0] * rng.random()
             picks = choices[rng.integers(0, len(choices), len(spots))]
             if own:
@@ -223,17 +323,24 @@ def place_traffic(
 
 
 def provoke(rng: np.random.Generator, path: np.ndarray, s: np.ndarray, urge: np.ndarray) -> None:
-    """Often makes the vehicle ahead of the ego slow, or lets it stop on the way: changes `urge` in place."""
+    """Often makes the vehicle ahead of the ego slow, or lets it brake, gently or hard, for a while or to a stop.
+
+    Changes `urge` in place."""
     ahead = np.flatnonzero((path == path[0]) & (s > s[0]))
     what = rng.random()
-    share, when = float(rng.uniform(0.35, 0.7)), int(rng.integers(10, 60))
-    if not len(ahead) or what > 0.65:
+    share, when, lasts = float(rng.uniform(0.12, 0.7)), int(rng.integers(5, 70)), int(rng.integers(8, 40))
+    hard = float(rng.uniform(2.5, 6.0))
+    if not len(ahead) or what > 0.75:
         return
     leader = ahead[s[ahead].argmin()]
-    if what < 0.4:
+    if what < 0.35:
         urge[leader] *= share
-    else:
+    elif what < 0.5:
         urge[leader, when:] = np.maximum(urge[leader, when:] - 0.035 * np.arange(urge.shape[1] - when), 0.0)
+    else:  # below 0: braking, m/s^2
+        urge[leader, when : when + lasts] = -hard
+        if what > 0.65:
+            urge[leader, when + lasts :] = 0.0
 
 
 def first_speeds(
@@ -243,14 +350,14 @@ def first_speeds(
     length: np.ndarray,
     urge: np.ndarray,
     lights: np.ndarray | None,
-    world: World,
+    joins: np.ndarray,
 ) -> np.ndarray:
     """Speeds [N] that leave everybody room to brake gently: behind the one ahead on the lane, and before red lights."""
     speed = net.speed[path, np.clip(s.astype(int), 0, net.speed.shape[1] - 1)] * urge
     part = np.where(s < net.bound[path, 0], 0, 2)
     lane = net.lane[path, part]
-    for group in np.unique(lane):
-        members = np.flatnonzero(lane == group)
+    for group in np.unique(lane[s >= joins]):
+        members = np.flatnonzero((lane == group) & (s >= joins))
         members = members[np.argsort(-(s[members] - net.offset[path[members], group]), kind="stable")]
         for ahead, i in zip([-1, *members[:-1]], members, strict=True):
             if lights is not None and part[i] == 0 and lights[net.leg[path[i]], 0] != log.LIGHT_GO:
@@ -263,62 +370,9 @@ def first_speeds(
     return speed
 
 
-def draw_walkers(rng: np.random.Generator, world: World, lights: np.ndarray | None, level: float) -> np.ndarray:
-    """People [M, T, 2] who cross on crosswalks: where there are lights, only while that leg has red throughout."""
-    time, out = np.arange(STEPS) * DT, []
-    for leg, corners in enumerate(world.crosswalks):
-        if rng.random() > 0.25 + 0.35 * level:
-            continue
-        share, begin, pace = rng.uniform(0.2, 0.8), float(rng.uniform(-5.0, 5.0)), float(rng.uniform(1.1, 1.6))
-        a = corners[0] + share * (corners[1] - corners[0])
-        b = corners[3] + share * (corners[2] - corners[3])
-        a, b = (a, b) if rng.random() < 0.5 else (b, a)
-        size = float(np.hypot(*(b - a)))
-        direction = (b - a) / size
-        way = np.clip((time - begin) * pace, 0.0, size + 5.0) - 2.5
-        crossing = (way > -0.5) & (way < size + 0.5)
-        if lights is not None and (lights[leg, crossing] != log.LIGHT_STOP).any():
-            continue
-        out.append(a + way[:, None] * direction)
-    return np.array(out) if out else np.zeros((0, STEPS, 2))
-
-
-def draw_beside(
-    rng: np.random.Generator, world: World, level: float
-) -> list[tuple[int, np.ndarray, tuple[float, float, float]]]:
-    """Parked cars and cyclists on wide shoulders, people on pavements."""
-    out: list[tuple[int, np.ndarray, tuple[float, float, float]]] = []
-    for kerb in world.kerbs if world.shoulder > 2.0 else []:
-        choice = rng.random()
-        if choice < 0.5:
-            spots = np.cumsum(6.5 + rng.exponential(25.0, 8)) + rng.uniform(0.0, 60.0)
-            for spot in spots:
-                size = (float(rng.uniform(4.1, 4.9)), float(rng.uniform(1.7, 1.9)), 1.6)
-                out.append((log.VEHICLE, glide(kerb, spot, 0.0), size))
-        elif choice < 0.75:
-            ride = glide(kerb, float(rng.uniform(10.0, 90.0)), float(rng.uniform(3.0, 6.0)))
-            out.append((log.CYCLIST, ride, (1.8, 0.7, 1.7)))
-    for walk in world.walks:
-        for _ in range(int(rng.integers(0, 1 + round(2 * level) + 1))):
-            side = walk if rng.random() < 0.5 else walk[::-1]
-            stroll = glide(side, float(rng.uniform(5.0, 120.0)), float(rng.uniform(0.9, 1.6)))
-            out.append((log.PEDESTRIAN, stroll, (0.6, 0.6, 1.75)))
-    return out
-
-
-def glide(line: np.ndarray, begin: float, pace: float) -> np.ndarray:
-    """[T, 4]: x, y, heading, speed of something at constant `pace` along `line`; it stops at the end."""
-    s = np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T)))
-    where = np.minimum(begin + pace * DT * np.arange(STEPS), s[-1])
-    xy = np.stack([np.interp(where, s, c) for c in line.T], -1)
-    segment = np.clip(np.searchsorted(s, where, side="right") - 1, 0, len(line) - 2)
-    step = (line[1:] - line[:-1])[segment]
-    return np.concatenate([xy, np.arctan2(step[:, 1], step[:, 0])[:, None], np.full((STEPS, 1), pace)], 1)
-
-
 def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> bool:
     """True if the ego's drive is worth having: it moves, brakes within reason, stays on the map, stops at red."""
-    if not scene.waits and s[0, -1] - s[0, CURRENT] < (25.0 if scene.lights is None else 12.0):
+    if s[0, -1] - s[0, CURRENT] < scene.least:
         return False
     if np.diff(v[0]).min() < -4.5 * DT or s[0, -1] > net.length[scene.cars.path[0]] - 5.0:
         return False
@@ -335,31 +389,29 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars = scene.cars
     path = np.broadcast_to(cars.path[:, None], s.shape)
-    poses, speeds, kinds = [stray(traffic.pose(net, path, s), s, scene.wave)], [v], [log.VEHICLE] * len(s)
-    sizes = [(float(a), float(b), 1.5 if a < 5.5 else 2.8) for a, b in zip(cars.length, scene.width, strict=True)]
-    valids = [s < net.length[cars.path][:, None] - cars.length[:, None] / 2]
-    for walk in scene.walkers:
-        step = np.gradient(walk, axis=0) / DT
-        ahead = walk[-1] - walk[0]
-        heading = np.full((STEPS, 1), np.arctan2(ahead[1], ahead[0]))
-        poses.append(np.concatenate([walk, heading], 1)[None])
-        speeds.append(np.hypot(*step.T)[None])
-        kinds, sizes = [*kinds, log.PEDESTRIAN], [*sizes, (0.6, 0.6, 1.75)]
-    for kind, glided, size in scene.beside:
-        poses.append(glided[None, :, :3])
-        speeds.append(glided[None, :, 3])
-        kinds, sizes = [*kinds, kind], [*sizes, size]
-    valids.append(np.ones((len(kinds) - len(s), STEPS), bool))
+    pose = stray(traffic.pose(net, path, s), s, scene.wave, scene.shift)
+    # who is beside the middle goes farther, or less far, than the path
+    v = np.round(np.hypot(*np.gradient(pose[..., :2], DT, axis=1).transpose(2, 0, 1)), 6)
+    still = scene.walkers, scene.beside
+    there = s < net.length[cars.path][:, None] - cars.length[:, None] / 2
     return Bodies(
-        np.array(kinds, np.int8), np.concatenate(poses), np.concatenate(speeds), np.array(sizes), np.concatenate(valids)
+        np.concatenate([scene.kind, *(b.kind for b in still)]),
+        np.concatenate([pose, *(b.pose for b in still)]),
+        np.concatenate([v, *(b.speed for b in still)]),
+        np.concatenate([scene.size, *(b.size for b in still)]),
+        np.concatenate([there, *(np.ones(b.speed.shape, bool) for b in still)]),
     )
 
 
-def stray(pose: np.ndarray, s: np.ndarray, wave: np.ndarray) -> np.ndarray:
-    """Poses [N, T, 3] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave` [N, 3]."""
+def stray(pose: np.ndarray, s: np.ndarray, wave: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """Poses [N, T, 3] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave` [N, 3] and `shift`
+    [N, 3]."""
     amount, rate, phase = (wave[:, i, None] for i in range(3))
-    aside = np.round(amount * np.sin(rate * s + phase), 6)
-    turn = np.round(np.arctan(amount * rate * np.cos(rate * s + phase)), 6)
+    beside, begin, within = (shift[:, i, None] for i in range(3))
+    share = np.clip((s - begin) / within, 0.0, 1.0)
+    aside = amount * np.sin(rate * s + phase) + beside * (1.0 - share * share * (3.0 - 2.0 * share))
+    slope = amount * rate * np.cos(rate * s + phase) - beside * 6.0 * share * (1.0 - share) / within
+    aside, turn = np.round(aside, 6), np.round(np.arctan(slope), 6)
     x, y, heading = np.moveaxis(pose, -1, 0)
     return np.stack([x - aside * np.sin(heading), y + aside * np.cos(heading), heading + turn], -1)
 
@@ -375,7 +427,7 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
         return np.round(np.concatenate([flat, np.full((*points.shape[:-1], 1), height)], -1), 6)
 
     order = rng.permutation(len(bodies.kind))
-    valid = bodies.valid[order]
+    valid = within_reach(rng, bodies)[order]
     heading = np.round((bodies.pose[order][..., 2] + angle + np.pi) % (2 * np.pi) - np.pi, 6)
     direction = np.stack([np.cos(heading), np.sin(heading)], -1)
     position = placed(bodies.pose[order][..., :2])
@@ -389,19 +441,88 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
         size=np.where(valid[..., None], bodies.size[order][:, None], 0.0).astype(np.float32),
         valid=valid,
     )
-    shown = np.zeros((0, STEPS), np.int8) if scene.lights is None else scene.lights
-    signalled = world.paths if len(shown) else []
-    lights = Lights(
-        lane=np.array([p.lanes[1] + 1 for p in signalled], np.int64),
-        position=placed(np.array([world.lanes[p.lanes[1]][0] for p in signalled]).reshape(-1, 2)),
-        state=np.array([shown[p.leg] for p in signalled], np.int8).reshape(-1, STEPS),
-        valid=np.ones((len(signalled), STEPS), bool),
-    )
     ego = int(np.flatnonzero(order == 0)[0])
-    return Log(name, "generated", np.arange(STEPS) * DT, CURRENT, tracks, ego, (), describe(world, placed), lights)
+    limit = None if rng.random() < UNLIMITED else post(rng, world)
+    told, state, known = tell_lights(rng, world, scene.lights)
+    lights = Lights(
+        lane=np.array([world.paths[p].lanes[1] + 1 for p in told], np.int64),
+        position=placed(np.array([world.lanes[world.paths[p].lanes[1]][0] for p in told]).reshape(-1, 2)),
+        state=state,
+        valid=known,
+    )
+    features = describe(world, placed, limit)
+    return Log(
+        name, "generated", np.arange(STEPS) * DT, CURRENT, tracks, ego, (), features, lights, has_lights=len(told) > 0 or scene.lights is None
+    )
 
 
-def describe(world: World, placed: Callable[[np.ndarray], np.ndarray]) -> tuple[Feature, ...]:
+def post(rng: np.random.Generator, world: World) -> float:
+    """The posted speed limit, m/s: often higher than what traffic drives at most."""
+    return world.limit if rng.random() < 0.6 else min(world.limit * float(rng.uniform(1.0, 1.8)), 31.0)
+
+
+def within_reach(rng: np.random.Generator, bodies: Bodies) -> np.ndarray:
+    """bool [N, T]: who is seen. Recorders see others for a part of the time: within their reach, and until something
+    hides them."""
+    if rng.random() < 0.5:
+        return bodies.valid
+    reach = float(rng.uniform(*REACH))
+    away2 = ((bodies.pose[..., :2] - bodies.pose[:1, :, :2]) ** 2).sum(-1)
+    seen = bodies.valid & (away2 < reach**2)
+    rate = float(rng.choice([0.0, 0.1, 0.3]))
+    first, last = np.sort(rng.integers(0, STEPS, (2, len(seen), 1)), 0)
+    hidden = (rng.random((len(seen), 1)) < rate) & (away2.min(1, keepdims=True) > 15.0**2)
+    step = np.arange(STEPS)
+    seen &= ~hidden | ((step >= first) & (step <= last))
+    seen[0] = True
+    return seen & (seen.sum(1, keepdims=True) > 1)
+
+
+def tell_lights(
+    rng: np.random.Generator, world: World, lights: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a log tells of the lights: paths [L] that have one, its states [L, T] and whether they are known [L, T].
+
+    Some logs have none of them; in others, a part of the states are unknown, throughout or for a while. Those for turns
+    are arrows in many. Lights at a junction that goes by priority flash.
+    """
+    everyone = np.arange(len(world.paths))
+    none = np.zeros((0, STEPS), np.int8)
+    if lights is None:
+        junction = np.array([len(p.lanes) == 3 for p in world.paths])
+        if world.kind not in ("crossing", "tee") or rng.random() > FLASHES:
+            return everyone[:0], none, none.astype(bool)
+        main = np.array([p.priority for p in world.paths]) > 2
+        code = np.where(main, FLASHING_CAUTION, FLASHING_STOP) if rng.random() < 0.7 else np.zeros(len(main))
+        state = np.repeat(code[:, None].astype(np.int8), STEPS, 1)
+        return everyone[junction], state[junction], np.ones((int(junction.sum()), STEPS), bool)
+    if rng.random() < LIGHTLESS:
+        return everyone[:0], none, none.astype(bool)
+    state = lights[[p.leg for p in world.paths]].astype(np.int8)
+    turn = np.array([p.turn for p in world.paths])
+    if rng.random() < ARROWS:
+        pointed = (turn > 0) | ((turn < 0) & (rng.random() < 0.4))
+        state[pointed] -= log.LIGHT_STOP - ARROW_STOP
+    known = np.ones(state.shape, bool)
+    if rng.random() < PARTLY:
+        leg = np.array([p.leg for p in world.paths])
+        share = float(rng.uniform(0.2, 0.9))
+        blind = rng.random(len(lights)) < share
+        whole = rng.random(len(lights)) < 0.4
+        first, last = np.sort(rng.integers(0, STEPS, (2, len(lights))), 0)
+        step = np.arange(STEPS)
+        dark = blind[:, None] & (whole[:, None] | ((step >= first[:, None]) & (step <= last[:, None])))
+        if rng.random() < 0.6:
+            state = np.where(dark[leg], np.int8(log.LIGHT_UNKNOWN), state)
+        else:
+            known = ~dark[leg]
+    return everyone, state, known
+
+
+ARROW_STOP, FLASHING_STOP, FLASHING_CAUTION = 1, 7, 8
+
+
+def describe(world: World, placed: Callable[[np.ndarray], np.ndarray], limit: float | None) -> tuple[Feature, ...]:
     """The map's features; lane i has the id i + 1."""
     entry: list[set[int]] = [set() for _ in world.lanes]
     leave: list[set[int]] = [set() for _ in world.lanes]
@@ -410,7 +531,7 @@ def describe(world: World, placed: Callable[[np.ndarray], np.ndarray]) -> tuple[
             leave[a].add(b + 1)
             entry[b].add(a + 1)
     lanes = [
-        Feature(i + 1, log.LANE_STREET, placed(line), tuple(sorted(entry[i])), tuple(sorted(leave[i])), world.limit)
+        Feature(i + 1, log.LANE_STREET, placed(line), tuple(sorted(entry[i])), tuple(sorted(leave[i])), limit)
         for i, line in enumerate(world.lanes)
     ]
     others = [*world.edges, *world.lines, *((log.CROSSWALK, c) for c in world.crosswalks)]

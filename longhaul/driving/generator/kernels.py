@@ -41,9 +41,44 @@ def meetings(points, s, starts, near):
 
 
 @jit
+def slow(speed, slowing):
+    """Lowers speeds [P, K], one a metre, to those from which braking by `slowing` reaches the later ones, in place."""
+    for p in range(len(speed)):
+        for k in range(speed.shape[1] - 2, -1, -1):
+            speed[p, k] = min(speed[p, k], np.sqrt(speed[p, k + 1] ** 2 + 2.0 * slowing))
+
+
+@jit
+def foresee(xy, walkers, near, ahead):
+    """[P, M, T]: the first metre of each path [P, K, 2] near each of `walkers` [M, T, 2] now or within `ahead` steps.
+
+    Every third step is looked at. Points of a path are at most a metre apart, so that as many as the walker is metres
+    away can be left out.
+    """
+    paths, count, steps = len(xy), len(walkers), walkers.shape[1]
+    coarse = (steps + 2) // 3
+    found, first = np.full((paths, count, steps), np.inf), np.empty(coarse)
+    for p in range(paths):
+        for m in range(count):
+            for c in range(coarse):
+                x, y, k = walkers[m, 3 * c, 0], walkers[m, 3 * c, 1], 0
+                first[c] = np.inf
+                while k < xy.shape[1]:
+                    away = np.hypot(xy[p, k, 0] - x, xy[p, k, 1] - y)
+                    if away < near:
+                        first[c] = k
+                        break
+                    k += max(int(away - near), 1)
+            for t in range(steps):
+                for c in range(t // 3, min((t + ahead) // 3 + 1, coarse)):
+                    found[p, m, t] = min(found[p, m, t], first[c])
+    return found
+
+
+@jit
 def drive(
-    path, start, speed, length, urge, lights, leg, walk, allowed, ends, bound, lane, offset, shared, enter, leave,
-    priority, dt, push, comfort, hardest, headway, room, line_room, preview, patience,
+    path, start, speed, length, urge, joins, lights, leg, walk, allowed, ends, bound, lane, offset, shared, enter,
+    leave, priority, dt, push, comfort, hardest, headway, room, line_room, preview, patience,
 ):  # fmt: skip
     """Arc lengths and speeds [N, T] of vehicles on their paths, as `traffic.run` says; `lights` may be [0, T]."""
     n, steps = urge.shape
@@ -66,7 +101,7 @@ def drive(
             gap, leader, line = np.inf, 0.0, np.inf
             for j in range(n):  # the vehicle ahead on one's own path
                 q = path[j]
-                if j == i or not s[j] < ends[q]:
+                if j == i or not s[j] < ends[q] or s[j] < joins[j]:
                     continue
                 if s[j] - half[j] < shared[p, q] and part[j] == 1:
                     place = s[j]
@@ -88,7 +123,7 @@ def drive(
                     line = min(line, free)
             here = min(int(s[i]), allowed.shape[1] - 1)
             soon = min(int(s[i] + preview * v[i]), allowed.shape[1] - 1)
-            wanted = min(allowed[p, here], allowed[p, soon]) * urge[i, t]
+            wanted = min(allowed[p, here], allowed[p, soon]) * urge[i, t] if urge[i, t] >= 0.0 else urge[i, t]
             change = acceleration(v[i], wanted, gap, leader, line, push, comfort, hardest, headway, room, line_room)
             faster[i] = max(v[i] + change * dt, 0.0)
         for i in range(n):
@@ -100,7 +135,9 @@ def drive(
 def acceleration(v, wanted, gap, leader, line, push, comfort, hardest, headway, room, line_room):
     """Acceleration of the driver model, m/s^2, at `gap` metres behind one of speed `leader`, and before a line."""
     share, scale = v / max(wanted, 0.1), 2.0 * np.sqrt(push * comfort)
-    if wanted <= 0.0:  # who wants to stand does not creep
+    if wanted < 0.0:  # who brakes at will
+        free = wanted
+    elif wanted == 0.0:  # who wants to stand does not creep
         free = -comfort * min(4.0 * share, 1.2)
     elif share > 1.0:
         free = -comfort * min(4.0 * (share - 1.0), 1.2)

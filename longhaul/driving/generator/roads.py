@@ -52,6 +52,7 @@ class Profile(NamedTuple):
     shoulder: float
     right: int  # lanes in the direction of the reference line
     left: int  # lanes against it
+    raised: bool = True  # a median with edges, not a painted one
 
     def lane(self, i: int) -> float:
         return self.median / 2 + (i + 0.5) * self.width
@@ -74,8 +75,15 @@ def draw_profile(rng: np.random.Generator, lanes: int, *, one_way: bool = False)
     """A random cross-section with up to `lanes` lanes a direction."""
     right = int(rng.integers(1, lanes + 1))
     left = 0 if one_way else int(np.clip(right + rng.integers(-1, 2), 1, lanes))
-    median = float(rng.uniform(1.2, 4.0)) if rng.random() < 0.4 and not one_way else 0.0
-    return Profile(float(rng.uniform(3.0, 3.8)), median, float(rng.choice([0.15, 0.6, 2.5])), right, left)
+    median = float(rng.uniform(1.2, 5.0)) if rng.random() < 0.45 and not one_way else 0.0
+    raised = rng.random() < 0.6
+    return Profile(float(rng.uniform(2.75, 4.3)), median, draw_shoulder(rng), right, left, raised)
+
+
+def draw_shoulder(rng: np.random.Generator) -> float:
+    """Metres between the outer lane and the edge: hardly any, some, room to park, or a wide apron."""
+    low, high = ((0.15, 0.8), (0.8, 2.0), (2.3, 3.4), (3.4, 8.0))[int(rng.choice(4, p=[0.35, 0.2, 0.35, 0.1]))]
+    return float(rng.uniform(low, high))
 
 
 def offset(line: np.ndarray, distance: float) -> np.ndarray:
@@ -137,15 +145,15 @@ def circle(radius: float, first: float, last: float) -> np.ndarray:
 def link(rng: np.random.Generator, kind: str) -> World:
     """One road, straight or with curves of radius 25 to 150 m."""
     curved = kind == "curve"
-    profile = draw_profile(rng, 2 if curved else 3, one_way=rng.random() < 0.15)
-    limit = float(rng.uniform(9.0, 16.0) if curved else rng.uniform(10.0, 22.0))
+    profile = draw_profile(rng, 2 if curved else 4, one_way=rng.random() < 0.15)
+    limit = float(rng.uniform(8.0, 18.0) if curved else rng.uniform(7.0, 28.0))
     half = profile.half(max(profile.right, profile.left))
-    middle = reference(rng, 330.0, half + 13.0) if curved else ray(0.0, 0.0, 330.0, 0.0)
+    middle = reference(rng, 330.0, half + 13.0) if curved else ray(0.0, 0.0, max(330.0, 120.0 + 10.0 * limit), 0.0)
     lanes = [offset(middle, -profile.lane(i)) for i in range(profile.right)]
     lanes += [offset(middle, profile.lane(i))[::-1] for i in range(profile.left)]
     right, left = -profile.half(profile.right), profile.half(profile.left)
     edges = [(log.EDGE_BOUNDARY, offset(middle, right)), (log.EDGE_BOUNDARY, offset(middle, left)[::-1])]
-    if profile.median:
+    if profile.median and profile.raised:
         edges.append((log.EDGE_MEDIAN, island(middle, profile.median / 2 - 0.3)))
     kerbs = [offset(middle, right + profile.shoulder / 2)]
     kerbs += [offset(middle, left - profile.shoulder / 2)[::-1]] if profile.left else []
@@ -220,7 +228,7 @@ def dress(legs: list[Leg], *, crosswalks: bool) -> dict[str, list]:
         p = leg.profile
         middle = ray(leg.angle, leg.stop + 1.0, leg.far, 0.0)
         out["lines"] += marks(middle, p)
-        if p.median:
+        if p.median and p.raised:
             out["edges"].append((log.EDGE_MEDIAN, island(middle, p.median / 2 - 0.3)))
         into, outof = p.half(p.left), p.half(p.right)
         out["kerbs"] += [ray(leg.angle, leg.far, leg.stop + 12.0, into - p.shoulder / 2)]
@@ -242,13 +250,13 @@ def turn_of(leg: Leg, other: Leg) -> int:
 def crossing(rng: np.random.Generator, kind: str) -> World:
     """A junction of four legs, or of three: with lights, or with a main road that has priority."""
     count = 4 if kind == "crossing" else 3
-    jitter = rng.uniform(-0.15, 0.15, 2)
+    jitter = rng.uniform(-0.3, 0.3, 2)
     angles = np.array([0.0, np.pi / 2 + jitter[0], np.pi, 3 * np.pi / 2 + jitter[1]])[:count]
-    main, side = draw_profile(rng, 3), draw_profile(rng, 2)._replace(width=float(rng.uniform(3.0, 3.8)))
+    main, side = draw_profile(rng, 3), draw_profile(rng, 2)
     main = main._replace(left=main.right)
     side = side._replace(left=side.right)
     profiles = [main, side, main, side][:count]
-    stops = stop_radii(angles, profiles, float(rng.uniform(4.0, 10.0)))
+    stops = stop_radii(angles, profiles, float(rng.uniform(3.5, 13.0)))
     legs = [Leg(float(a), p, s, s + 140.0) for a, p, s in zip(angles, profiles, stops, strict=True)]
     lights = rng.random() < (0.8 if kind == "crossing" else 0.6)
     split = rng.random() < 0.3
@@ -274,7 +282,7 @@ def crossing(rng: np.random.Generator, kind: str) -> World:
         approach = ray(leg.angle, leg.far, leg.stop - CROSSWALK_ROOM, into)
         edge = joined(approach, ray(following.angle, following.stop - CROSSWALK_ROOM, following.far, -outof))
         furniture["edges"].append((log.EDGE_BOUNDARY, edge))
-    limit, shoulder = float(rng.uniform(8.0, 16.0)), min(main.shoulder, side.shoulder)
+    limit, shoulder = float(rng.uniform(7.0, 18.0)), min(main.shoulder, side.shoulder)
     return World(kind, lanes, paths, **furniture, signals=groups if lights else None, limit=limit, shoulder=shoulder)
 
 
@@ -293,7 +301,7 @@ def through(approach: np.ndarray, leaving: np.ndarray) -> np.ndarray:
 
 def merge(rng: np.random.Generator) -> World:
     """A one-way road that a ramp joins from the right, over an acceleration lane."""
-    count, width, limit = int(rng.integers(1, 4)), float(rng.uniform(3.3, 3.8)), float(rng.uniform(13.0, 20.0))
+    count, width, limit = int(rng.integers(1, 4)), float(rng.uniform(3.1, 4.0)), float(rng.uniform(12.0, 26.0))
     room, radius = float(rng.uniform(50.0, 80.0)), float(rng.uniform(90.0, 150.0))
     right, far = -count * width - 0.5, 240.0
     lanes: list[np.ndarray] = []
@@ -324,9 +332,9 @@ def merge(rng: np.random.Generator) -> World:
 
 def roundabout(rng: np.random.Generator) -> World:
     """A roundabout of one lane with three or four legs; each connector is an entry, a part of the ring, and an exit."""
-    count, width = int(rng.integers(3, 5)), float(rng.uniform(3.4, 3.8))
+    count, width = int(rng.integers(3, 5)), float(rng.uniform(3.3, 4.2))
     angles = np.arange(count) * 2 * np.pi / count + rng.uniform(-0.1, 0.1, count)
-    ring, swing = float(rng.uniform(13.0, 18.0)), 0.55
+    ring, swing = float(rng.uniform(13.0, 20.0)), 0.55
     profile = Profile(width, 0.0, 0.6, 1, 1)
     stop = ring + 12.0
     legs = [Leg(float(a), profile, stop, stop + 130.0) for a in angles]

@@ -28,8 +28,10 @@ PREVIEW = 0.5
 """Seconds ahead that the speed for curves is taken from."""
 PATIENCE = 1.5
 """Seconds that must be left before a vehicle with right of way arrives."""
-FORESEEN = 25
+FORESEEN = 24
 """Steps ahead for which a driver sees where people walk."""
+NEAR_WALKER = 2.2
+"""Metres from a path's middle within which people on foot are on it."""
 
 
 class Network(NamedTuple):
@@ -50,17 +52,21 @@ class Network(NamedTuple):
 
 
 class Vehicles(NamedTuple):
-    """Starts of N vehicles; `urge` [N, T] is the share of the allowed speed that each wants."""
+    """Starts of N vehicles; `urge` [N, T] is the share of the allowed speed that each wants, or below 0 the braking
+    that it does, m/s^2."""
 
     path: np.ndarray  # int [N]
     s: np.ndarray  # [N], of the middle
     speed: np.ndarray  # [N]
     length: np.ndarray  # [N]
     urge: np.ndarray  # [N, T]
+    joins: np.ndarray | None = None  # [N]: arc length from which on others on its path see it ahead; None: always
 
 
 def tabulate(world: World) -> Network:
     """The tables of a map's paths."""
+    from longhaul.driving.generator import kernels
+
     lines = [np.concatenate([world.lanes[p.lanes[0]], *(world.lanes[i][1:] for i in p.lanes[1:])]) for p in world.paths]
     marks = [np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T))) for line in lines]
     length = np.array([m[-1] for m in marks])
@@ -76,8 +82,7 @@ def tabulate(world: World) -> Network:
     heading = np.where(real, heading, last)
     curvature = np.abs(np.gradient(heading, axis=1))
     speed = np.minimum(world.limit, np.sqrt(LATERAL / np.maximum(curvature, 1e-6)))
-    for k in range(speed.shape[1] - 2, -1, -1):
-        speed[:, k] = np.minimum(speed[:, k], np.sqrt(speed[:, k + 1] ** 2 + 2 * SLOWING))
+    kernels.slow(speed, SLOWING)
     lane = np.array([p.lanes if len(p.lanes) == 3 else p.lanes * 3 for p in world.paths])
     sizes = [[len(world.lanes[i]) - 1 for i in p.lanes] for p in world.paths]
     bound = np.full((len(lines), 2), np.inf)
@@ -116,17 +121,9 @@ def meetings(xy: np.ndarray, bound: np.ndarray, lane: np.ndarray) -> tuple[np.nd
 
 def foresee(net: Network, walkers: np.ndarray) -> np.ndarray:
     """[P, M, T]: where on each path each of `walkers` [M, T, 2] is on the road now or soon; inf if nowhere."""
-    where = np.full((len(net.xy), *walkers.shape[:2]), np.inf)
-    for m, walk in enumerate(walkers):
-        coarse = np.arange(0, len(walk), 3)
-        gap2 = ((net.xy[:, :, None] - walk[None, None, coarse]) ** 2).sum(-1)
-        near = gap2 < 2.2**2
-        first = np.where(near.any(1), near.argmax(1), np.inf)
-        where[:, m] = np.repeat(first, 3, axis=1)[:, : len(walk)]
-    soon = where.copy()
-    for ahead in range(3, FORESEEN + 1, 3):
-        soon[..., :-ahead] = np.minimum(soon[..., :-ahead], where[..., ahead:])
-    return soon
+    from longhaul.driving.generator import kernels
+
+    return kernels.foresee(net.xy, walkers, NEAR_WALKER, FORESEEN)
 
 
 def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
@@ -142,8 +139,9 @@ def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.nda
     from longhaul.driving.generator import kernels
 
     shown = np.zeros((0, cars.urge.shape[1]), np.int8) if lights is None else lights
+    joins = np.full(len(cars.s), -np.inf) if cars.joins is None else cars.joins
     return kernels.drive(
-        cars.path, cars.s, cars.speed, cars.length, cars.urge, shown, net.leg, foresee(net, walkers), net.speed,
+        cars.path, cars.s, cars.speed, cars.length, cars.urge, joins, shown, net.leg, foresee(net, walkers), net.speed,
         net.length, net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
         DT, PUSH, COMFORT, HARDEST, HEADWAY, ROOM, LINE_ROOM, PREVIEW, PATIENCE,
     )  # fmt: skip

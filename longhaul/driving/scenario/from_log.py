@@ -464,7 +464,7 @@ def scenario_from_log(
     field, field_origin = road_field(log, found, origin, route_margin)
     pose = np.concatenate([position[chosen, :, :2], heading[chosen][..., None]], -1)
     ways = pad_routes(found, signals, agents, steps)
-    road = make_road(log.features, np.concatenate([r.points[:, :3] for r in found]), origin)
+    road = make_road(log.features, np.concatenate([r.points[:, :3] for r in found]), origin, flow(log))
     return Scenario(
         id=log.id,
         steps=steps,
@@ -502,6 +502,20 @@ def onward(
         ways.append(at(line, arc_length(line), where))
     points = np.concatenate([np.zeros((0, 2)), *ways]).astype(np.float32)
     return {"onward_of": np.array(which, np.int16), "onward": points}
+
+
+FLOW_SHARE, FLOW_MOVING = 95.0, 2.0
+"""The percentile of vehicles' speeds until driving begins that counts as that of traffic; m/s from which one moves."""
+
+
+def flow(log: Log) -> float | None:
+    """Speed of traffic, m/s, as seen until driving begins; None where no vehicle moves."""
+    cars = log.tracks.kind == kinds.VEHICLE
+    seen = log.tracks.valid[cars, : log.current + 1]
+    speed = np.hypot(*log.tracks.velocity[cars, : log.current + 1].transpose(2, 0, 1))
+    fastest = np.where(seen, speed, 0.0).max(1, initial=0.0)
+    fastest = fastest[fastest > FLOW_MOVING]
+    return float(np.percentile(fastest, FLOW_SHARE)) if len(fastest) else None
 
 
 def given(log: Log, origin: np.ndarray) -> list[Lane]:

@@ -52,6 +52,9 @@ MPH = 0.44704
 INFERRED = {log.LANE_FREEWAY: 70.0 * MPH, log.LANE_STREET: 45.0 * MPH}
 """Speed limits, m/s, by a lane's kind where the source has none (as V-Max takes them)."""
 
+SLOWEST = 25.0 * MPH
+"""m/s: the lowest speed limit of a street that is inferred from its traffic."""
+
 BIKE, STREET, FREEWAY = 1, 2, 3
 
 BROKEN, SOLID, EDGE = 1 << 2, 2 << 2, 3 << 2
@@ -123,8 +126,9 @@ class Roadmap(NamedTuple):
     corner: Array  # float32 [S, 4]: corner of the directory, origin of the rows
 
 
-def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) -> Road:
+def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray, flow: float | None = None) -> Road:
     """The rows of `features` around the points `near` [Q, 3] of routes, relative to `origin` [3]; without a grid yet.
+    `flow` is how fast traffic drives, m/s, None where nobody knows; see `limit`.
 
     Where there are more than `MOST_ROWS`, or rows farther than 650 m from the middle of the routes, the farthest are
     left out.
@@ -150,7 +154,7 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray)
         half=np.clip(half, -HALF_MOST, HALF_MOST).astype(np.int16),
         kind=rows.kind,
         lane=lane.astype(np.int16),
-        lane_limit=np.array([limit(feature) for feature in about], np.float32),
+        lane_limit=np.array([limit(feature, flow) for feature in about], np.float32),
         lane_flags=np.array([flags(feature) for feature in about], np.int8),
     )
 
@@ -227,9 +231,15 @@ def divide(rows: Rows, length: np.ndarray) -> Rows:
     return Rows(start, start + step, rows.kind[index], rows.lane[index])
 
 
-def limit(feature: Feature) -> float:
-    """A lane's speed limit, m/s: the source's, else that of its kind; 0 where nothing is known."""
+def limit(feature: Feature, flow: float | None = None) -> float:
+    """A lane's speed limit, m/s: the source's, else that of its kind; 0 where nothing is known.
+
+    Where the source tells none, a street's is that of its kind or the `flow` of traffic, whichever is lower: nobody
+    would know better who drives there. Scores still go by the kind, as V-Max's do (`sim.metrics`).
+    """
     known = feature.speed_limit or INFERRED.get(feature.kind, 0.0)
+    if not feature.speed_limit and feature.kind == log.LANE_STREET and flow is not None:
+        known = min(known, max(flow, SLOWEST))
     return LIMIT_UNIT * min(round(known / LIMIT_UNIT), LIMIT_MOST)
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
+from longhaul.driving.datasets.log import CYCLIST, LANE_FREEWAY, LANE_STREET, PEDESTRIAN
+from longhaul.driving.scenario.lane_graph import INFERRED
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.device_bank import DeviceBank
@@ -56,7 +57,8 @@ class OnLanes(NamedTuple):
     against: jax.Array  # bool: it is in a lane that leads against it, and in none that does not
     straddles: jax.Array  # bool: its box reaches from its lane into another beside it
     limit: jax.Array  # m/s, of the nearest lane that leads its way; 0 unknown
-    inferred: jax.Array  # bool: the limit is not the source's, but that of the lane's kind
+    inferred: jax.Array  # bool: the limit is not the source's
+    rule: jax.Array  # m/s: the limit by which a drive is scored: the source's, else that of the lane's kind
 
 
 def time_to_contact(boxes: Relative) -> jax.Array:
@@ -130,6 +132,8 @@ def on_lanes(
     lateral = jnp.where(turn > 0.0, lanes.lateral, -lanes.lateral)
     apart = jnp.abs(lateral - lateral[jnp.argmin(parallel)])
     reaches = (parallel - reach < jnp.minimum(0.5 * apart, HALF_WIDTH)) & (apart >= SEPARATE)
+    rule = jnp.where(lanes.freeway, INFERRED[LANE_FREEWAY], INFERRED[LANE_STREET]).astype(jnp.float32)
+    rule = jnp.where(lanes.inferred, rule, lanes.limit)
     return OnLanes(
         near=jnp.min(distance) <= NEAR_LANE,
         along=along[nearest],
@@ -137,6 +141,7 @@ def on_lanes(
         straddles=jnp.any(reaches),
         limit=jnp.where(known, lanes.limit[nearest], 0.0),
         inferred=known & lanes.inferred[nearest],
+        rule=jnp.where(known, rule[nearest], 0.0),
     )
 
 

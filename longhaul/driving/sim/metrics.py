@@ -200,7 +200,7 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
 
 def limit_of(lanes: OnLanes, course: Course) -> jax.Array:
     """Speed limit [A], m/s; 0 where it is unknown."""
-    return jnp.where(lanes.inferred, jnp.maximum(lanes.limit, course.top), lanes.limit)
+    return jnp.where(lanes.inferred, jnp.maximum(lanes.rule, course.top), lanes.rule)
 
 
 def speeding(limit: jax.Array, course: Course) -> jax.Array:

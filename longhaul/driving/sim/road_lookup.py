@@ -18,6 +18,7 @@ from longhaul.driving.scenario.lane_graph import (
     BIKE,
     BLOCK,
     FINE,
+    FREEWAY,
     HALF_UNIT,
     LIMIT_INFERRED,
     LIMIT_UNIT,
@@ -63,8 +64,9 @@ class LanesHere(NamedTuple):
     sin: jax.Array  # float32 [K]
     lane: jax.Array  # int32 [K], number of the lane within the scenario: equal for segments of one lane; -1 none
     limit: jax.Array  # float32 [K], speed limit, m/s; 0 unknown
-    inferred: jax.Array  # bool [K]: the limit is not the source's, but that of the lane's kind
+    inferred: jax.Array  # bool [K]: the limit is not the source's
     bike: jax.Array  # bool [K]: for bicycles
+    freeway: jax.Array  # bool [K]: a lane of a freeway
 
 
 def place(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> Place:
@@ -111,6 +113,7 @@ def lanes_at(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) 
         limit=jnp.where(known, ((about >> 15) & 0xFFF).astype(jnp.float32) * np.float32(LIMIT_UNIT), 0.0),
         inferred=known & ((about >> 27) & LIMIT_INFERRED > 0),
         bike=known & (kind & 3 == BIKE),
+        freeway=known & (kind & 3 == FREEWAY),
     )
 
 

@@ -410,6 +410,19 @@ def test_scenarionet_numbers_features_of_foreign_ids() -> None:
     np.testing.assert_array_equal(found.tracks.position, log.tracks.position * [1, 1, 0])
 
 
+def test_scenarionet_has_no_speed_limits_where_it_filled_in_one() -> None:
+    """It writes 100 km/h for every lane of sources that have none; beside another limit it is one."""
+    document = made.scenarionet(made.make_log())
+    lanes = [each for each in document["map_features"].values() if "entry_lanes" in each]
+    for known in (None, 50.0):
+        for lane, limit in zip(lanes, (100.0, 100.0, known), strict=False):
+            lane.pop("speed_limit_mph", None)
+            lane["speed_limit_kmh"] = limit
+        found = scenarionet.read(pickle.dumps(document, protocol=2)).features
+        limits = {each.speed_limit for each in found if each.kind == LANE_STREET}
+        assert limits == ({None} if known is None else {100 / 3.6, 50 / 3.6} | limits & {None})
+
+
 def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: FilePath) -> None:
     pytest.importorskip("pyarrow")
     log = made.make_log(steps=110, current=49)

@@ -115,7 +115,9 @@ def test_what_is_known_of_lanes() -> None:
     log = made.make_log()
     freeway = Feature(120, logs.LANE_FREEWAY, log.features[0].points + np.array([0.0, -3.5, 0.0]))
     bike = Feature(121, logs.LANE_BIKE, log.features[0].points + np.array([0.0, -6.0, 0.0]))
-    road = scenario_from_log(dataclasses.replace(log, features=(*log.features, freeway, bike))).road
+    log = dataclasses.replace(log, features=(*log.features, freeway, bike))
+    fast = dataclasses.replace(log.tracks, velocity=log.tracks.velocity * 0.0 + 25.0)  # as if traffic knew no limit
+    road = scenario_from_log(dataclasses.replace(log, tracks=fast)).road
     # the five lanes in the order of the features
     assert road.lane.max() == 4
     assert (np.diff(road.lane[road.lane >= 0]) >= 0).all()
@@ -123,6 +125,12 @@ def test_what_is_known_of_lanes() -> None:
     np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, 20.12, 31.30, 0.0], atol=0.011)
     inferred = (road.lane_flags & lane_graph.LIMIT_INFERRED) > 0
     assert inferred.tolist() == [False, False, True, True, False]  # 45 and 70 mph; nothing is known of bicycles
+    # a street's inferred limit follows its traffic until driving begins, and nobody after that
+    later = np.where(np.arange(len(log.times))[:, None] <= log.current, [[9.0, 12.0]], 30.0)
+    for moving, expected in ((1.0, 15.0), (0.5, lane_graph.SLOWEST), (0.0, 20.12)):
+        slow = dataclasses.replace(log.tracks, velocity=(0.0 * log.tracks.velocity + later) * np.float32(moving))
+        road = scenario_from_log(dataclasses.replace(log, tracks=slow)).road
+        np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, expected, 31.30, 0.0], atol=0.011)
     assert (road.lane_flags & lane_graph.JUNCTION).tolist() == [0, lane_graph.JUNCTION, 0, 0, 0]
     found = {code: int((road.kind == code).sum()) for code in set(road.kind.tolist())}
     assert found[lane_graph.STOP] == 1

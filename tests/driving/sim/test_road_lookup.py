@@ -120,7 +120,7 @@ def test_what_a_lane_tells() -> None:
     )  # beyond their ends
     np.testing.assert_allclose(lateral[1, 1], -0.5, atol=0.02)
     limit, bike, inferred = (np.take_along_axis(getattr(found, n), order, 1) for n in ("limit", "bike", "inferred"))
-    np.testing.assert_allclose(limit[0], [11.18, 20.12, 0.0], atol=0.011)
+    np.testing.assert_allclose(limit[0], [11.18, lane_graph.SLOWEST, 0.0], atol=0.011)  # traffic drives at 10 m/s
     assert bike[0].tolist() == [False, False, True]
     assert (road.lane_flags & lane_graph.JUNCTION > 0).tolist() == [True, False, False]
     assert inferred[0].tolist() == [False, True, False]
