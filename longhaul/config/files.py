@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,12 @@ MOST_BYTES, MOST_VALUES = 1 << 18, 1 << 15
 some kB and some hundred values."""
 
 
+MOST_DEPTH = 100
+"""Lists, tables and parts of a name within one another. Both parsers take the square of it in time."""
+
+TOO_DEEP = "its parts are within one another without an end"
+
+
 def load(path: Path) -> dict[str, Any]:
     """Content of a file, without what run.json has beside the Run. Raises RunError where it can't be read."""
     if path.suffix not in FORMATS:
@@ -43,11 +50,12 @@ def load(path: Path) -> dict[str, Any]:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ValueError(f"it has {size:,} bytes; settings have at most {MOST_BYTES:,}")
         text = path.read_text("utf-8")
+        _check_depth(text)
         content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except (OSError, ValueError) as error:
         raise RunError(f"--config {path} can't be read: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise RunError(f"--config {path} can't be read: its parts are within one another without an end") from error
+        raise RunError(f"--config {path} can't be read: {TOO_DEEP}") from error
     if not isinstance(content, dict):
         raise RunError(f"--config {path} holds a {type(content).__name__}; it must be settings by name")
     if "format" in content and isinstance(content.get("run"), dict):  # run.json
@@ -55,12 +63,33 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def _check_depth(text: str) -> None:
+    """Raises ValueError for a text with more than MOST_DEPTH brackets within one another, or parts of a dotted name."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > MOST_DEPTH:
+            raise ValueError(TOO_DEEP)
+    plain = re.sub(r"""\"(?:[^"\\\n]|\\.)*\"|'[^'\n]*'""", "a", text)  # a part of a name may be any text in quotes
+    if any(name.count(".") > MOST_DEPTH for name in re.findall(r"[\w. \t-]+", plain)):
+        raise ValueError(TOO_DEEP)
+
+
 def _yaml(text: str) -> Any:
     """Content of YAML, and so of JSON; 1e-3 is a number, which YAML 1.1 takes for a text."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        flat = 0
+
+        def flatten_mapping(self, node: Any) -> None:  # of the merge key <<, which doubles what it names twice
+            super().flatten_mapping(node)
+            self.flat += len(node.value)
+            if self.flat > MOST_VALUES:
+                raise ValueError(f"its merge keys stand for more than {MOST_VALUES:,} values")
+
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return _numbers(content, itertools.count())
@@ -73,6 +102,8 @@ def _numbers(value: Any, counted: Iterator[int]) -> Any:
         return {key: _numbers(inner, counted) for key, inner in value.items()}
     if isinstance(value, list):
         return [_numbers(inner, counted) for inner in value]
+    if isinstance(value, int) and value.bit_length() > 64:  # YAML reads 59:59:59 as a number, too
+        raise ValueError(f"a number has {value.bit_length():,} bits; 64 are possible")
     if isinstance(value, str) and "e" in value.lower():
         try:
             return float(value)

@@ -224,10 +224,11 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
     for file in _files(folder):
         try:
+            bounded_json.check_safetensors(folder / file)
             with safe_open(folder / file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no dict)
                     yield name, opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise HubError(f"{folder / file}: {error}") from error
 
 

@@ -17,6 +17,9 @@ MOST_BYTES = 384 << 20
 MOST_DEPTH = 100
 """Lists and objects within one another; configurations and logs have fewer than ten."""
 
+MOST_HEADER = 4 << 20
+"""Bytes of the header of a safetensors file, some 100 for each array; those of large models have some hundred kB."""
+
 CONTAINER, VALUE = 128, 64
 """Bytes of a list or an object with few entries; of a value or a key, with its place in the container."""
 
@@ -49,6 +52,14 @@ def read(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
+
+
+def check_safetensors(path: Path) -> None:
+    """Raises OSError, or ValueError, one line, where the JSON header of a safetensors file is too long to be read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER:
+        raise ValueError(f"{path}: its header has {length:,} bytes; {MOST_HEADER:,} are possible")
 
 
 def weight(data: bytes | str) -> int:

@@ -177,6 +177,7 @@ def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     try:
+        bounded_json.check_safetensors(path)
         found: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file
         raise RunError(f"--init-from {path}: {str(error).splitlines()[0]}") from error

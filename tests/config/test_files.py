@@ -62,6 +62,10 @@ def test_settings_stand_alone_or_inside_their_config(name: str, text: str, tmp_p
     assert to_dict(run.algorithm)["network"]["hidden_dim"] == 32 and to_dict(run.algorithm)["gamma"] == 0.9
 
 
+MERGED = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 25))
+"""A kB of merge keys, each of which names the last one twice."""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -75,6 +79,10 @@ def test_settings_stand_alone_or_inside_their_config(name: str, text: str, tmp_p
         ("h.yaml", "optimizer: {lr: 3}", "optimizer is no part of recipe ppo"),
         ("i.yaml", "num_envs: many", "--num-envs is 'many', and must be of type"),
         ("k.yaml", "[" * 2000 + "]" * 2000, "k.yaml can't be read: its parts are within one another without an end"),
+        ("n.toml", ".".join(["a"] * 30_000) + "=1", "n.toml can't be read: its parts are within one another"),
+        ("o.toml", ".".join(['"a,b"'] * 30_000) + "=1", "o.toml can't be read: its parts are within one another"),
+        ("p.yaml", MERGED, "p.yaml can't be read: its merge keys stand for more than 32,768 values"),
+        ("q.yaml", "seed: " + ":".join(["59"] * 99), "q.yaml can't be read: a number has 585 bits"),
         ("l.yaml", f"a: &a [{'0,' * 99}]\nb: &b [{'*a,' * 99}]\nc: [{'*b,' * 99}]", "for more than 32,768 values"),
         ("m.json", " " * 300_000, "it has 300,000 bytes; settings have at most 262,144"),
         ("j.yaml", "mesh: all of them", "mesh is .*; write data=2 or data=2,model=2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,13 @@ def test_a_document_at_the_bounds_is_read(tmp_path: Path) -> None:
     path.write_text('\ufeff{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}", "utf-8")
     assert json.dumps(bounded_json.read(path)["a"]).count("[") == depth - 1
     assert bounded_json.parse("3") == 3
+
+
+def test_a_safetensors_file_of_a_million_empty_arrays_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for length, fits in ((bounded_json.MOST_HEADER, True), (bounded_json.MOST_HEADER + 1, False), (2**63, False)):
+        path.write_bytes(length.to_bytes(8, "little") + b"{}")
+        with (
+            nullcontext() if fits else pytest.raises(ValueError, match=f"its header has {length:,} bytes; 4,")
+        ):
+            bounded_json.check_safetensors(path)
