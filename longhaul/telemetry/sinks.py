@@ -16,6 +16,7 @@ import json
 import math
 import mmap
 import os
+import re
 import socket
 import struct
 import time
@@ -238,6 +239,10 @@ def _error(file: Path, error: OSError) -> MetricsError:
 # ----------------------------------------------------------------------------------------------------- TensorBoard
 
 
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d{1,12})\.")
+"""Names of TensorBoard's files, with the second in which they began."""
+
+
 def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> Sink:
     """Sink of a TensorBoard event file in which a step is an agent step.
 
@@ -255,7 +260,7 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
         return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
     folder = Path(folder)  # TensorBoard reads its files in the order of their names: this one is the last
-    taken = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
+    taken = [int(found[1]) for path in folder.glob("events.out.*") if (found := EVENTS.match(path.name))]
     seconds = max(int(time.time()), max(taken, default=0) + 1)
     file = folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
     with _clear(file):

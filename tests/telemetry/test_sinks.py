@@ -223,6 +223,14 @@ def test_events_read_back_and_resumed_runs_say_what_to_forget(tmp_path: Path) ->
     assert [second[2][0], third[2][0]] == [40, 60]
 
 
+@pytest.mark.parametrize("stray", ["events.out.tfevents.17x.host", f"events.out.tfevents.{'9' * 200}.host"])
+def test_a_stray_file_beside_the_events_stops_no_run(stray: str, tmp_path: Path) -> None:
+    (tmp_path / stray).touch()
+    with closing(tensorboard(tmp_path)) as sink:
+        sink.write(record(1))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 # ------------------------------------------------------------------------------------------------------- a full disk
 
 

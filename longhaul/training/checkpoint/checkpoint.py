@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ import jax
 import numpy as np
 
 from longhaul.runtime import bounded_json, files, process_group, pytree_serialization
+from longhaul.runtime.devices import most_of_a_file
 from longhaul.runtime.files import MANIFEST
 from longhaul.types import PyTree
 
@@ -193,12 +195,18 @@ class Checkpoints:
         return None
 
     def arrays(self, found: Found, prefix: str) -> dict[str, np.ndarray]:
-        """Arrays of a checkpoint whose names begin with `prefix`, by name, on the host."""
+        """Arrays of a checkpoint whose names begin with `prefix`, by name, on the host.
+
+        Raises CheckpointError where its files hold others than its manifest says, or more than memory does: zeros take
+        no room in a file.
+        """
         targets = {
             name: np.broadcast_to(np.zeros((), entry["dtype"]), entry["shape"])
             for name, entry in found.manifest["leaves"].items()
             if name.startswith(prefix) and pytree_serialization.is_stored(entry) and "key" not in entry
         }
+        if wrong := _unlike_stored(self._folder / found.name / ARRAYS, targets) if targets else "":
+            raise CheckpointError(f"{self._folder / found.name}: {wrong}")
         values = _read(self._folder / found.name / ARRAYS, targets) if targets else {}
         return {name: np.asarray(value) for name, value in values.items()}
 
@@ -465,6 +473,21 @@ def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
         arguments = ocp.args.PyTreeRestore(item=targets, restore_args=places, partial_restore=True)
         values: dict[str, Any] = reader.restore(path, args=arguments)
     return values
+
+
+def _unlike_stored(path: Path, targets: Mapping[str, np.ndarray]) -> str:
+    """What is wrong with arrays that are to be read, or "". Orbax takes the form that its own files say."""
+    import orbax.checkpoint as ocp
+
+    if (size := sum(math.prod(each.shape) * each.dtype.itemsize for each in targets.values())) > most_of_a_file():
+        return f"its arrays take {size:,} bytes; {most_of_a_file():,} are possible"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        stored = reader.metadata(path).item_metadata.tree
+    for name, each in targets.items():
+        found = stored.get(name)
+        if found is None or (tuple(found.shape), np.dtype(found.dtype)) != (each.shape, each.dtype):
+            return f"{name} is stored in another form than its {MANIFEST} says"
+    return ""
 
 
 def _checkpointer() -> Any:

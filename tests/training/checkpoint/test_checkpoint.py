@@ -475,6 +475,20 @@ def test_stray_entries_stop_no_save(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_arrays_of_another_form_than_the_manifest_says_are_not_read(tmp_path: Path) -> None:
+    """Zeros take no room in a file: 8 kB may hold any number of them, with right digests."""
+    fill(tmp_path, 3)
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        found = checkpoints.newest()
+        assert found is not None
+        arrays = checkpoints.arrays(found, "")
+        name = max(arrays, key=lambda name: arrays[name].nbytes)
+        for shape, words in (([4], "is stored in another form"), ([1 << 50], "its arrays take [0-9,]{17,} bytes")):
+            found.manifest["leaves"][name]["shape"] = shape
+            with pytest.raises(CheckpointError, match=words):
+                checkpoints.arrays(found, "")
+
+
 def test_entries_that_cannot_be_removed_are_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "20.partial").mkdir()
     (tmp_path / "x.partial").touch()
