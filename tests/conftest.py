@@ -53,6 +53,7 @@ RESIDENT = 2 << 30
 import jax  # noqa: E402  (the environment must be set first)
 
 from longhaul.telemetry import screen  # noqa: E402
+from longhaul.training import evaluate  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -133,6 +134,23 @@ def bounded_memory() -> Iterator[None]:
     if psutil.Process().memory_info().rss > RESIDENT:
         jax.clear_caches()
         gc.collect()  # which the thresholds above all but leave out
+
+
+DRAWN = evaluate.filmed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_films() -> Iterator[None]:
+    """A run draws no episodes at its end, which take two thirds of a small one, unless the test has `filmed`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "filmed", lambda run, *policies: [])
+        yield
+
+
+@pytest.fixture
+def filmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw an episode of each policy at their end, as a user's do."""
+    monkeypatch.setattr(evaluate, "filmed", DRAWN)
 
 
 @pytest.fixture

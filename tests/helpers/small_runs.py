@@ -20,7 +20,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.topologies import fused
 from longhaul.training import assemble as training_assemble
-from longhaul.training import loop, run_dir
+from longhaul.training import evaluate, loop, run_dir
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 
@@ -82,6 +82,7 @@ def checkpoints(folder: Path) -> list[int]:
 ASSEMBLIES: dict[str, Assembly] = {}
 PROGRAMS: dict[tuple[Any, ...], fused.Program] = {}
 STARTS: dict[tuple[int, int], Any] = {}
+SCORERS: dict[str, Any] = {}
 """Parts that quick runs share, by their shape, or by an assembly's algorithm."""
 
 NUMBERS = itertools.count()
@@ -97,6 +98,7 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
     """
     own = next(NUMBERS)
     assemble, compiled, start = training_assemble.assemble, fused.compiled, Assembly.start
+    scorer = evaluate.scorer
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
         sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
@@ -126,7 +128,15 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
             yield name, {"digest": params_sha256(params)}, []
 
     patch.setattr(loop, "assemble", assemble_once)
-    if not evaluated:
+    def scorer_once(run: Run, episodes: int) -> Any:
+        key = repr((own, run.environment, run.algorithm, run.seed, episodes))
+        if key not in SCORERS:
+            SCORERS[key] = scorer(run, episodes)
+        return SCORERS[key]
+
+    if evaluated:
+        patch.setattr(evaluate, "scorer", scorer_once)
+    else:
         patch.setattr(loop, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.training import hub, init_from
 from longhaul.training.checkpoint.resume import restore_policy
+from tests.helpers.small_runs import make_quick
 
 SMALL: dict[str, Any] = {
     "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 2, "block": 1, "log_interval": 1,
     "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch, evaluated=True)
+        yield
 
 
 @pytest.fixture(scope="module")
