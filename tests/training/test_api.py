@@ -17,6 +17,7 @@ import longhaul
 from longhaul.cli.main import main
 from longhaul.training import api
 from tests.helpers import own_environments as own
+from tests.helpers.drawn_policies import drawn
 from tests.helpers.small_runs import make_quick
 
 HERE = "tests.helpers.own_environments"
@@ -111,11 +112,8 @@ def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Resul
         policy({"seen": rows})
 
 
-def test_a_memory_is_given_and_comes_back(folder: Path) -> None:
-    result = longhaul.train(
-        "ppo", env="probe/memory", runs_dir=folder, run_name="gru", memory=8, num_minibatches=1, **SMALL
-    )
-    policy = result.policy
+def test_a_memory_is_given_and_comes_back() -> None:
+    policy = drawn("ppo", env="probe/memory", memory=8)
     seen = np.zeros((3, *policy.spec.observation.shape), policy.spec.observation.dtype)
     action, memory = policy(seen)
     assert policy.recurrent and action.shape[0] == 3

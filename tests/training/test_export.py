@@ -12,8 +12,9 @@ import pytest
 
 import longhaul
 from longhaul.cli import export as command
-from longhaul.training import api, export, init_from, onnx_program
+from longhaul.training import export, init_from, onnx_program
 from tests.helpers import own_environments as own
+from tests.helpers.drawn_policies import drawn
 
 pytest.importorskip("flatbuffers")
 
@@ -73,25 +74,6 @@ def test_an_onnx_model_acts_as_the_run_on_every_batch(
         np.testing.assert_array_equal(np.argmax(parameters, axis=-1), action)
 
 
-def drawn(recipe: str, **settings: Any) -> api.Policy:
-    """The policy of a recipe with parameters drawn at random."""
-    from longhaul.algorithms import registry
-    from longhaul.algorithms.run_context import RunContext
-    from longhaul.config import recipes
-    from longhaul.config.resolve import changed, resolve
-    from longhaul.runtime.mesh import identity
-    from longhaul.training.data import spec
-
-    run = resolve(changed(recipes.recipe(recipe), settings))
-    algorithm = registry.make(spec(run), run.algorithm, RunContext(updates=1, mean=identity))
-    draw = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: draw.normal(size=x.shape, scale=0.2).astype(np.float32) if x.dtype == np.float32 else x,
-        jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0)),
-    )
-    return api.Policy(run, params)
-
-
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
@@ -127,16 +109,11 @@ def test_recipes_policies_are_the_same_in_onnxruntime(
         np.testing.assert_allclose(found["next_memory"], after, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"env": "pendulum"}, {"env": "probe/memory", "memory": 4}, {"env": "probe/masked"}],
-    ids=lambda s: s["env"],
-)
-def test_continuous_recurrent_and_masked_policies_pass_the_check(settings: dict[str, Any], folder: Path) -> None:
-    name = settings["env"].replace("/", "-")
-    result = longhaul.train("ppo", runs_dir=folder, run_name=name, **SMALL, **settings)
+@pytest.mark.parametrize(("env", "memory"), [("pendulum", 0), ("probe/memory", 4), ("probe/masked", 0)])
+def test_continuous_recurrent_and_masked_policies_pass_the_check(env: str, memory: int, tmp_path: Path) -> None:
+    policy = drawn("ppo", env=env, hidden_dim=8, memory=memory)
     for kind in export.RUNNERS:
-        assert result.policy.export(folder / "out" / name, kind)[0].stat().st_size > 1000
+        assert policy.export(tmp_path, kind)[0].stat().st_size > 1000
 
 
 def test_a_policy_of_an_own_algorithm_is_its_actions_alone(folder: Path, onnxruntime: Any) -> None:

@@ -22,6 +22,7 @@ from longhaul.config.run import Driving
 from longhaul.training import hub, model_card
 from tests.helpers import hub_server
 from tests.helpers.hub_server import Hub
+from tests.helpers.small_runs import make_quick
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -31,6 +32,13 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own, by its client
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch, evaluated=True)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ def test_a_run_goes_on_in_its_own_and_no_step_comes_twice(tmp_path: Path, store:
     assert "episode/return" not in again.data.metrics
 
 
+@pytest.mark.slow
 def test_a_killed_follower_is_started_again_and_sends_the_rest(tmp_path: Path, store: Any) -> None:
     folder, notes = tracked_folder(tmp_path, tracker="mlflow"), []
 

@@ -224,6 +224,7 @@ def test_a_checkpoint_of_an_older_version_says_nothing_of_edits(folder: Path) ->
     assert resumption.edits(folder, whole) == {"lr": [0.003, 99.0]}
 
 
+@pytest.mark.slow
 def test_sizes_may_change_twice_and_back(folder: Path) -> None:
     stop_after(1, change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
     made = checkpoints(folder)[-1]
