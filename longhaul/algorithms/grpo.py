@@ -323,7 +323,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
 
         def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
             (params, opt_state), (order, number) = carried, each
-            some = jax.tree.map(lambda x: x[order], batch)
+            some = context.spread(jax.tree.map(lambda x: x[order] if x.ndim else x, batch), 0)
             counts, taught = jnp.any(some.weight, axis=1), some.data.taught
             over = jnp.where(taught[:, None], weights(some.weight, counts & taught, "token", mean),
                              weights(some.weight, counts & ~taught, loss.over, mean))  # fmt: skip

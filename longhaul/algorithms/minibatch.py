@@ -22,14 +22,14 @@ from longhaul import prng
 from longhaul.algorithms import batch_scaling, values
 from longhaul.algorithms.actor_critic import annealing
 from longhaul.algorithms.config import InMinibatches
-from longhaul.algorithms.run_context import RunContext
+from longhaul.algorithms.run_context import RunContext, Spread
 from longhaul.types import Key, Metrics, Params, PyTree
 
 
-def _take(batch: Any, index: jax.Array, axis: int) -> Any:
+def _take(batch: Any, index: jax.Array, axis: int, spread: Spread) -> Any:
     """Rows of a batch, or columns, by their index."""
     rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
-    return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
+    return spread(rows, axis)._replace(memory=spread(jax.tree.map(lambda x: x[index], batch.memory), 0))
 
 
 def optimiser_steps(
@@ -59,12 +59,12 @@ def optimiser_steps(
         grad = jax.grad(loss, has_aux=True)
 
         def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(params, _take(batch, chunk, axis), weight)), None
+            return jax.tree.map(jnp.add, total, grad(params, _take(batch, chunk, axis, context.spread), weight)), None
 
         if index.shape[0] == 1:
-            total, parts = grad(params, _take(batch, index[0], axis), weight)
+            total, parts = grad(params, _take(batch, index[0], axis, context.spread), weight)
         else:
-            shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis), weight)
+            shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis, context.spread), weight)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             total, parts = jax.lax.scan(add, zeros, index)[0]
         return back(total)[0], parts

@@ -11,6 +11,9 @@ from longhaul.types import PyTree
 Isolate = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of one shard -> the same function, compiled in isolation from its surroundings (batch_shards.py)."""
 
+Spread = Callable[[PyTree, int], PyTree]
+"""(rows of a minibatch, their axis) -> the same rows, split over devices along that axis where it can be."""
+
 
 class RunContext(NamedTuple):
     """Context of an algorithm; whatever a shard computes between two means goes through `isolated`.
@@ -24,4 +27,5 @@ class RunContext(NamedTuple):
     first: int = 0
     done: float = 0.0
     split: bool = False  # parameters are split over devices: the optimiser takes them one by one
+    spread: Spread = lambda rows, axis: rows  # lays a minibatch over the devices that share its parameters
     sizes: Sizes | None = None  # of the experience; without them an algorithm with a replay acts and cannot learn

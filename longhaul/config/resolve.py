@@ -13,7 +13,7 @@ import jax
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms import external as external_algorithms
-from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, Reasoner
+from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
 from longhaul.config import aliases
 from longhaul.config.population import Member, check
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
@@ -85,6 +85,8 @@ def _resolved(run: Run) -> Run:
             f"--deterministic with --mesh {MeshShape(devices, run.model)}: sums over the model axis have no fixed "
             "order; choose model=1"
         )
+    if run.fsdp:
+        _check_fsdp(run, devices)
     columns = run.num_envs // parts(run, devices) * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
@@ -133,7 +135,7 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     usual = config_fields.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
     run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
-    if "topology" not in given and run.topology == "fused" and not run.many and not process_group.together():
+    if "topology" not in given and run.topology == "fused" and not run.many:
         task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
         if isinstance(task, Named) and is_hosted(task.env):
             run = dataclasses.replace(run, topology="actors")
@@ -278,6 +280,19 @@ def absolute(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(_path, paths))
 
 
+def _check_fsdp(run: Run, devices: int) -> None:
+    """Raises RunError where fully sharded data parallelism can't be."""
+    if devices == 1:
+        raise RunError("--fsdp splits parameters over the devices of --mesh data=N, and N is 1; choose data=2 or more")
+    if run.deterministic:
+        raise RunError("--deterministic does not go with --fsdp, whose sums have no fixed order; leave one out")
+    if isinstance(run.algorithm, OffPolicy):
+        name = external_algorithms.title(run.algorithm)
+        raise RunError(f"--fsdp does not go with {name}, whose replay lies by device; leave --fsdp out")
+    if run.topology == "central":
+        raise RunError("--fsdp needs --topology fused or actors; the learner of central has whole parameters")
+
+
 def _acting(run: Run, devices: int) -> ActorConfig:
     """Actors of the run, checked against its topology, environment and devices."""
     if run.topology == "fused":
@@ -286,10 +301,12 @@ def _acting(run: Run, devices: int) -> ActorConfig:
         return run.acting
     if run.deterministic:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
-    if run.model > 1:
+    if run.model > 1 and run.topology == "central":
         raise RunError(f"--mesh is {run.mesh}, and the learner of {run.topology} has whole parameters: choose model=1")
-    if process_group.together():
-        raise RunError(f"--topology is {run.topology}, which trains in one process; leave longhaul launch out")
+    if process_group.together() and run.topology == "central":
+        raise RunError("--topology is central, which trains in one process; leave longhaul launch out")
+    if process_group.together() and run.acting.actor_kind == "ray":
+        raise RunError("--actor-kind ray does not go with longhaul launch; choose process or thread")
     if run.topology == "central":
         return _served(run, devices)
     if isinstance(run.environment, Driving):
@@ -364,7 +381,7 @@ def _default_devices(run: Run, runs: int) -> int:
         return max(n for n in range(1, min(there, runs) + 1) if runs % n == 0)
     processes, model = process_group.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores
-        return 1
+        return processes
     if on_cpu():
         columns = run.num_envs * (agents(run) if isinstance(run.environment, Reasoning) else 1)
         own = int(os.environ.get(process_group.DEVICES, 0)) or (cores() if columns >= 64 else 1)
@@ -390,6 +407,7 @@ def members_of(run: Run) -> tuple[Member, ...]:
         f"--topology {run.topology}": run.topology != "fused",
         "--deterministic": run.deterministic,
         f"--mesh {run.mesh}": run.model > 1,
+        "--fsdp": run.fsdp,
         "longhaul launch": process_group.together(),
         "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
     }
@@ -415,7 +433,7 @@ def agents(run: Run) -> int:
 
 def parts(run: Run, devices: int) -> int:
     """In how many the batch is computed."""
-    return 1 if run.many else batch_shards.VIRTUAL if run.deterministic else devices
+    return 1 if run.many or run.fsdp else batch_shards.VIRTUAL if run.deterministic else devices
 
 
 def named(environment: Named) -> Environment:

@@ -106,6 +106,11 @@ class Run:
         resume=CHANGEABLE,
     )
     model: int = 1  # parts that parameters and optimiser are split into, a device each; the second part of --mesh
+    fsdp: bool = setting(
+        False,
+        "parameters, gradients and optimiser are split over the devices of data=N (fully sharded data parallelism)",
+        resume=CHANGEABLE,
+    )
     deterministic: bool = setting(False, "the same parameters on 1, 2, 4 and 8 devices, bit for bit")
     threads: int | None = setting(
         None, "CPU threads in all; the last bits of sums depend on it", least=1, auto=True, resume=CHANGEABLE
@@ -134,7 +139,7 @@ class Run:
 
     @property
     def mesh(self) -> MeshShape:
-        return MeshShape(self.devices, self.model)
+        return MeshShape(self.devices, self.model, self.fsdp)
 
     @property
     def many(self) -> bool:

@@ -22,6 +22,17 @@ class MeshShape(NamedTuple):
 
     data: int | None  # None: as many as there are devices for
     model: int = 1
+    fsdp: bool = False  # the devices of `data` hold a part of the parameters each
+
+    @property
+    def fully(self) -> int:
+        """Parts of the parameters over `data`."""
+        return (self.data or 1) if self.fsdp else 1
+
+    @property
+    def parts(self) -> int:
+        """Parts of the parameters."""
+        return self.fully * self.model
 
     def __str__(self) -> str:
         """The shape as `--mesh` takes it."""

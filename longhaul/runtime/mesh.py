@@ -3,6 +3,11 @@
 Programs are written for one shard of `data` and use explicit collectives. Over `model` they are written as for one
 device, and the compiler splits them by the layout of their parameters (GSPMD; Xu et al. 2021, arXiv 2105.04663).
 
+With fully sharded data parallelism the devices of `data` form the axis `fsdp` instead. The compiler splits it, too:
+worlds and batches lie apart, and so do parameters, gradients and the optimiser's moments, gathered where they are used
+(ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). Such a run is one shard, with the random numbers of one
+device.
+
 Wraps API that moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
 """
 
@@ -19,38 +24,39 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from longhaul.runtime import pytree_serialization
 from longhaul.types import PyTree
 
-DATA, MODEL = "data", "model"
+DATA, FSDP, MODEL = "data", "fsdp", "model"
 
 
 PACKED = 2**18
 """Bytes from which an array is sent by itself."""
 
 
-def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
+def make_mesh(data: int | None = None, model: int = 1, fsdp: bool = False) -> Mesh:
     """Mesh over `data` x `model` devices, the first ones of each process; all by default.
 
-    The parts of the parameters are neighbours, in one process if it has enough devices.
+    The parts of the parameters are neighbours, in one process if it has enough devices. With `fsdp` the devices of
+    `data` are the axis `fsdp`.
     """
     devices, processes = jax.devices(), jax.process_count()
     if model < 1:
         raise ValueError(f"--mesh model={model}; it must be at least 1")
     data = len(devices) // model if data is None else data
     if processes > 1:
-        return _over_processes(data, model, processes)
+        return _over_processes(data, model, fsdp, processes)
     if not 1 <= data * model <= len(devices):
         most = len(devices) // model
         remedy = f"give 1 to {most}" if model == 1 else f"give at most {len(devices)} in all"
         raise ValueError(f"--mesh {_words(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
-    return _mesh(data, model, devices[: data * model])
+    return _mesh(data, model, fsdp, devices[: data * model])
 
 
 def local_mesh(most: int) -> Mesh:
     """Mesh over at most so many of this process's own devices."""
     devices = jax.local_devices()[:most]
-    return _mesh(len(devices), 1, devices)
+    return _mesh(len(devices), 1, False, devices)
 
 
-def _over_processes(data: int, model: int, processes: int) -> Mesh:
+def _over_processes(data: int, model: int, fsdp: bool, processes: int) -> Mesh:
     """Mesh with equally many devices of each process, side by side."""
     own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
     most, count = processes * min(map(len, own)), data * model
@@ -59,12 +65,13 @@ def _over_processes(data: int, model: int, processes: int) -> Mesh:
             f"--mesh {_words(data, model)}, but {processes} processes have {most} device(s) to share in equal parts; "
             f"give a multiple of {processes} up to {most}" + " in all" * (model > 1)
         )
-    return _mesh(data, model, [device for some in own for device in some[: count // processes]])
+    return _mesh(data, model, fsdp, [device for some in own for device in some[: count // processes]])
 
 
-def _mesh(data: int, model: int, devices: list[jax.Device]) -> Mesh:
+def _mesh(data: int, model: int, fsdp: bool, devices: list[jax.Device]) -> Mesh:
+    shape = (1, data, model) if fsdp else (data, 1, model)
     # Explicit axes are make_mesh's default, and ordinary programs fail on them.
-    return jax.make_mesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh(shape, (DATA, FSDP, MODEL), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _words(data: int, model: int) -> str:
@@ -116,11 +123,23 @@ def shard_index() -> jax.Array:
 
 def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """`function` run on each shard of `data` with its part of the arguments; the specs name that axis alone."""
-    # An unsplit `model` axis is excluded, so that the compiler does not search for a split.
-    manual = {DATA} if mesh.shape[MODEL] > 1 else {DATA, MODEL}
+    # Axes of one device are excluded, so that the compiler does not search for a split.
+    manual = {DATA} | {axis for axis in (FSDP, MODEL) if mesh.shape[axis] == 1}
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
     )
+
+
+def spread(tree: PyTree, axis: int) -> PyTree:
+    """`tree` with the given axis of each leaf split over `fsdp`, while the program of a shard is traced."""
+    parts = jax.sharding.get_abstract_mesh().shape[FSDP]
+
+    def one(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim <= axis or leaf.shape[axis] % parts:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*[None] * axis, FSDP))
+
+    return jax.tree.map(one, tree)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -130,6 +149,27 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def sharded(mesh: Mesh) -> NamedSharding:
     """Sharding along the leading axis."""
     return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def splits(mesh: Mesh) -> bool:
+    """True if parameters are split over devices of the mesh."""
+    return mesh.shape[FSDP] * mesh.shape[MODEL] > 1
+
+
+def columns(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Sharding of each leaf of worlds or columns, arrays or shapes: the leading axis, over `data` and `fsdp`."""
+    parts = mesh.shape[DATA] * mesh.shape[FSDP]
+
+    def one(leaf: Any) -> NamedSharding:
+        even = leaf.ndim and leaf.shape[0] % parts == 0
+        return NamedSharding(mesh, PartitionSpec((DATA, FSDP) if even and mesh.shape[FSDP] > 1 else DATA))
+
+    return jax.tree.map(one, tree)
+
+
+def in_columns(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree` constrained to the layout of `columns` while a program is traced."""
+    return jax.lax.with_sharding_constraint(tree, columns(tree, mesh))
 
 
 def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:

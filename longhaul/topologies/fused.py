@@ -71,7 +71,7 @@ def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> 
     key, everywhere = jax.eval_shape(jax.random.key, 0), meshes.replicated(mesh)
     state, carry = jax.eval_shape(algorithm.init, key), jax.eval_shape(enter, key, context)
     made = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
-    held = jax.tree.map(lambda _: meshes.sharded(mesh), carry)
+    held = meshes.columns(carry, mesh)
     lies = Progress(partition.shardings(state, mesh), held, everywhere, everywhere)  # type: ignore[arg-type]
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made, lies)
 
@@ -86,7 +86,10 @@ def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None
     """Function that enters a context. Compiles once per shape of context. `shards` defaults to one per device."""
     begin = beginning(collector_in, shards or by_device(mesh))
     shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
-    program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
+    if mesh.shape[meshes.FSDP] == 1:
+        program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
+    else:
+        program = jax.jit(lambda key, context: meshes.in_columns(shard(key, context), mesh))
     return lambda key, context: program(meshes.everywhere(key, mesh), context)
 
 
@@ -149,7 +152,7 @@ def lowered(
     shards = shards or by_device(mesh)
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
-    lies, keep = _over_model(progress, mesh)
+    lies, keep = _by_compiler(progress, mesh)
     run = repeating(updating(algorithm, collector_in, shards, keep), block)
     specs = layout(progress), EVERYWHERE, EVERYWHERE
     shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
@@ -217,22 +220,24 @@ def repeating(update: Update, block: int) -> Callable[[Progress, PyTree, jax.Arr
     return run
 
 
-def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:
-    """(output layout of a call, None without a model axis; constraint that keeps a Progress in it between updates)."""
-    model = mesh.shape[meshes.MODEL]
-    if model == 1:
+def _by_compiler(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:
+    """(output layout of a call, None where the compiler splits nothing; constraint that keeps a Progress in it between
+    updates)."""
+    if not meshes.splits(mesh):
         return None, lambda progress: progress
-    specs = partition.specs(progress.state, model)
+    specs = partition.specs_on(progress.state, mesh)
     everywhere = meshes.replicated(mesh)
     state = partition.shardings(progress.state, mesh)
+    held = meshes.columns(progress.carry, mesh)
+    inner = jax.tree.map(lambda each: PartitionSpec(meshes.FSDP) if meshes.FSDP in str(each.spec) else EVERYWHERE, held)
 
     def keep(progress: Progress) -> Progress:
         """Constraint without which the compiler might split worlds over `model`, or gather parameters."""
         state = jax.lax.with_sharding_constraint(progress.state, specs)
-        carry = jax.lax.with_sharding_constraint(progress.carry, EVERYWHERE)
+        carry = jax.lax.with_sharding_constraint(progress.carry, inner)
         return progress._replace(state=state, carry=carry)
 
-    lies = Progress(state, meshes.sharded(mesh), everywhere, everywhere)  # type: ignore[arg-type]
+    lies = Progress(state, held, everywhere, everywhere)  # type: ignore[arg-type]
     return (lies, everywhere), keep
 
 

@@ -26,7 +26,7 @@ from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.rollout import collector, join
-from longhaul.runtime import files
+from longhaul.runtime import files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
@@ -61,8 +61,9 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     return CompiledActorLearner(update, acting)
 
 
-def process(plain: dict[str, Any], actor: int) -> Collect:
-    """Rollout function of an actor, built in its own process from a Run as plain data."""
+def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
+    """Rollout function of an actor, built in its own process from a Run as plain data. `first`: place in the batch of
+    its pool's place 0."""
     run: Run = from_dict(Run, plain)
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
@@ -76,7 +77,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
             return completing(run, environment, share)
         return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
 
-    return _acting(run, algorithm, policy, on_device).collect
+    return learner.placed(_acting(run, algorithm, policy, on_device).collect, first)
 
 
 def _acting(
@@ -111,18 +112,21 @@ def opened(
 ) -> Opened:
     """Start a run's actors; closing `closed` stops them. Once `leaving`, calls end instead of waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+    assert run.acting.actors is not None
+    own = learner.own_places(run.acting.actors)
 
     def make(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
-            return _acting(run, assembly.algorithm, policy).collect
-        return prepared.acting.collect
+            return learner.placed(_acting(run, assembly.algorithm, policy).collect, own.start)
+        return learner.placed(prepared.acting.collect, own.start)
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
-    making = make if kind == "thread" else functools.partial(process, to_dict(run))
+    rule = rule._replace(places=len(own))
+    making = make if kind == "thread" else functools.partial(process, to_dict(run), own.start)
     if kind == "ray":
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
-    publish = learner.weights_of(assembly.algorithm)
+    publish = learner.weights_of(assembly.algorithm, assembly.mesh)
     calls = learner.actors(prepared.update, assembly.mesh, pool, progress, publish, updates=assembly.updates,
                            leaving=leaving)  # fmt: skip
     return Opened(pool, calls)
@@ -140,13 +144,14 @@ def calls(
     """All remaining updates, as in `fused.fused`, or those until `leaving`. Notes news of actors and writes `LIVE`.
     Closing it stops them."""
     with ExitStack() as closed:
-        closed.callback((folder / LIVE).unlink, missing_ok=True)
+        if process_group.index() == 0:
+            closed.callback((folder / LIVE).unlink, missing_ok=True)
         pool, updates = opened(run, assembly, prepared, progress, closed, leaving)
         written = 0.0
         for progress, n, rows in updates:
             while pool.news:
                 note(pool.news.pop(0))
-            if time.monotonic() - written >= EVERY:
+            if time.monotonic() - written >= EVERY and process_group.index() == 0:
                 written = time.monotonic()
                 now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
                 state = pool.report() | {"kind": run.acting.actor_kind, "staleness": run.acting.staleness}

@@ -101,8 +101,10 @@ def assemble(
 
     def make(values: Mapping[str, Any]) -> Algorithm:
         config = dataclasses.replace(run.algorithm, **values)
-        done, split = origin.agent_steps / run.total_steps, run.model > 1
-        context = RunContext(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
+        done, split = origin.agent_steps / run.total_steps, run.mesh.parts > 1
+        context = RunContext(updates, parted.mean, parted.apart, origin.updates, done, split, sizes=sizes)
+        if run.fsdp:
+            context = context._replace(spread=meshes.spread)
         scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
         return registry.make(spec, dataclasses.replace(config, **scaled), context)
 
@@ -137,7 +139,8 @@ def assemble(
             )
         else:
             enter = acted.entering(collector_in, count)
-        enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
+        own = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
+        enter = lambda key, context: acted.whole_carry(own(key, context), mesh)  # noqa: E731
     if run.topology == "central":
         enter = lambda key, context: ()  # noqa: E731  the actors hold the environments
         if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:

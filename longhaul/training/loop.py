@@ -41,6 +41,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.telemetry.films import Film
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
+from longhaul.topologies.actor_learner import learner
 from longhaul.training import (
     actor_learner,
     evaluate,
@@ -273,7 +274,8 @@ def _look(stop: Stop, done: int, assembly: Assembly) -> None:
 
 def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
     """Copy on the host: a buffer of device_get may be donated next. On a mesh every process must call this."""
-    policy = policy if mesh is None else meshes.gathered(policy, mesh)
+    if mesh is not None and mesh.is_multi_process:  # else parts on several devices are joined here, not on a device
+        policy = meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
 
 
@@ -486,12 +488,15 @@ class Loop:
         about = self.about | {"seconds": self.clock.read()._asdict(), "pending": self.sums.pending()}
         about |= {"place": self.feeding.place(done).plain()} | resume.counted(self.run, self.assembly, done)
         self.tell(heartbeat.RESTS)
+        progress = self.progress
+        if self.run.topology == "actors":
+            progress = progress._replace(carry=learner.whole_carry(progress.carry, self.assembly.mesh))
         try:
             self.checkpoints.wait()
         except CheckpointError as error:  # of the previous save
             warn(error)
         try:
-            self.checkpoints.save(done, self.progress, about, before=self.out.settle)
+            self.checkpoints.save(done, progress, about, before=self.out.settle)
         except CheckpointError as error:
             if last:
                 raise

@@ -189,7 +189,7 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0}
         run = run | {"environment": task | {"simulator": simulator | {"weights": former | simulator["weights"]}}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
-    begun |= {"evaluation_interval": 0}
+    begun |= {"evaluation_interval": 0, "fsdp": False}
     return begun | run | {"algorithm": algorithm}
 
 

@@ -42,11 +42,11 @@ def undisturbed(runs_dir: Path, updates: int, recipe: tuple[str, ...] = ("cartpo
 class Storm:
     """A run under a supervisor, and what befalls it."""
 
-    def __init__(self, runs_dir: Path, updates: int, seed: int):
+    def __init__(self, runs_dir: Path, updates: int, seed: int, recipe: tuple[str, ...] = ("cartpole",)):
         self.folder, self.rng = runs_dir / "hit", random.Random(seed)
         self.log, self.full = runs_dir / "log", runs_dir / "full"
-        self.begin = words(runs_dir, updates, "--run-name", "hit")
-        self.go_on = words(runs_dir, updates, "--resume", "hit")
+        self.begin = words(runs_dir, updates, "--run-name", "hit", recipe=recipe)
+        self.go_on = words(runs_dir, updates, "--resume", "hit", recipe=recipe)
         self.variables = {launch_faults.FULL: str(self.full), "LONGHAUL_CACHE": str(runs_dir / "cache")}
 
     def run(self, hits: list[str]) -> None:
@@ -136,6 +136,21 @@ def test_one_hit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = storm.log.read_text()
     assert said.count("starts again (1 of 4)") == 1, said
     assert "is damaged and skipped" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--staleness", "1", "--pin")])
+def test_two_learners_with_two_actors_each_are_one_learner_with_four(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Also where one learner is killed, and both go on from the newest checkpoint."""
+    recipe, updates = ("cartpole", "--topology", "actors", "--actors", "4", *more), 120
+    whole = undisturbed(tmp_path, updates, recipe)
+    storm = Storm(tmp_path, updates, seed=3, recipe=recipe)
+    storm.run(["kill one", "terminate"])
+    assert result(storm.folder)["params_sha256"] == result(whole)["params_sha256"]
+    ours, theirs = ([{name: value for name, value in record.items() if not name.startswith("actors/")}
+                     for record in records(folder)] for folder in (storm.folder, whole))  # fmt: skip
+    assert ours == theirs
+    assert "starts again (1 of 4)" in storm.log.read_text()
 
 
 @pytest.mark.slow

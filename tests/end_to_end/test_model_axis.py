@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.config import GRPOConfig, PPOConfig, SACConfig
 from longhaul.cli import flags, run_flags
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
@@ -22,17 +23,20 @@ from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo
 from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.networks.config import NetworkConfig
+from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import assemble, loop, run_dir
 from longhaul.training import data as feeds
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Progress
-from tests.helpers.small_runs import make_quick, resume, small, stop
+from tests.helpers.small_runs import begin, make_quick, resume, small, stop
 
 UPDATES = 3
 
@@ -120,11 +124,59 @@ def test_numbers_are_those_of_whole_parameters(pair: tuple[Made, Made]) -> None:
 
 
 @pytest.mark.slow
-def test_one_shard_may_be_of_several_devices() -> None:
-    """Over one shard nothing is averaged: the compiler would have no groups to do it in."""
-    whole, split = make(cartpole(devices=1)), make(cartpole(devices=1, model=2))
+def test_fully_sharded_parameters_give_the_numbers_of_one_device() -> None:
+    """Worlds and parameters over two devices, each of them two that share the model: one shard, nothing is averaged."""
+    whole, split = make(cartpole(devices=1)), make(cartpole(devices=2, model=2, fsdp=True))
     close(whole.progress.state, split.progress.state, 1e-5)
+    close(whole.progress.carry, split.progress.carry, 1e-4)
     close(whole.rows, split.rows, 1e-4)
+    share = partition.shares(jax.eval_shape(lambda: split.progress.state), 2, 2)
+    for device in split.assembly.mesh.devices.flat:
+        of_state, of_carry = (
+            sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+            for tree in (split.progress.state, split.progress.carry)
+        )
+        assert of_state == share.own < 0.45 * share.whole
+        assert of_carry == sum(x.nbytes for x in jax.tree.leaves(split.progress.carry)) // 2
+
+
+TINY_MODEL = ModelConfig(width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
+
+
+def hackmatrix() -> Run:
+    run = recipes.recipe("hackmatrix")
+    config = replaced(run.algorithm, num_minibatches=1, update_epochs=1, hidden_dim=64)
+    return dataclasses.replace(run, algorithm=config, num_envs=8, num_steps=8, total_steps=8 * 8 * UPDATES)
+
+
+def reasoning() -> Run:
+    config = GRPOConfig(model=TINY_MODEL, group=4, taught=1, lr_taught=1e-3, lr=1e-3)
+    return Run("tiny", environment=Reasoning(problems=64, most=3), algorithm=config, num_envs=4, num_steps=21,
+               total_steps=4 * 4 * 21 * UPDATES)  # fmt: skip
+
+
+def latent() -> Run:
+    config = PPOConfig(num_minibatches=1, update_epochs=1, network=NetworkConfig(hidden_dim=32, torso="latent"))
+    return driving(algorithm=config, num_steps=8, total_steps=2 * 4 * 8 * UPDATES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["fused", "actors"])
+@pytest.mark.parametrize("base", [latent, hackmatrix, reasoning])
+def test_split_runs_end_with_the_parameters_of_one_device(
+    base: Callable[[], Run], topology: str, tmp_path: Path
+) -> None:
+    """Latent driving, HackMatrix and reasoning: `data=2,model=2` fully sharded, and two actors with such a learner."""
+    acting = ActorConfig(actors=2 if topology == "actors" else None, actor_kind="thread", staleness=0)
+    ended = []
+    for number, mesh in enumerate(({"devices": 1, "model": 1}, {"devices": 2, "model": 2, "fsdp": True})):
+        changes: dict[str, Any] = {"topology": topology, "acting": acting, "block": 1, "log_interval": 1, **mesh}
+        run = runs.resolve(dataclasses.replace(base(), evaluation_episodes=8, save_interval=UPDATES, **changes))
+        assert begin(run, tmp_path / str(number)).code == 0
+        ended.append(restore_policy(tmp_path / str(number))[1])
+    close(*ended, 1e-5)
+
+
 
 
 def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
@@ -263,6 +315,10 @@ def test_a_run_is_gone_on_with_whole(
     [
         ({"model": 0}, "--mesh is data=2; model must be at least 1"),
         ({"num_envs": 7, "total_steps": 7 * 16, "model": 2}, "choose a multiple of 2, or --mesh data=1,model=2"),
+        ({"devices": 1, "fsdp": True}, "--fsdp splits parameters over the devices of --mesh data=N, and N is 1"),
+        ({"fsdp": True, "deterministic": True}, "--deterministic does not go with --fsdp"),
+        ({"fsdp": True, "algorithm": SACConfig()}, "--fsdp does not go with SAC, whose replay lies by device"),
+        ({"fsdp": True, "topology": "central"}, "--fsdp needs --topology fused or actors"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -59,7 +59,7 @@ def by_actors(
     rows = []
     rule = Rule(COUNT, bound, until=updates)
     with closing(ActorPool(rule, does.shapes, lambda actor: does.collect, kind="thread")) as crew:
-        weights = learner.weights_of(algorithm)
+        weights = learner.weights_of(algorithm, mesh)
         for progress, _, row in learner.actors(update, mesh, crew, begun, weights, updates=updates):
             rows.append(jax.device_get(row))
         state = jax.device_get(progress.state)

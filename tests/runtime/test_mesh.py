@@ -12,22 +12,33 @@ from longhaul.runtime import mesh as meshes
 def test_the_mesh_takes_the_first_devices_or_all():
     assert meshes.make_mesh().size == len(jax.devices()) == 4
     mesh = meshes.make_mesh(3)
-    assert mesh.axis_names == ("data", "model")
-    assert mesh.devices.shape == (3, 1)
+    assert mesh.axis_names == ("data", "fsdp", "model")
+    assert mesh.devices.shape == (3, 1, 1)
     assert list(mesh.devices.flat) == jax.devices()[:3]
 
 
 def test_parts_of_the_parameters_lie_side_by_side():
     """And so in one process, whose devices follow each other."""
     mesh = meshes.make_mesh(2, 2)
-    assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:]]
-    assert meshes.make_mesh(model=4).devices.shape == (1, 4)
-    assert meshes.make_mesh(model=3).devices.shape == (1, 3)
+    assert mesh.devices[:, 0].tolist() == [jax.devices()[:2], jax.devices()[2:]]
+    assert meshes.make_mesh(model=4).devices.shape == (1, 1, 4)
+    assert meshes.make_mesh(model=3).devices.shape == (1, 1, 3)
     for data, model in ((3, 2), (1, 5), (0, 2)):
         with pytest.raises(ValueError, match=f"--mesh data={data},model={model}, but this machine has 4 device"):
             meshes.make_mesh(data, model)
     with pytest.raises(ValueError, match=r"model=0; it must be at least 1"):
         meshes.make_mesh(1, 0)
+
+
+def test_devices_that_share_worlds_and_parameters_are_one_shard():
+    mesh = meshes.make_mesh(2, 2, fsdp=True)
+    assert mesh.devices[0].tolist() == meshes.make_mesh(2, 2).devices[:, 0].tolist()
+    found = meshes.columns({"worlds": np.zeros((6, 3)), "odd": np.zeros(5), "one": np.zeros(())}, mesh)
+    assert {name: each.spec for name, each in found.items()} == {
+        "worlds": PartitionSpec(("data", "fsdp")), "odd": PartitionSpec("data"), "one": PartitionSpec("data"),
+    }  # fmt: skip
+    assert meshes.splits(mesh)
+    assert not meshes.splits(meshes.make_mesh(4))
 
 
 @pytest.mark.parametrize("data", [0, -1, 5])

@@ -52,6 +52,25 @@ def test_the_rule(path: str, shape: tuple[int, ...], model: int, wanted: Partiti
     assert partition.spec(tuple(path.split()), shape, model) == wanted
 
 
+@pytest.mark.parametrize(
+    ("path", "shape", "model", "wanted"),
+    [
+        ("params torso layer_0 kernel", (8, 256), 1, PartitionSpec(None, "fsdp")),
+        ("params torso layer_0 kernel", (64, 256), 2, PartitionSpec("fsdp", "model")),
+        ("params torso layer_1 kernel", (256, 64), 2, PartitionSpec("model", "fsdp")),
+        ("params torso layer_0 kernel", (3, 512), 2, PartitionSpec(None, ("fsdp", "model"))),  # one axis for both
+        ("params layers up", (8, 64, 48), 1, PartitionSpec(None, "fsdp", None)),  # not by layers: a loop takes one
+        ("params layers up", (8, 63, 47), 1, PartitionSpec("fsdp", None, None)),
+        ("params torso layer_0 bias", (4096,), 2, PartitionSpec(("fsdp", "model"))),
+        ("params torso layer_0 kernel", (4, 64), 2, WHOLE),
+    ],
+)
+def test_the_rule_of_four_parts_that_share_the_data(
+    path: str, shape: tuple[int, ...], model: int, wanted: PartitionSpec
+) -> None:
+    assert partition.spec(tuple(path.split()), shape, model, 4) == wanted
+
+
 def test_any_shape_is_split_once_and_evenly_where_that_can_be() -> None:
     rng, split = np.random.default_rng(0), 0
     for _ in range(2000):

@@ -54,7 +54,7 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
 
     def enter(key: Key, context: PyTree) -> PyTree:
         each = []
-        for actor in range(count):
+        for actor in learner.own_places(count):
             with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
                 words = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
                 each.append(_begun(vector, algorithm, int(words.ravel()[-1]) >> 1))

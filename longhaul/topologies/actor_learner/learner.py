@@ -7,6 +7,9 @@ equals `fused` on a mesh of N devices, bit for bit if the compiled programs roun
 actors change no number.
 
 Batches lie in shared memory in the learner's layout; it moves them without reading them.
+
+Several learners, one a process of a group (`longhaul launch`), each have an equal share of the actors. Their gradients
+meet in the one mean over `data`, so they learn what one learner on a mesh of as many devices learns.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition, process_group
 from longhaul.runtime.batch_shards import part
 from longhaul.runtime.shared_memory import Leaf
 from longhaul.topologies import fused
@@ -122,8 +126,25 @@ def _leaf(shape: Any) -> Leaf:
     return Leaf(tuple(shape.shape), str(shape.dtype))
 
 
+def own_places(actors: int) -> range:
+    """Places of a batch that this process's actors fill; with several learners an equal share of all, in order."""
+    share = actors // process_group.count()
+    return range(share * process_group.index(), share * (process_group.index() + 1))
+
+
+def placed(collect: Collect, first: int) -> Collect:
+    """`collect` of a pool whose place 0 is place `first` of the batch: random keys come from places in the batch."""
+    if first == 0:
+        return collect
+
+    def run(weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int) -> Any:
+        return collect(weights, state, key, ticket._replace(place=first + ticket.place), version)
+
+    return run
+
+
 def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
-    """Initial carry of a run with `actors` actors: the states of their environments, NumPy arrays [N, ...].
+    """Initial carry of a run with `actors` actors: the states of this process's environments, NumPy arrays [N, ...].
 
     They equal the shards of `fused` on a mesh of N devices.
     """
@@ -131,7 +152,7 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
     def enter(key: Key, context: PyTree) -> PyTree:
         start = collector_in(context).start
         one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
-        each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
+        each = [jax.device_get(one(key, jnp.int32(place))) for place in own_places(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
         return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
 
@@ -151,6 +172,29 @@ def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
     return begin
 
 
+def whole_carry(carry: PyTree, mesh: Mesh) -> PyTree:
+    """Carry of a checkpoint: with several learners the states of all their environments, as arrays of all processes."""
+    if not mesh.is_multi_process:
+        return carry
+    if isinstance(carry, PinnedCarry):
+        return PinnedCarry(_from_processes(carry.carry, mesh), meshes.everywhere(carry.weights, mesh))
+    return _from_processes(carry, mesh)
+
+
+def _from_processes(tree: PyTree, mesh: Mesh) -> PyTree:
+    """NumPy arrays [own, ...] of each process as arrays [all, ...] split over `data`."""
+    layout = meshes.sharded(mesh)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(layout, np.asarray(x)), tree)
+
+
+def _own_rows(leaf: Any) -> np.ndarray:
+    """This process's rows of an array [all, ...]: the inverse of `_from_processes`."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+
+
 # ---------------------------------------------------------------------------------------------- the learner's side
 
 
@@ -160,26 +204,29 @@ def compiled(
     """Update of the learner for runs like `progress`, compiled ahead of time; donates the state.
 
     (state, key, updates, data, scores) -> (state, updates, metrics, weights). Data and scores are flat lists of
-    [N, ...]; weights are bytes.
+    [N, ...]; weights are bytes, or () where parameters are split over devices: none of them shall hold them whole.
     """
+    apart = meshes.splits(mesh)
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
         _, key_learn = jax.random.split(drawn)
-        rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.size)]
+        rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.shape[meshes.DATA])]
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
         told = metrics | _scored(tree(acting.scores, scores), mesh)
         told[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
-        weights = _bytes(_raw(algorithm.policy(state)))
+        weights = () if apart else _bytes(_raw(algorithm.policy(state)))
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
 
     everywhere, split = fused.EVERYWHERE, PartitionSpec(meshes.DATA)
     state = fused.layout(progress).state
     specs = state, everywhere, everywhere, split, split
     results = state, everywhere, everywhere, everywhere
-    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
-    layout = meshes.sharded(mesh)
+    shard = meshes.per_shard(update, mesh, specs, results)
+    copies, layout = meshes.replicated(mesh), meshes.sharded(mesh)
+    lies = (partition.shardings(progress.state, mesh), copies, copies, ()) if apart else None
+    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
     flat = [
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]
         for leaves in (acting.shapes.data, acting.shapes.scores)
@@ -191,7 +238,7 @@ def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
     """Scores [n] of a shard's rollouts reduced over all shards: the maximum of "peak/", the sum of the others."""
     scores = {name: (jnp.max if name.startswith("peak/") else jnp.sum)(x, axis=0) for name, x in scores.items()}
     peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
-    sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
+    sums = mesh.shape[meshes.DATA] * meshes.mean_over_data(jnp.stack(list(scores.values())))
     return dict(zip(scores, sums)) | peaks
 
 
@@ -201,8 +248,11 @@ def _bytes(leaves: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, unit).ravel() for x in leaves])
 
 
-def weights_of(algorithm: Algorithm) -> Callable[[PyTree], np.ndarray]:
-    """state -> bytes of its policy, as `ActorPool` publishes them."""
+def weights_of(algorithm: Algorithm, mesh: Mesh) -> Callable[[PyTree], np.ndarray]:
+    """state -> bytes of its policy, as `ActorPool` publishes them. Parts on several devices are joined on the host."""
+    if meshes.splits(mesh):
+        leaves = jax.jit(lambda state: _raw(algorithm.policy(state)))
+        return lambda state: np.concatenate([np.asarray(x).reshape(-1).view(np.uint8) for x in leaves(state)])
     flat = jax.jit(lambda state: _bytes(_raw(algorithm.policy(state))))
     return lambda state: _on_host(flat(state))
 
@@ -224,20 +274,25 @@ def actors(
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
     structure = jax.tree.structure(held.carry)
     layout = meshes.sharded(mesh)
-    begun = [np.asarray(x) for x in _raw(held.carry)]
+    begun = [_own_rows(x) for x in _raw(held.carry)]
     done = int(progress.updates)
-    weights = [*held.weights, publish(progress.state)]
+    weights = [*(np.asarray(meshes.here(x) if isinstance(x, jax.Array) else x) for x in held.weights)]
+    weights.append(publish(progress.state))
     pool.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
     state, key, count = progress.state, progress.key, progress.updates
     meter = _Meter(pool)
     while done < updates:
-        batch = pool.take(leaving)
+        # Several learners meet in each update, so all leave after the same one, as the run's loop asks them to.
+        batch = pool.take((lambda: False) if mesh.is_multi_process else leaving)
         if batch is None:
             return
-        data, scores = jax.device_put((batch.data, batch.scores), layout)
+        if mesh.is_multi_process:
+            data, scores = _from_processes((batch.data, batch.scores), mesh)
+        else:
+            data, scores = jax.device_put((batch.data, batch.scores), layout)
         state, count, rows, made = update(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
-        pool.learnt(_on_host(made))  # waits until the update has finished
+        pool.learnt(publish(state) if meshes.splits(mesh) else _on_host(made))  # waits until the update has finished
         told = meter.read(done, versions)
         done += 1
         carry = jax.tree.unflatten(structure, pool.carry())

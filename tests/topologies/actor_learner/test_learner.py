@@ -89,7 +89,7 @@ def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], lis
         past = tuple(np.zeros(does.shapes.weight_bytes, np.uint8) for _ in range(rule.pinned))
         begun = begun._replace(carry=learner.PinnedCarry(begun.carry, past))
     with closing(ActorPool(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
-        calls = learner.actors(update, mesh, crew, begun, learner.weights_of(algorithm), updates=UPDATES)
+        calls = learner.actors(update, mesh, crew, begun, learner.weights_of(algorithm, mesh), updates=UPDATES)
         for progress, n, row in calls:
             assert n == 1
             rows.append(jax.device_get(row))
