@@ -33,6 +33,7 @@ COMMANDS = {
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "contents of driving logs: counts and ranges",
     "data convert": "driving logs to shards, compact and checked, to train on",
+    "serve": "a policy behind HTTP: an OpenAI-style API or POST /act, with weights that follow a run",
     "play": "HackMatrix in the terminal: play it, or watch an agent",
     "reason": "a language model's chains about a problem, their votes, the answer",
     "recipes": "the recipes of longhaul train",
@@ -69,7 +70,7 @@ ENTRIES = {
 }
 """Command -> (module of `longhaul.cli`, function in it), where they are not called like the command."""
 
-OWN_INTERRUPT = ("data", "sync", "bench", "launch", "board")
+OWN_INTERRUPT = ("data", "sync", "bench", "launch", "board", "serve")
 """Commands that handle Ctrl-C themselves, or by an exception."""
 
 FLAGS = ("--help", "--version", "--debug")

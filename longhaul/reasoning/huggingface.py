@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -192,24 +192,34 @@ def _views(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 def load(folder: Path | str, dtype: str = "float32") -> tuple[ModelConfig, Params]:
     """Model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError with file and fault."""
     folder, model = Path(folder), config(folder)
+    return model, imported(model, _arrays(folder), str(folder), dtype)
+
+
+def imported(
+    model: ModelConfig, arrays: Iterable[tuple[str, np.ndarray]], where: str, dtype: str = "float32"
+) -> Params:
+    """Parameters as NumPy arrays of `dtype` from pairs (Hugging Face's name, array), copied.
+
+    Raises HubError, which names `where` they are from, for an array that has no place, is missing or of another shape.
+    """
     target = _dtype(dtype)
     params: dict[str, Any] = jax.tree.map(
         lambda shape: np.empty(shape, target), shapes(model), is_leaf=lambda x: isinstance(x, tuple)
     )
     views = _views(model, params)
     missing = dict.fromkeys(views)
-    for name, array in _arrays(folder):
+    for name, array in arrays:
         if name not in views:
             if name == WHOLE["unembedding"] or name.endswith("rotary_emb.inv_freq"):
                 continue  # a copy of the tied embedding; frequencies that are computed here
-            raise HubError(f"{folder}: {name} has no place in a {model.family} model; the files don't fit config.json")
+            raise HubError(f"{where}: {name} has no place in a {model.family} model; the files don't fit config.json")
         if array.shape != views[name].shape:
-            raise HubError(f"{folder}: {name} has shape {array.shape}, and config.json asks for {views[name].shape}")
+            raise HubError(f"{where}: {name} has shape {array.shape}, and config.json asks for {views[name].shape}")
         views[name][...] = array
         del missing[name]
     if missing:
-        raise HubError(f"{folder}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
-    return model, params
+        raise HubError(f"{where}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
+    return params
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -370,7 +380,57 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
 
 
 HERE = "\ue000"
-"""Stands for a question that spells a special token, while the template is filled in; of Unicode's private use."""
+"""Stands for a text that spells a special token, while the template is filled in; of Unicode's private use."""
+
+Conversation = Callable[[Sequence[Mapping[str, str]]], list[int]]
+"""Function of turns, {"role": ..., "content": ...} each, to the numbers of a text that the model is to continue."""
+
+
+def conversation(folder: Path | str) -> Conversation:
+    """Chat template of a model's folder. Raises HubError where there is none; so does the function where it fails.
+
+    Of a turn that spells a special token, the content is read letter by letter.
+    """
+    from tokenizers import Tokenizer
+
+    words, path = tokeniser(folder), Path(folder) / "tokenizer.json"
+    marked = Tokenizer.from_file(str(path))
+    special = [token.content for token in marked.get_added_tokens_decoder().values() if token.special]
+
+    def with_marks(text: str) -> list[int]:
+        return list(marked.encode(text, add_special_tokens=False).ids)
+
+    return _conversation(Path(folder), words.encode, with_marks, special)
+
+
+def _conversation(
+    folder: Path,
+    encode: Callable[[str], list[int]],
+    with_marks: Callable[[str], list[int]],
+    special: Sequence[str],
+) -> Conversation:
+    source, names = _template(folder)
+    if not isinstance(source, str):
+        raise HubError(f"{folder} has no chat template; leave --chat out")
+    apart = worker_pool.pool(1)
+
+    def filled(turns: list[dict[str, str]]) -> str:
+        try:
+            return apart.submit(chat_template.fill, source, names, turns).result()
+        except (ValueError, BrokenProcessPool) as error:
+            raise HubError(f"{folder}: the chat template fails: {' '.join(str(error).split())}") from error
+
+    def ask(turns: Sequence[Mapping[str, str]]) -> list[int]:
+        odd = [turn["content"] for turn in turns if any(word in turn["content"] for word in (*special, HERE))]
+        if not odd:
+            return with_marks(filled([dict(turn) for turn in turns]))
+        hidden = [{**turn, "content": HERE} if turn["content"] in odd else dict(turn) for turn in turns]
+        first, *rest = map(with_marks, filled(hidden).split(HERE))
+        if len(rest) != len(odd):
+            raise HubError(f"{folder}: the chat template leaves out the question")
+        return first + [number for text, part in zip(odd, rest, strict=True) for number in encode(text) + part]
+
+    return ask
 
 
 def _chat(
@@ -381,28 +441,13 @@ def _chat(
     special: Sequence[str],
 ) -> Callable[[str], list[int]]:
     """Function of a question to the numbers of a conversation that the model is to continue."""
-    source, names = _template(folder)
-    if not isinstance(source, str):
-        raise HubError(f"{folder} has no chat template; leave --chat out")
-    apart = worker_pool.pool(1)
-
-    def filled(question: str) -> str:
-        turns = [{"role": "system", "content": system}] if system else []
-        turns.append({"role": "user", "content": question})
-        try:
-            return apart.submit(chat_template.fill, source, names, turns).result()
-        except (ValueError, BrokenProcessPool) as error:
-            raise HubError(f"{folder}: the chat template fails: {' '.join(str(error).split())}") from error
-
-    if HERE not in filled(HERE):
-        raise HubError(f"{folder}: the chat template leaves out the question")
+    whole = _conversation(folder, encode, with_marks, special)
+    before = [{"role": "system", "content": system}] if system else []
 
     def ask(question: str) -> list[int]:
-        if not any(word in question for word in special):
-            return with_marks(filled(question))
-        first, *rest = map(with_marks, filled(HERE).split(HERE))
-        return first + [number for part in rest for number in encode(question) + part]
+        return whole([*before, {"role": "user", "content": question}])
 
+    ask(HERE)  # so that a template without a place for the question is refused
     return ask
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import ssl
 import subprocess
 import tempfile
@@ -19,19 +20,30 @@ class Credentials(NamedTuple):
     authority: bytes | None = None
 
 
+TOKEN_VARIABLE = "LONGHAUL_TOKEN"
+"""Environment variable with a token, where no file is named."""
+
 NOBODY = Credentials()
 """No credentials, enough on loopback."""
 
 
 def load(
-    token_file: str | None = None, tls_cert: str | None = None, tls_key: str | None = None, tls_ca: str | None = None
+    token_file: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    *,
+    environment: bool = False,
 ) -> Credentials:
-    """Credentials from files. ValueError, one line, if a file cannot be used."""
-    token = None if token_file is None else _read("--token-file", token_file).decode(errors="replace").strip()
+    """Credentials from files; with `environment` the token may be in `TOKEN_VARIABLE`. ValueError, one line, if one
+    cannot be used."""
+    token, source = None, f"--token-file {token_file}"
+    if token_file is not None:
+        token = _read("--token-file", token_file).decode(errors="replace").strip()
+    elif environment and TOKEN_VARIABLE in os.environ:
+        token, source = os.environ[TOKEN_VARIABLE].strip(), TOKEN_VARIABLE
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
-        raise ValueError(
-            f"--token-file {token_file} has {len(token)} characters; a token is one line of 16 or more ASCII ones"
-        )
+        raise ValueError(f"{source} has {len(token)} characters; a token is one line of 16 or more ASCII ones")
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both, or none")
     parts = (("--tls-cert", tls_cert), ("--tls-key", tls_key), ("--tls-ca", tls_ca))

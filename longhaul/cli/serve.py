@@ -1,0 +1,203 @@
+"""The command `serve`: a run's policy behind HTTP, with weights that follow the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
+from longhaul.cli.run_flags import RUN, RUNS_DIR
+from longhaul.reasoning import huggingface, problem_sets
+from longhaul.reasoning.config import Reasoning
+from longhaul.runtime import credentials, files
+from longhaul.runtime.credentials import Credentials
+from longhaul.runtime.devices import prepare_devices
+from longhaul.training import board, reasoning_setup
+from longhaul.training.api import Policy
+from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training.run_dir import find_folder
+from longhaul.training.serving import actions, completions, connections, http, live_weights
+from longhaul.training.serving.completions import Limits
+
+MOST_TOKENS = 512
+"""Most tokens of a prompt, or of a completion, by default."""
+
+FLAGS = (
+    RUN._replace(help="a run's name or folder; or the folder of a language model in Hugging Face's files"),
+    Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond loopback only with TLS, and a token or --tls-ca"),
+    Flag("port", INT, 8009, "the port to listen at; 0 finds a free one", least=0, most=65535),
+    Flag("token-file", flags.optional(PATH), None, "a file with the token to ask for", shown="LONGHAUL_TOKEN, if set"),
+    Flag("tls-cert", flags.optional(PATH), None, "the server's certificate, PEM"),
+    Flag("tls-key", flags.optional(PATH), None, "its key, PEM"),
+    Flag("tls-ca", flags.optional(PATH), None, "certificates, PEM, that a client's must be signed by (mutual TLS)"),
+    Flag("follow", flags.optional(TEXT), None, "serve newer weights as they come: run (the run's versions or "
+         "checkpoints), or an address that it publishes at"),
+    Flag("follow-token-file", flags.optional(PATH), None, "a file with the token of that address"),
+    Flag("rows", INT, 64, "completions that are decoded together, or observations of a batch", least=1, most=4096),
+    Flag("prompt-tokens", INT, None, "most tokens of a prompt", least=1, shown="half the context, at most 512"),
+    Flag("max-tokens", INT, None, "most tokens of a completion", least=1, shown="the run's, or as of a prompt"),
+    Flag("queue", INT, 512, "completions or observations that may wait; others are answered 429", least=1),
+    Flag("deadline", FLOAT, 60.0, "seconds until a request is answered 504", least=0.1, most=86_400),
+    Flag("body-kb", INT, 1024, "most kilobytes of a request's body", least=1, most=1 << 20),
+    Flag("connections", INT, connections.MOST, "most connections at once", least=1, most=65_535),
+    Flag("grace", FLOAT, 30.0, "seconds that requests under way have to end after SIGTERM or Ctrl-C", least=0),
+    RUNS_DIR,
+    DEBUG,
+)  # fmt: skip
+
+
+def serve(words: Sequence[str]) -> int:
+    """`longhaul serve RUN`."""
+    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, words).values
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise FlagError(f"serve needs {error.name}: pip install 'longhaul-rl[board]'") from error
+    known = _credentials(values)
+    if values["RUN"] is None:
+        raise FlagError("which run? longhaul serve RUN")
+    listener = _listener(values["host"], values["port"])
+    try:
+        name, answers, follow = _served(values)
+        with contextlib.ExitStack() as closed:
+            closed.callback(answers.engine.close)
+            if values["follow"] is not None:
+                closed.callback(follow(answers.engine.offer).close)
+            hosts = board.LOOPBACK if known.token is None and credentials.is_loopback(values["host"]) else ()
+            bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
+            app = http.application(answers, known.token, hosts, bounds, {"model": name})
+            config = uvicorn.Config(
+                app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none",
+                http=connections.protocol(values["connections"]), server_header=False,
+                timeout_graceful_shutdown=max(1, int(values["grace"])), ssl_certfile=values["tls-cert"],
+                ssl_keyfile=values["tls-key"], ssl_ca_certs=values["tls-ca"],
+                ssl_cert_reqs=ssl.CERT_REQUIRED if values["tls-ca"] else ssl.CERT_NONE,
+            )  # fmt: skip
+            _run(uvicorn.Server(config), listener, values)
+    finally:
+        listener.close()
+    return 0
+
+
+def _credentials(values: Mapping[str, Any]) -> Credentials:
+    """Token and TLS. Raises FlagError where the address may not be listened at without more of them."""
+    given = (values["token-file"], values["tls-cert"], values["tls-key"], values["tls-ca"])
+    known = credentials.load(*given, environment=True)
+    if values["tls-ca"] is not None and values["tls-cert"] is None:
+        raise FlagError("--tls-ca needs the server's own certificate; give --tls-cert and --tls-key")
+    if not credentials.is_loopback(values["host"]):
+        lacking = [] if known.certificate else ["--tls-cert and --tls-key"]
+        lacking += [] if known.token or known.authority else ["--token-file or --tls-ca"]
+        if lacking:
+            raise FlagError(
+                f"--host is {values['host']}, which other machines can reach: give {' and '.join(lacking)}, "
+                "or listen at 127.0.0.1"
+            )
+    return known
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise FlagError(f"--host {host} --port {port}: {error.strerror}; give another, 0 finds a free port") from error
+    return listener
+
+
+Follow = Callable[[live_weights.Take], Any]
+
+
+def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, Follow]:
+    """(name, answers, function that begins to follow newer weights) of the run or model that is named."""
+    bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
+    path = Path(values["RUN"])
+    if (path / "config.json").is_file() and not (path / "run.json").is_file():
+        return _of_model(path, values, bounds)
+    folder = find_folder(Path(values["runs-dir"]), values["RUN"])
+    where, token = _followed(values, folder)
+    steps = files.checkpoint_steps(folder)
+    version = str(steps[-1]) if steps else "0"
+    run, params, _ = restore_policy(folder)
+
+    def follow(convert: Callable[[Any], Any]) -> Follow:
+        return lambda take: live_weights.follow(where, token, convert, take, tables.progress)
+
+    if not isinstance(run.environment, Reasoning):
+        policy = Policy(run, params)
+        engine = actions.Engine(policy, values["rows"], values["queue"], version)
+        return folder.name, http.Actions(engine, bounds), follow(live_weights.like(params))
+    algorithm: Any = run.algorithm
+    model, words = algorithm.model, reasoning_setup.words(run)
+    limits = _limits(values, model.context, run.num_steps)
+    plain = dataclasses.replace(model, lora=0)
+    text_engine = completions.Engine(plain, live_weights.merged(model, params.params), words, limits, version)
+    chat = _conversation(algorithm.model_folder)
+    stop = problem_sets.plain(run.environment.stop)
+    texts = http.Texts(text_engine, words, folder.name, bounds, stop=stop, chat=chat)
+    return folder.name, texts, follow(live_weights.language_model(model, params.params))
+
+
+def _of_model(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts, Follow]:
+    """Answers of a language model in Hugging Face's files, which belongs to no run."""
+    where, token = _followed(values, folder)
+    prepare_devices(1)
+    model, params = huggingface.load(folder)
+    words = huggingface.tokeniser(folder)
+    engine = completions.Engine(model, params, words, _limits(values, model.context, None), "0")
+    texts = http.Texts(engine, words, folder.resolve().name, bounds, chat=_conversation(str(folder)))
+    convert = live_weights.language_model(model, params)
+    return folder.resolve().name, texts, lambda take: live_weights.follow(where, token, convert, take, tables.progress)
+
+
+def _followed(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
+    """(address that weights come from, its token)."""
+    if values["follow"] is None:
+        return "", None
+    token = credentials.load(token_file=values["follow-token-file"]).token
+    where = live_weights.address(values["follow"], folder)
+    live_weights.check_reachable(where, token)
+    return where, token
+
+
+def _limits(values: Mapping[str, Any], context: int, length: int | None) -> Limits:
+    usual = max(1, min(context // 2, MOST_TOKENS))
+    prompt, tokens = values["prompt-tokens"] or usual, values["max-tokens"] or length or usual
+    if prompt + tokens > context:
+        raise FlagError(
+            f"--prompt-tokens {prompt} and --max-tokens {tokens} are more than the model's context of {context}; "
+            "give fewer"
+        )
+    return Limits(prompt, tokens, values["rows"], values["queue"])
+
+
+def _conversation(folder: str) -> Any:
+    """Chat template of a model's folder; None where it has none."""
+    try:
+        return huggingface.conversation(folder) if folder else None
+    except huggingface.HubError:
+        return None
+
+
+def _run(server: Any, listener: socket.socket, values: Mapping[str, Any]) -> None:
+    """Serves until SIGTERM or Ctrl-C, and lets requests under way end."""
+    host, scheme = values["host"], "https" if values["tls-cert"] else "http"
+    name = f"[{host}]" if ":" in host else host
+    print(f"{scheme}://{name}:{listener.getsockname()[1]}", flush=True)
+    tables.progress("serves; Ctrl-C ends it")
+    if threading.current_thread() is threading.main_thread():  # uvicorn raises the signal again at its end
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])

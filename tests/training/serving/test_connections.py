@@ -1,0 +1,81 @@
+"""Connections of a server: silent ones are closed, those beyond the bound too, and one that asks is served."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from longhaul.training.serving import connections
+
+SILENT = 0.3
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    config = uvicorn.Config(
+        app, port=0, log_config=None, log_level="error", lifespan="off", ws="none",
+        http=connections.protocol(4, SILENT), timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()
+
+
+def closed(connection: socket.socket) -> bool:
+    """True if the other side closes a connection within 2 s."""
+    connection.settimeout(2.0)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def status(port: int) -> int:
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+    asked.request("GET", "/")
+    try:
+        return asked.getresponse().status
+    finally:
+        asked.close()
+
+
+def test_silent_and_slow_connections_are_closed_and_others_served(port: int) -> None:
+    silent, slow = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    with silent, slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-")
+        assert status(port) == 204
+        assert closed(silent) and closed(slow)
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+    for _ in range(2):  # one that asks goes on
+        asked.request("GET", "/")
+        assert asked.getresponse().read() == b""
+        time.sleep(0.2)
+    asked.close()
+
+
+def test_connections_beyond_the_bound_are_closed(port: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+    time.sleep(0.1)
+    with socket.create_connection(("127.0.0.1", port)) as further:
+        assert closed(further)
+    for each in held:
+        each.close()
+    time.sleep(0.1)
+    assert status(port) == 204
