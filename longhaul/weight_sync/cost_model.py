@@ -220,3 +220,22 @@ def local(nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "
     streams = max(1.0, 2.0 * receivers / max(2, cores))  # both ends of a stream want a core
     wire = Term("wire", streams * nbytes / rates.loopback, "rounds x bytes / loopback")
     return Cost("TCP", (gather, wire, messages), 1, 0.0)
+
+
+def sharded(nbytes: float, cores: int, rates: Rates, lane: str = "shm") -> Cost:
+    """Cost of a sharded transfer (`weight_sync.sharded`) of so many bytes between processes of one machine.
+
+    By shared memory every byte is digested and written once by its sender, and digested once more by its receiver. By
+    TCP it is digested by both. All cores work at each stage.
+    """
+    if lane not in ("shm", "tcp"):
+        raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
+    threads = max(1, min(2, cores))
+    messages = Term("protocol", 4e-3, "messages")
+    if lane == "shm":
+        write = Term("write", nbytes / threads / rates.gather, "bytes / threads / copying with digests")
+        check = Term("check", nbytes / threads / rates.digest, "bytes / threads / digest")
+        return Cost("shared memory", (write, check, messages), 1, 0.0)
+    digests = Term("digest", nbytes / threads / rates.digest, "bytes / threads / digest")
+    wire = Term("wire", nbytes / rates.loopback, "bytes / loopback")
+    return Cost("TCP", (digests, wire, messages), 1, 0.0)

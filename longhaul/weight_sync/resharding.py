@@ -332,16 +332,16 @@ def _class(
     if isinstance(pieces, str):
         return pieces
     places = functools.cache(lambda part, whole: runs(part, whole, itemsize))  # replicas have the same ones
-    cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in _parts(box, bucket // itemsize)])
+    cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in parts(box, bucket // itemsize)])
     ranks = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
-    parts = []
+    made = []
     for i, box, holders in pieces:
         rank, mine = needed[i]
         theirs, whose = held[holders[0]][1], ranks(holders)
-        parts += [
+        made += [
             _Part(rank, part, nbytes, whose, places(part, theirs), places(part, mine)) for part, nbytes in cuts(box)
         ]
-    return tuple(parts)
+    return tuple(made)
 
 
 def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, Box, tuple[int, ...]]] | str:
@@ -373,7 +373,7 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
     return [(i, piece, holders) for i, box in enumerate(needed) for piece, holders in cut[box]]
 
 
-def _parts(box: Box, most: int) -> Iterator[Box]:
+def parts(box: Box, most: int) -> Iterator[Box]:
     """Parts of `box` of at most `most` elements, cut along its first axes so that they stay contiguous."""
     if volume(box) <= most:
         yield box
@@ -383,7 +383,7 @@ def _parts(box: Box, most: int) -> Iterator[Box]:
     inner = volume(box) // (end - begin)
     step = max(1, most // inner)
     for at in range(begin, end, step):
-        yield from _parts((*box[:axis], (at, min(at + step, end)), *box[axis + 1 :]), most)
+        yield from parts((*box[:axis], (at, min(at + step, end)), *box[axis + 1 :]), most)
 
 
 def runs(box: Box, whole: Box, itemsize: int) -> Runs:

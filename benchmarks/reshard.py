@@ -1,0 +1,323 @@
+"""Sharded transfer between processes: `python -m benchmarks.reshard [--model NAME] [--to grid:2x2] [--json FILE]`.
+
+Four sending processes hold a model as global `jax.Array`s over a mesh of four, split along the first axis (fsdp:4).
+Receiving processes need it as `--to` says: `tp:2x2` (two replicas of tensor-parallel serving), `grid:2x2` (both axes
+split). Nobody has the whole model. The receivers compare what came with what it should be, bit by bit. A figure has
+
+    seconds       of a round, from the first message to the last receiver's swap; the median of the repeats
+    limit         seconds in which the sending processes, together, copy as many bytes in their own memory
+    limit_ratio   median of seconds / limit, each pair measured one after the other
+    model_error   of `cost_model.sharded`, with this machine's rates from the same run
+    rss_ratio     largest growth of a process's peak memory over that of its imports, / bytes of its shards; of
+                  receivers in the first version, then with the version before beside it (`rss_ratio_next`)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+from longhaul.bench.cases import sync as case
+from longhaul.runtime import devices
+from longhaul.runtime.provenance import provenance
+from longhaul.weight_sync import cost_model, model_shapes, resharding, shard_lanes, sharded
+from longhaul.weight_sync.resharding import Box, Layout
+
+SENDERS = 4
+
+ROWS = 1 << 20
+"""Elements that are made or compared at once."""
+
+SCRATCH = 128 << 20
+"""Bytes of the memory that a sender copies to for the limit: more than its caches hold."""
+
+SAMPLE = 256 << 20
+"""Bytes with which the machine's rates are measured."""
+
+DEADLINE = 120.0
+
+
+def shapes(model: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (shape, dtype) for name, shape, dtype in model_shapes.forms(model)}
+
+
+def source(model: str) -> Layout:
+    return resharding.sharded(shapes(model), SENDERS, 0)
+
+
+def destination(model: str, word: str) -> Layout:
+    """Layout of `grid:RxC`, both axes split, or one that `longhaul sync bench --layouts` knows."""
+    if not word.startswith("grid:"):
+        return case.layout_of(word, shapes(model))
+    rows, columns = (int(each) for each in word.removeprefix("grid:").split("x"))
+
+    def boxes(name: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+        def box(i: int, j: int) -> Box:
+            whole = [(0, size) for size in shape]
+            whole[0] = shape[0] * i // rows, shape[0] * (i + 1) // rows
+            if len(shape) > 1:
+                whole[1] = shape[1] * j // columns, shape[1] * (j + 1) // columns
+            return tuple(whole)
+
+        return [(columns * i + j, box(i, j)) for i in range(rows) for j in range(columns)]
+
+    return resharding.make(shapes(model), boxes)
+
+
+def content(box: Box, number: int, version: int) -> np.ndarray:
+    """Bits of a box of tensor `number`, uint16; one element in a hundred differs from the version before."""
+    spans = [np.arange(a, b, dtype=np.uint32) for a, b in box]
+    at = spans[0][:, None] * np.uint32(2654435761) if len(spans) > 1 else spans[0][:, None]
+    at = at + (spans[1] * np.uint32(40503) if len(spans) > 1 else np.uint32(0)) + np.uint32(number * 977)
+    bits = (at >> 7).astype(np.uint16)
+    bits += ((at % 101) < version).astype(np.uint16)
+    return bits.reshape([b - a for a, b in box])
+
+
+def pieces(box: Box) -> Iterator[Box]:
+    return resharding.parts(box, ROWS)
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process's memory: VmRSS, or its peak VmHWM."""
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(world, SENDERS, rank)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
+    jax.device_put(np.zeros(8), jax.local_devices()[0]).block_until_ready()
+    held, needed = source(model), destination(model, to)
+    made = sharded.Sender(where, rank, held, needed)
+    shard_bytes = shard_lanes.shard(held, rank).size
+    scratch = np.ones(min(SCRATCH, shard_bytes), np.uint8)
+    before = memory("VmRSS")
+
+    def arrays(version: int) -> dict[str, np.ndarray]:
+        found = {}
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+        for number, (name, (shape, dtype)) in enumerate(shapes(model).items()):
+
+            def part(index: Any, shape: Any = shape, number: int = number, dtype: str = dtype) -> np.ndarray:
+                box = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+                whole = np.empty([b - a for a, b in box], np.uint16)
+                for each in pieces(box):
+                    own = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(each, box, strict=True))
+                    whole[own] = content(each, number, version)
+                return whole.view(np.dtype(dtype))
+
+            found[name] = jax.make_array_from_callback(shape, sharding, part)
+        layout = resharding.of_jax(found, lambda device: int(device.process_index))
+        assert layout == held, "the arrays are sharded otherwise than planned"
+        return sharded.of_jax(found, rank, lambda device: int(device.process_index))
+
+    shards: dict[int, dict[str, np.ndarray]] = {}
+    say("here")
+    for line in sys.stdin:
+        word, *rest = line.split()
+        if word == "make":
+            shards = {version: shards[version] for version in shards if version == int(rest[1])}
+            shards[int(rest[0])] = arrays(int(rest[0]))
+            forget_peak()
+            say(memory("VmRSS") - before)
+        elif word == "push":
+            version, base = int(rest[0]), int(rest[1])
+            used = cpu()
+            given = None if base < 0 else (base, shards[base])
+            outcome = made.push(version, shards[version], base=given, seconds=DEADLINE)
+            say({**outcome._asdict(), "cpu": cpu() - used, "rss": memory("VmHWM") - before, "shard": shard_bytes})
+        elif word == "copy":  # as many bytes as a push sends
+            parts = [shard_lanes.raw(each) for each in shards[int(rest[0])].values()]
+            left, began, at = int(rest[1]), time.perf_counter(), 0
+            while left > 0:
+                for each in parts:
+                    for start in range(0, min(len(each), left), 1 << 24):
+                        data = each[start : min(start + (1 << 24), left)]
+                        at = at if at + len(data) <= scratch.size else 0
+                        np.copyto(scratch[at : at + len(data)], data)
+                        at += len(data)
+                    left -= len(each)
+            say(time.perf_counter() - began)
+
+
+def receiver(rank: int, where: str, model: str, to: str) -> None:
+    held, needed = source(model), destination(model, to)
+    before = memory("VmRSS")
+    forget_peak()
+    made = sharded.Receiver(where, rank, held, needed, seconds=DEADLINE)
+    shard_bytes = shard_lanes.shard(needed, rank).size
+    boxes = shard_lanes.shard(needed, rank).boxes
+    say("here")
+    for line in sys.stdin:
+        word, version = line.split()[0], int(line.split()[1])
+        if word == "check":
+            assert made.wait(version, DEADLINE), made.errors
+            peak = memory("VmHWM") - before
+            _, tensors = made.latest()
+            right = True
+            for number, name in enumerate(shapes(model)):
+                if name not in boxes:
+                    continue
+                for each in pieces(boxes[name]):
+                    own = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(each, boxes[name], strict=True))
+                    right &= bool(np.array_equal(tensors[name][own].view(np.uint16), content(each, number, version)))
+            del tensors
+            say({"right": right, "rss": peak, "shard": shard_bytes, "errors": made.errors})
+        elif word == "cpu":
+            say(cpu())
+
+
+class Rank:
+    """A rank in a process of its own."""
+
+    def __init__(self, *words: str) -> None:
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+        command = [sys.executable, "-m", "benchmarks.reshard", "--rank", *words]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise RuntimeError(f"a rank has died: {self._errors.read()[-2000:]}")
+        return json.loads(line)
+
+
+def together(ranks: Sequence[Rank], line: str) -> list[Any]:
+    for each in ranks:
+        each.say(line)
+    return [each.answer() for each in ranks]
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dict[str, Any]:
+    held, needed = source(model), destination(model, to)
+    coordinator = sharded.Coordinator("127.0.0.1:0", held, needed, lane=lane, seconds=DEADLINE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        world = f"127.0.0.1:{free.getsockname()[1]}"
+    where = coordinator.address
+    senders = [Rank("sender", str(rank), where, model, to, world) for rank in held.ranks]
+    receivers = [Rank("receiver", str(rank), where, model, to) for rank in needed.ranks]
+    plan = resharding.plan(held, needed)
+    sent = dict(plan.sent)
+    try:
+        assert {each.answer() for each in (*senders, *receivers)} == {"here"}
+        seconds, limits, rss, ratios = [], [], [], []
+        used: list[float] = []
+        for version in range(1, repeats + 1):
+            base = version - 1 if changes and version > 1 else -1
+            together(senders, f"make {version} {base}")
+            for rank, each in enumerate(senders):
+                each.say(f"copy {version} {sent[rank]}")
+            limits.append(max(each.answer() for each in senders))
+            cpu_before = sum(together(receivers, "cpu 0"))
+            pushed = together(senders, f"push {version} {base}")
+            assert all(each["committed"] for each in pushed), pushed
+            used.append(sum(each["cpu"] for each in pushed) + sum(together(receivers, "cpu 0")) - cpu_before)
+            checked = together(receivers, f"check {version}")
+            assert all(each["right"] for each in checked), checked
+            seconds.append(pushed[0]["seconds"])
+            ratios.append(seconds[-1] / limits[-1])
+            rss.append([max(each["rss"] / each["shard"] for each in side) for side in (pushed, checked)])
+    finally:
+        for each in (*senders, *receivers):
+            each.process.kill()
+            each.process.communicate()
+        coordinator.close()
+    sample = case.Sample(SAMPLE, devices.cores())
+    measured_rates = [sample.rates() for _ in range(3)]
+    sample.close()
+    rates = cost_model.Rates(*(statistics.median(each) for each in zip(*measured_rates, strict=True)))
+    found: dict[str, Any] = {
+        "name": "reshard",
+        "config": {
+            "model": model, "image_bytes": held.nbytes, "source": f"fsdp:{SENDERS}", "destination": to, "lane": lane,
+            "changes": changes, "repeats": repeats, "moves": sum(len(bucket) for bucket in plan.buckets),
+        },
+        "moved_bytes": plan.nbytes,
+        "sent_bytes": pushed[0]["nbytes"],
+        "seconds": statistics.median(seconds[1:] or seconds),
+        "seconds_first": seconds[0],
+        "limit": statistics.median(limits),
+        "limit_ratio": statistics.median(ratios[1:] or ratios),
+        "limit_ratio_first": ratios[0],
+        "cpu_seconds": statistics.median(used[1:] or used),
+        "all_seconds": seconds,
+        "all_limits": limits,
+        "rss_ratio": {"senders": max(each[0] for each in rss), "receivers": rss[0][1]},
+        "rss_ratio_next": max((each[1] for each in rss[1:]), default=None),
+        "bit_exact": True,
+        "device": ", ".join(provenance()["devices"]),
+    }  # fmt: skip
+    if not changes:
+        cost = cost_model.sharded(plan.nbytes, devices.cores(), rates, lane)
+        error = cost.serial / float(found["seconds"]) - 1.0
+        found |= {"model_seconds": cost.serial, "model_error": error, "rates": rates._asdict()}
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if words is None else words)
+    if words[:1] == ["--rank"]:
+        role, rank, *rest = words[1:]
+        sender(int(rank), *rest) if role == "sender" else receiver(int(rank), *rest)
+        return 0
+    parser = results.parser(__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--to", nargs="+", default=["grid:2x2"])
+    parser.add_argument("--lane", nargs="+", default=["shm", "tcp"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--changes", action="store_true", help="versions after the first as changes")
+    given = parser.parse_args(words)
+    for to in given.to:
+        for lane in given.lane:
+            results.emit(measured(given.model, to, lane, given.repeats, given.changes), given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

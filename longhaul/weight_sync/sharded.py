@@ -1,0 +1,777 @@
+"""Sharded transfer: versions of a model from several sending processes to several receiving ones, all or none.
+
+Every process has its own shards (`resharding.Layout`), and nobody ever has the whole model. A coordinator, in one of
+the senders or beside them, runs rounds: receivers prepare memory, senders write each piece to its place
+(`shard_lanes`), receivers verify the senders' digests, and the version counts for all of them or for none. That is
+two-phase commit (Gray, 1978) with cooperative termination (Skeen, 1981): a receiver that has said ready and hears no
+verdict asks the others. Who was asked takes no more verdicts from the coordinator; if nobody has committed, all abort.
+One process may die at any moment; a receiver that dies gets the next version when it is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.runtime import credentials
+from longhaul.weight_sync import resharding, shard_lanes
+from longhaul.weight_sync.buffers import Image, Pool
+from longhaul.weight_sync.resharding import Layout, Plan
+from longhaul.weight_sync.shard_lanes import Parts, Shard
+from longhaul.weight_sync.transports.sockets import (
+    MOST_BLOB,
+    PATIENCE,
+    Frame,
+    Wire,
+    WireError,
+    check_token,
+    enter,
+    keys,
+    welcome,
+)
+
+LANES = ("shm", "tcp")
+
+SECONDS = 60.0
+"""Deadline of a round."""
+
+IMAGES = 3
+"""Most blocks of a receiver, of its shards each: served, on its way, and held by readers."""
+
+PAUSE = 0.05
+"""Seconds between two attempts to connect, and between two questions to the other receivers."""
+
+HEAD = struct.Struct("<4s1s16sqI")  # magic, kind, secret, version, rank of who connects
+MAGIC = b"LHR1"
+
+MOST_VISITORS = 64
+"""Connections to a receiver's port at once."""
+
+Stage = Callable[[str], None]
+"""Called at each stage of a round, for tests and traces."""
+
+
+class Standing(StrEnum):
+    """What a receiver has decided about a version."""
+
+    STAGING = "staging"
+    READY = "ready"  # it waits for the coordinator's verdict
+    TERMINATING = "terminating"  # it waits for the other receivers
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+def asked(standing: Standing | None) -> Standing:
+    """A receiver's standing after another one has asked for it: who was not ready never will be, and who was takes no
+    verdict from the coordinator any more."""
+    if standing is Standing.READY:
+        return Standing.TERMINATING
+    return Standing.ABORTED if standing in (None, Standing.STAGING) else standing
+
+
+def settled(others: Iterable[Standing | None]) -> Standing:
+    """Verdict of a receiver that was ready, from the others' standings after it has asked them; None: dead."""
+    return Standing.COMMITTED if Standing.COMMITTED in others else Standing.ABORTED
+
+
+class Outcome(NamedTuple):
+    """End of a round."""
+
+    committed: bool
+    seconds: float
+    nbytes: int  # that were sent
+    why: str = ""
+
+
+def fingerprint(source: Layout, destination: Layout) -> str:
+    """Digest of both layouts: all ranks must plan alike."""
+    return hashlib.sha256(repr((source, destination)).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- coordinator
+
+
+class _Member(NamedTuple):
+    role: str  # "send" or "receive"
+    rank: int
+    wire: Wire
+    version: int  # that a receiver holds
+    host: str
+    port: int
+
+
+class Coordinator:
+    """Runs the rounds of all ranks of two layouts, in a thread of its own, until `close`."""
+
+    def __init__(
+        self, address: str, source: Layout, destination: Layout, *, token: str | None = None, lane: str = "shm",
+        seconds: float = SECONDS, at: Stage = lambda stage: None,
+    ) -> None:  # fmt: skip
+        """`address` is HOST:PORT; beyond loopback a token is required."""
+        host, port = credentials.split(address)
+        check_token(token)
+        if token is None and not credentials.is_loopback(host):
+            raise ValueError(f"{address} can be reached by other machines: give a token, or take 127.0.0.1")
+        if lane not in LANES:
+            raise ValueError(f"there is no lane {lane!r}; there are {' and '.join(LANES)}")
+        self._source, self._destination, self._token, self._lane = source, destination, token, lane
+        self._seconds, self._at = seconds, at
+        self._print = fingerprint(source, destination)
+        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        named = f"[{host}]" if ":" in host else host
+        self.address = f"{named}:{self._listener.getsockname()[1]}"
+        self._members: dict[tuple[str, int], _Member] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._strangers = threading.BoundedSemaphore(MOST_VISITORS)
+        self.outcomes: list[tuple[int, Outcome]] = []
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._work)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for member in list(self._members.values()):
+            member.wire.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, (host, *_) = self._listener.accept()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(PAUSE)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._admit, args=(sock, host), daemon=True).start()
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        """Takes a member whose token and layouts are the right ones."""
+        wire = Wire(sock)
+        try:
+            nonce = secrets.token_bytes(16).hex()
+            wire.send("asked", PATIENCE, {"nonce": nonce, "asks": self._token is not None})
+            hello = wire.receive(PATIENCE)
+            entered = welcome(hello, nonce, self._token)
+            wire.send("welcome", PATIENCE, entered)
+            wire.session = entered["session"]
+            wire.keys = keys(self._token, nonce, str(hello.words.get("nonce", "")))
+            words = wire.receive(PATIENCE).words
+            member = _Member(
+                str(words["role"]), int(words["rank"]), wire, int(words["version"]), host, int(words["port"])
+            )
+            layout = {"send": self._source, "receive": self._destination}.get(member.role)
+            if layout is None or member.rank not in layout.ranks or words["layouts"] != self._print:
+                wire.send("refused", PATIENCE, {"why": "its role, rank or layouts are others"})
+                raise WireError("a member of other layouts")
+            with self._lock:
+                old = self._members.pop((member.role, member.rank), None)
+                if old is not None:  # it has died, or its connection has
+                    old.wire.close()
+                wire.send("bound", PATIENCE)
+                self._members[member.role, member.rank] = member
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, PermissionError):
+                with contextlib.suppress(OSError):
+                    wire.send("refused", PATIENCE, {"why": str(error)})
+            wire.close()
+        finally:
+            self._strangers.release()
+
+    def _group(self, role: str) -> list[_Member]:
+        with self._lock:
+            return [member for (kind, _), member in sorted(self._members.items()) if kind == role]
+
+    def _drop(self, members: Iterable[_Member]) -> None:
+        with self._lock:
+            for member in members:
+                if self._members.get((member.role, member.rank)) is member:
+                    del self._members[member.role, member.rank]
+                member.wire.close()
+
+    def _work(self) -> None:
+        """Runs a round whenever all senders offer the same version and all receivers are there."""
+        while not self._closed.wait(PAUSE / 10):
+            senders, receivers = self._group("send"), self._group("receive")
+            self._drop([member for member in receivers if _gone(member.wire)])
+            if len(senders) < len(self._source.ranks) or len(receivers) < len(self._destination.ranks):
+                continue
+            offers: dict[_Member, Frame] = {}
+            version = -1
+            try:
+                self._gathered(senders, "offer", time.monotonic() + self._seconds, offers)
+                versions = {int(frame.words["version"]) for frame in offers.values()}
+                version = max(versions)
+                if len(versions) > 1:
+                    outcome = Outcome(False, 0.0, 0, f"the senders offer versions {sorted(versions)}")
+                else:
+                    outcome = self._round(version, offers, senders, self._group("receive"))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                outcome = Outcome(False, 0.0, 0, str(error) or type(error).__name__)
+            self.outcomes = [*self.outcomes, (version, outcome)][-64:]
+            for member in offers:
+                with contextlib.suppress(OSError):
+                    member.wire.send("outcome", PATIENCE, outcome._asdict())
+
+    def _round(
+        self, version: int, offers: Mapping[_Member, Frame], senders: list[_Member], receivers: list[_Member]
+    ) -> Outcome:
+        began = time.monotonic()
+        until = began + self._seconds
+        total, decided = 0, "abort"
+        try:
+            if len(receivers) < len(self._destination.ranks):
+                raise _LostError(receivers[:0], "a receiver has gone")
+            bases = {int(frame.words.get("base", -1)) for frame in offers.values()}
+            base = bases.pop() if len(bases) == 1 else -1
+            base = base if all(member.version == base for member in receivers) else -1
+            self._at("begin")
+            self._say(receivers, "prepare", {"version": version, "base": base, "lane": self._lane})
+            prepared = self._gathered(receivers, "prepared", until)
+            self._at("prepared")
+            places = [
+                {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.words["secret"],
+                 "place": frame.words["place"]}
+                for member, frame in prepared.items()
+            ]  # fmt: skip
+            self._say(senders, "send", {"version": version, "base": base, "lane": self._lane, "to": places,
+                                        "seconds": self._seconds})  # fmt: skip
+            sent = self._gathered(senders, "sent", until)
+            self._at("sent")
+            total = sum(int(frame.words["nbytes"]) for frame in sent.values())
+            for member in receivers:
+                digests = {
+                    str(sender.rank): frame.words["digests"].get(str(member.rank), "") for sender, frame in sent.items()
+                }
+                self._say([member], "verify", {"version": version, "digests": digests, "others": places})
+            self._gathered(receivers, "ready", until)
+            self._at("ready")
+            decided = "commit"
+            why = ""
+        except (_LostError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+            why = str(error) or type(error).__name__
+        for member in receivers:
+            with contextlib.suppress(OSError):
+                member.wire.send(decided, PATIENCE, {"version": version})
+                self._at("deciding")
+        done = []
+        for member in receivers:
+            with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+                frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
+                while frame.kind != "done":
+                    frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
+                done.append((member, bool(frame.words["committed"])))
+        for member, committed in done:
+            with self._lock:
+                if committed and self._members.get((member.role, member.rank)) is member:
+                    self._members[member.role, member.rank] = member._replace(version=version)
+        self._drop([member for member in receivers if member not in [each for each, _ in done]])
+        return Outcome(any(committed for _, committed in done), time.monotonic() - began, total, why)
+
+    def _say(self, members: Iterable[_Member], kind: str, words: Mapping[str, Any]) -> None:
+        for member in members:
+            try:
+                member.wire.send(kind, PATIENCE, words)
+            except OSError as error:
+                self._drop([member])
+                raise _LostError([member], f"{member.role}r {member.rank} has gone") from error
+
+    def _gathered(
+        self, members: list[_Member], kind: str, until: float, found: dict[_Member, Frame] | None = None
+    ) -> dict[_Member, Frame]:
+        """The next frame of each member, which goes into `found`. Raises _LostError as soon as one has gone or failed,
+        TimeoutError."""
+        found = {} if found is None else found
+        with selectors.DefaultSelector() as selector:
+            for member in members:
+                selector.register(member.wire.sock, selectors.EVENT_READ, member)
+            while len(found) < len(members):
+                left = until - time.monotonic()
+                if left <= 0.0:
+                    late = [f"{member.role}r {member.rank}" for member in members if member not in found]
+                    raise TimeoutError(f"no frame {kind} from {', '.join(late)}")
+                if self._closed.is_set():
+                    raise _LostError([], "the coordinator ends")
+                for key, _ in selector.select(min(left, 0.1)):
+                    member = key.data
+                    try:
+                        frame = member.wire.arrived()
+                    except OSError as error:
+                        self._drop([member])
+                        raise _LostError([member], f"{member.role}r {member.rank} has gone") from error
+                    if frame is None:
+                        continue
+                    if frame.kind != kind:
+                        raise _LostError([member], f"{member.role}r {member.rank}: "
+                                         f"{str(frame.words.get('why', frame.kind))[:200]}")  # fmt: skip
+                    found[member] = frame
+                    selector.unregister(member.wire.sock)
+        return {member: found[member] for member in members}
+
+
+class _LostError(ConnectionError):
+    """A member that has gone, or has failed."""
+
+    def __init__(self, members: list[_Member], why: str) -> None:
+        super().__init__(why)
+        self.members = members
+
+
+def _gone(wire: Wire) -> bool:
+    """True where the other side has closed a connection on which nothing is expected."""
+    try:
+        wire.sock.settimeout(0.0)
+        return wire.sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+# -------------------------------------------------------------------------------------------------------------- members
+
+
+def _joined(
+    address: str, role: str, rank: int, layouts: str, token: str | None, version: int = -1, port: int = 0
+) -> Wire:  # fmt: skip
+    """Connection to a coordinator as a member. OSError, PermissionError."""
+    wire = Wire(socket.create_connection(credentials.split(address), timeout=PATIENCE))
+    try:
+        enter(wire, token, PATIENCE)
+        wire.most_blob = MOST_BLOB
+        words = {"role": role, "rank": rank, "layouts": layouts, "version": version, "port": port}
+        wire.send("bind", PATIENCE, words)
+        answer = wire.receive(PATIENCE)
+        if answer.kind != "bound":
+            raise ValueError(f"the coordinator refused {role}r {rank}: {answer.words.get('why', answer.kind)}")
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+class Sender:
+    """A rank of the source layout."""
+
+    def __init__(
+        self, address: str, rank: int, source: Layout, destination: Layout, *, token: str | None = None,
+        at: Stage = lambda stage: None,
+    ) -> None:  # fmt: skip
+        self._address, self.rank, self._token, self._at = address, rank, token, at
+        self._source, self._destination = source, destination
+        self._plan: Plan = resharding.plan(source, destination)
+        self._print = fingerprint(source, destination)
+        self._wire: Wire | None = None
+
+    def push(
+        self, version: int, shards: Mapping[str, np.ndarray], *,
+        base: tuple[int, Mapping[str, np.ndarray]] | None = None, seconds: float = SECONDS,
+    ) -> Outcome:  # fmt: skip
+        """Outcome of a version whose shards of this rank are `shards`; all ranks push it.
+
+        They must not change until it returns. With `base`, the version before and its shards, receivers that hold it
+        get the changes. ConnectionError where the coordinator is gone, TimeoutError.
+        """
+        parts = {name: shard_lanes.raw(array) for name, array in shards.items()}
+        before = None if base is None else {name: shard_lanes.raw(array) for name, array in base[1].items()}
+        if self._wire is None:
+            self._wire = _joined(self._address, "send", self.rank, self._print, self._token)
+        wire = self._wire
+        try:
+            self._at("offer")
+            wire.send("offer", PATIENCE, {"version": version, "base": -1 if base is None else base[0]})
+            frame = wire.receive(seconds + PATIENCE)
+            if frame.kind == "send":
+                self._at("send")
+                try:
+                    words = self._sent(frame.words, parts, before if frame.words["base"] >= 0 else None)
+                    wire.send("sent", PATIENCE, words)
+                except (ConnectionError, TimeoutError, ValueError) as error:
+                    wire.send("failed", PATIENCE, {"why": f"{type(error).__name__}: {error}"[:300]})
+                self._at("sent")
+                frame = wire.receive(2 * seconds + PATIENCE)
+            if frame.kind != "outcome":
+                raise WireError(f"a frame {frame.kind[:40]!r} where an outcome was expected")
+            return Outcome(**frame.words)
+        except OSError:
+            self.close()
+            raise
+
+    def _sent(self, words: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:
+        """Sends this rank's moves to each receiver; -> digests by rank, and the bytes that went."""
+        until = time.monotonic() + float(words["seconds"])
+        digests: dict[str, str] = {}
+        total = 0
+        for to in words["to"]:
+            rank = int(to["rank"])
+            moves = list(shard_lanes.between(self._plan, self.rank, rank))
+            if not moves:
+                continue
+            if base is None and words["lane"] == "shm":
+                place = shard_lanes.shard(self._destination, rank)
+                descriptor = shard_lanes.opened(tuple(to["place"]), place.size)
+                try:
+                    found = shard_lanes.pieces(iter(moves), self._source, self._destination)
+                    digests[str(rank)] = shard_lanes.write(found, parts, descriptor, place.offsets, until).hex()
+                finally:
+                    os.close(descriptor)
+                total += sum(move.nbytes for move in moves)
+                continue
+            with socket.create_connection((to["host"], int(to["port"])), timeout=PATIENCE) as sock:
+                sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
+                if base is None:
+                    found = shard_lanes.pieces(iter(moves), self._source, self._destination)
+                    digests[str(rank)] = shard_lanes.pour(found, parts, sock, until).hex()
+                    total += sum(move.nbytes for move in moves)
+                else:
+                    most = shard_lanes.CHANGED_PIECE
+                    found = shard_lanes.pieces(iter(moves), self._source, self._destination, most)
+                    digest, count = shard_lanes.pour_changes(found, base, parts, sock, until)
+                    digests[str(rank)] = digest.hex()
+                    total += count
+            self._at("between")
+        return {"digests": digests, "nbytes": total}
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+class Held(NamedTuple):
+    """A version of a receiver's shards."""
+
+    version: int
+    tensors: Mapping[str, np.ndarray]
+    image: Image
+
+
+class _Round(NamedTuple):
+    version: int
+    base: int
+    lane: str
+    secret: bytes
+    image: Image
+    digests: dict[int, bytes]  # of the streams that came
+    failed: list[str]
+    arrived: threading.Condition
+
+
+def _came(made: _Round, sender: int) -> bool:
+    return sender in made.digests or bool(made.failed)
+
+
+class Receiver:
+    """A rank of the destination layout, which follows a coordinator in a thread of its own."""
+
+    def __init__(
+        self, address: str, rank: int, source: Layout, destination: Layout, *, token: str | None = None,
+        seconds: float = SECONDS, host: str = "127.0.0.1", at: Stage = lambda stage: None,
+    ) -> None:  # fmt: skip
+        """`host` is where other ranks reach it."""
+        self._address, self.rank, self._token, self._at, self._seconds = address, rank, token, at, seconds
+        self._source, self._destination = source, destination
+        self._plan = resharding.plan(source, destination)
+        self._print = fingerprint(source, destination)
+        self._shard: Shard = shard_lanes.shard(destination, rank)
+        self._senders = sorted({move.source for move in self._plan.moves if move.destination == rank})
+        self._held: Held | None = None
+        self._pool = Pool(self._shard.size, IMAGES * self._shard.size)
+        self._standings: dict[int, Standing] = {}
+        self._secrets: dict[int, bytes] = {}  # of rounds, which who asks or sends must know
+        self._others: list[dict[str, Any]] = []  # places of the other receivers of a round
+        self._round: _Round | None = None
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._wire: Wire | None = None
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._visitors = threading.BoundedSemaphore(MOST_VISITORS)
+        self.errors: list[str] = []
+        for work in (self._visited, self._follow):
+            threading.Thread(target=work, daemon=True).start()
+
+    # ----------------------------------------------------------------------------------------------- for readers
+
+    def latest(self) -> tuple[int, Mapping[str, np.ndarray]]:
+        """(version, this rank's shards by name). LookupError before the first."""
+        held = self._held
+        if held is None:
+            raise LookupError("no version has come yet")
+        return held.version, held.tensors
+
+    def wait(self, version: int, seconds: float) -> bool:
+        """True if that version or a newer one is held within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._held is not None and self._held.version >= version, seconds)
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._wire is not None:
+            self._wire.close()
+
+    # ----------------------------------------------------------------------------------------------- its own thread
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            try:
+                version = -1 if self._held is None else self._held.version
+                port = self._listener.getsockname()[1]
+                self._wire = _joined(self._address, "receive", self.rank, self._print, self._token, version, port)
+                while not self._closed.is_set():
+                    if (frame := self._next()) is not None:
+                        self._answered(frame)
+            except Exception as error:  # the held version stays, and the next attempt may succeed
+                if not self._closed.is_set():
+                    self.errors = [*self.errors, f"{type(error).__name__}: {error}"][-32:]
+            finally:
+                if self._wire is not None:
+                    self._wire.close()
+                self._abandoned()
+            self._closed.wait(PAUSE)
+
+    def _next(self) -> Frame | None:
+        """The coordinator's next frame; None where it is silent, which only a round's deadline ends."""
+        assert self._wire is not None
+        made, until = self._round, time.monotonic() + self._seconds
+        while True:
+            try:
+                return self._wire.receive(0.2)
+            except TimeoutError:
+                if self._closed.is_set():
+                    return None
+                with self._changed:
+                    doubted = made is not None and self._standings.get(made.version) is Standing.TERMINATING
+                if made is not None and (doubted or time.monotonic() > until + PATIENCE):
+                    raise
+
+    def _answered(self, frame: Frame) -> None:
+        assert self._wire is not None
+        words = frame.words
+        if frame.kind == "prepare":
+            self._at("prepare")
+            made = self._prepared(words)
+            assert made.image.block is not None
+            place = [os.getpid(), made.image.block.descriptor]
+            self._at("prepared")
+            self._wire.send("prepared", PATIENCE, {"secret": made.secret.hex(), "place": place})
+        elif frame.kind == "verify" and self._round is not None:
+            self._others = [each for each in words["others"] if int(each["rank"]) != self.rank]
+            self._at("verify")
+            wrong = self._verified({int(rank): digest for rank, digest in words["digests"].items()})
+            if wrong:
+                self._decide(self._round.version, Standing.ABORTED)
+                self._wire.send("failed", PATIENCE, {"why": wrong})
+                return
+            with self._changed:
+                if self._standings.get(self._round.version) is not Standing.STAGING:
+                    raise ConnectionAbortedError("another receiver asked, so that this version is never ready here")
+                self._standings[self._round.version] = Standing.READY
+            self._at("ready")
+            self._wire.send("ready", PATIENCE)
+        elif frame.kind in ("commit", "abort"):
+            version = int(words["version"])
+            self._at("verdict")
+            with self._changed:
+                standing = self._standings.get(version)
+            if standing is Standing.TERMINATING:
+                raise ConnectionAbortedError("another receiver asked before the coordinator's verdict came")
+            if standing in (Standing.READY, Standing.STAGING):
+                commits = frame.kind == "commit" and standing is Standing.READY
+                self._decide(version, Standing.COMMITTED if commits else Standing.ABORTED)
+            self._at("decided")
+            committed = self._standings.get(version) is Standing.COMMITTED
+            self._wire.send("done", PATIENCE, {"version": version, "committed": committed})
+        elif frame.kind == "refused":
+            raise ConnectionAbortedError(str(words.get("why", "refused")))
+
+    def _prepared(self, words: Mapping[str, Any]) -> _Round:
+        version = int(words["version"])
+        image = self._pool.take(self._seconds)
+        if image is None:
+            raise ConnectionAbortedError("readers hold all blocks; let old versions go")
+        base, lane, secret = int(words["base"]), str(words["lane"]), secrets.token_bytes(16)
+        made = _Round(version, base, lane, secret, image, {}, [], threading.Condition())
+        with self._changed:
+            self._secrets = {v: s for v, s in self._secrets.items() if v > version - 64} | {version: secret}
+            self._standings = {v: s for v, s in self._standings.items() if v > version - 64}
+            self._standings[version] = Standing.STAGING
+            self._round = made
+        return made
+
+    def _verified(self, digests: Mapping[int, str]) -> str:
+        """Reason for which what came is not what was sent; "" where it is."""
+        made = self._round
+        assert made is not None
+        parts = self._shard.parts(made.image.array)
+        for sender in self._senders:
+            wanted = bytes.fromhex(digests.get(sender, ""))
+            if made.base < 0 and made.lane == "shm":
+                moves = shard_lanes.between(self._plan, sender, self.rank)
+                found = shard_lanes.digest(shard_lanes.pieces(moves, self._source, self._destination), parts)
+            else:
+                with made.arrived:
+                    made.arrived.wait_for(functools.partial(_came, made, sender), self._seconds)
+                if sender not in made.digests:
+                    return f"the stream of sender {sender} did not arrive: {'; '.join(made.failed)[:200]}"
+                found = made.digests[sender]
+            if not hmac.compare_digest(found, wanted):
+                return f"what came from sender {sender} is damaged"
+        return ""
+
+    def _decide(self, version: int, standing: Standing) -> None:
+        """Ends a version; the swap is one assignment."""
+        with self._changed:
+            made = self._round
+            self._standings[version] = standing
+            if made is None or made.version != version:
+                return
+            self._round = None
+            if standing is Standing.COMMITTED:
+                block = made.image.array[:]
+                block.flags.writeable = False
+                self._held = Held(version, self._shard.tensors(block, self._destination), made.image)
+            elif made.image.block is not None:
+                made.image.block.spent = True  # a sender may still write into it
+            self._changed.notify_all()
+
+    def _abandoned(self) -> None:
+        """Ends a round without the coordinator: by the other receivers where this one was ready."""
+        with self._changed:
+            made = self._round
+            standing = None if made is None else self._standings.get(made.version)
+            if made is None:
+                return
+            if standing is Standing.READY:
+                self._standings[made.version] = standing = Standing.TERMINATING
+        if standing is not Standing.TERMINATING:
+            self._decide(made.version, Standing.ABORTED)
+            return
+        self._at("doubt")
+        answers = [self._asked_of(each, made.version) for each in self._others]
+        self._decide(made.version, settled(answers))
+
+    def _asked_of(self, other: Mapping[str, Any], version: int) -> Standing | None:
+        """Another receiver's standing; None where it is dead."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                with socket.create_connection((other["host"], int(other["port"])), timeout=PATIENCE) as sock:
+                    sock.sendall(HEAD.pack(MAGIC, b"?", bytes.fromhex(other["secret"]), version, self.rank))
+                    answer = sock.recv(16).decode("ascii", "replace")
+                    if answer:
+                        return Standing(answer)
+            except ConnectionRefusedError:
+                return None
+            except (OSError, ValueError):
+                pass
+            time.sleep(PAUSE)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ visitors
+
+    def _visited(self) -> None:
+        """Accepts streams and questions."""
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(PAUSE)
+                continue
+            if not self._visitors.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._visit, args=(sock,), daemon=True).start()
+
+    def _visit(self, sock: socket.socket) -> None:
+        try:
+            with sock:
+                sock.settimeout(PATIENCE)
+                head = bytearray()
+                while len(head) < HEAD.size:
+                    got = sock.recv(HEAD.size - len(head))
+                    if not got:
+                        return
+                    head += got
+                magic, kind, secret, version, rank = HEAD.unpack(head)
+                known = self._secrets.get(version, b"")
+                if magic != MAGIC or not hmac.compare_digest(secret, known):
+                    return
+                if kind == b"?":
+                    with self._changed:
+                        standing = asked(self._standings.get(version))
+                        self._standings[version] = standing
+                    sock.sendall(standing.value.encode())
+                elif kind == b"s":
+                    self._drawn(sock, version, rank)
+        except OSError:
+            pass
+        finally:
+            self._visitors.release()
+
+    def _drawn(self, sock: socket.socket, version: int, sender: int) -> None:
+        """Takes the stream of a sender."""
+        with self._changed:
+            made, held = self._round, self._held
+        if made is None or made.version != version or sender not in self._senders:
+            return
+        parts, until = self._shard.parts(made.image.array), time.monotonic() + self._seconds
+        moves = shard_lanes.between(self._plan, sender, self.rank)
+        try:
+            if made.base < 0:
+                found = shard_lanes.pieces(moves, self._source, self._destination)
+                digest = shard_lanes.draw(found, parts, sock, until)
+            else:
+                if held is None or held.version != made.base:
+                    raise ValueError(f"the changes are to version {made.base}, which is not held")
+                most = shard_lanes.CHANGED_PIECE
+                found = shard_lanes.pieces(moves, self._source, self._destination, most)
+                base = self._shard.parts(held.image.array)
+                digest = shard_lanes.draw_changes(found, base, parts, sock, until)
+            with made.arrived:
+                made.digests[sender] = digest
+                made.arrived.notify_all()
+        except (OSError, ValueError) as error:
+            with made.arrived:
+                made.failed.append(f"{type(error).__name__}: {error}")
+                made.arrived.notify_all()
+
+
+def of_jax(arrays: Mapping[str, Any], rank: int, number: Callable[[Any], int] | None = None) -> dict[str, np.ndarray]:
+    """Shards of one rank of named `jax.Array`s: on a CPU views of JAX's own memory.
+
+    `number` is the `rank` of `resharding.of_jax`.
+    """
+    count = number or (lambda device: int(device.id))
+    found = {}
+    for name, array in arrays.items():
+        for each in array.addressable_shards:
+            if count(each.device) == rank:
+                found[name] = np.asarray(each.data)
+    return found

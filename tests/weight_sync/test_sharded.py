@@ -1,0 +1,368 @@
+"""Sharded transfer: what arrives is NumPy's slices; a rank that dies at any stage commits for all or for none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longhaul.weight_sync import resharding, shard_lanes, sharded
+from longhaul.weight_sync.resharding import Box, Layout
+from longhaul.weight_sync.sharded import Coordinator, Outcome, Receiver, Sender, Standing
+from longhaul.weight_sync.transports.sockets import Wire
+
+SHAPES = {"a": ((64, 48), "bfloat16"), "b": ((33,), "float32"), "c": ((7, 12, 30), "bfloat16"), "d": ((), "int32")}
+SECONDS = 30.0
+
+
+def mesh(rows: int, columns: int) -> Layout:
+    """Layout of a mesh whose axes split a tensor's first and last axis, as far as it has them."""
+
+    def boxes(name: str, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+        def span(size: int, parts: int, at: int) -> tuple[int, int]:
+            return size * at // parts, size * (at + 1) // parts
+
+        def box(i: int, j: int) -> Box:
+            whole = [(0, size) for size in shape]
+            if len(shape) > 1:
+                whole[-1] = span(shape[-1], columns, j)
+            if shape:
+                whole[0] = span(shape[0], rows, i)
+            return tuple(whole)
+
+        return [(columns * i + j, box(i, j)) for i in range(rows) for j in range(columns)]
+
+    return resharding.make(SHAPES, boxes)
+
+
+FSDP, TP, WIDE = mesh(4, 1), mesh(2, 2), mesh(1, 4)
+
+
+def values(seed: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return {
+        name: np.asarray(draw.integers(-999, 999, shape) / 7).astype(np.dtype(dtype)).reshape(shape)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def part(whole: Mapping[str, np.ndarray], layout: Layout, rank: int) -> dict[str, np.ndarray]:
+    """Shards of a rank, by NumPy's slices."""
+    return {
+        each.name: np.array(whole[each.name][tuple(slice(a, b) for a, b in box)], order="C")
+        for each in layout.tensors
+        for holder, box in each.boxes
+        if holder == rank
+    }
+
+
+class Group:
+    """All ranks of two layouts, as threads of this process."""
+
+    def __init__(self, source: Layout, destination: Layout, lane: str = "shm", token: str | None = None) -> None:
+        self.source, self.destination = source, destination
+        self.coordinator = Coordinator(
+            "127.0.0.1:0", source, destination, token=token, lane=lane, seconds=SECONDS, at=lambda stage: self.at(stage)
+        )
+        self.at: Any = lambda stage: None
+        where = self.coordinator.address, source, destination
+        self.senders = [Sender(where[0], rank, *where[1:], token=token) for rank in source.ranks]
+        self.receivers = [
+            Receiver(where[0], rank, *where[1:], token=token, seconds=SECONDS) for rank in destination.ranks
+        ]
+
+    def push(self, version: int, whole: Mapping[str, np.ndarray], base: Any = None) -> list[Outcome | None]:
+        found: list[Outcome | None] = [None] * len(self.senders)
+
+        def one(rank: int) -> None:
+            before = None if base is None else (base[0], part(base[1], self.source, rank))
+            with contextlib.suppress(OSError):
+                found[rank] = self.senders[rank].push(
+                    version, part(whole, self.source, rank), base=before, seconds=SECONDS
+                )
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.senders))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        return found
+
+    def check(self, version: int, whole: Mapping[str, np.ndarray]) -> None:
+        for receiver in self.receivers:
+            held, tensors = receiver.latest()
+            assert held == version
+            for name, wanted in part(whole, self.destination, receiver.rank).items():
+                assert tensors[name].tobytes() == wanted.tobytes() and tensors[name].shape == wanted.shape
+                assert not tensors[name].flags.writeable
+
+    def close(self) -> None:
+        for each in (*self.senders, *self.receivers, self.coordinator):
+            each.close()
+
+
+@contextlib.contextmanager
+def group(*given: Any) -> Iterator[Group]:
+    made = Group(*given)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
+@pytest.mark.parametrize(("source", "destination"), [(FSDP, TP), (TP, WIDE), (WIDE, mesh(3, 1))])
+def test_what_arrives_is_what_was_sent_whole_and_as_changes(
+    source: Layout, destination: Layout, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lanes, "PIECE", 512)
+    first, second = values(1), values(1)
+    second["a"][3, 5] += 1
+    with group(source, destination, lane, "a-token-of-sixteen-or-more") as ranks:
+        outcomes = ranks.push(1, first)
+        assert [each.committed for each in outcomes if each] == [True] * len(source.ranks), outcomes
+        ranks.check(1, first)
+        held = ranks.receivers[0].latest()[1]["a"].copy()
+        old = ranks.receivers[0].latest()[1]["a"]
+        whole = outcomes[0]
+        changed = ranks.push(2, second, (1, first))[0]
+        ranks.check(2, second)
+        assert old.tobytes() == held.tobytes()  # a version that is read does not change
+        assert whole is not None and changed is not None and 0 < changed.nbytes < whole.nbytes
+        assert ranks.push(3, first, (1, first))[0].committed  # type: ignore[union-attr]  # no receiver holds the base
+        ranks.check(3, first)
+
+
+def test_short_runs_are_scattered_and_long_ones_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = values(4)
+    for short in (1, 1 << 14):
+        monkeypatch.setattr(shard_lanes, "SHORT", short)
+        with group(WIDE, FSDP) as ranks:  # columns into rows: runs at both ends
+            assert ranks.push(1, first)[0].committed  # type: ignore[union-attr]
+            ranks.check(1, first)
+
+
+def test_damage_and_a_file_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    first, write = values(1), shard_lanes.write
+
+    def damaging(found: Any, parts: Any, descriptor: int, offsets: Any, until: float) -> bytes:
+        own = list(found)
+        digest = write(iter(own), parts, descriptor, offsets, until)
+        place = offsets[own[-1].name] + own[-1].put.offset
+        os.pwrite(descriptor, bytes([255 - os.pread(descriptor, 1, place)[0]]), place)
+        return digest
+
+    with group(FSDP, TP) as ranks:
+        assert ranks.push(1, first)[0].committed  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            patch.setattr(shard_lanes, "write", damaging)
+            outcomes = ranks.push(2, values(2))
+        assert all(each is not None and not each.committed and "is damaged" in each.why for each in outcomes), outcomes
+        ranks.check(1, first)
+        assert ranks.push(3, values(3))[0].committed  # type: ignore[union-attr]
+        ranks.check(3, values(3))
+    with open(tmp_path / "file", "wb") as file, pytest.raises(ConnectionError, match="is no memory"):
+        shard_lanes.opened((os.getpid(), file.fileno()), 0)
+
+
+def test_other_layouts_and_another_token_are_refused() -> None:
+    with group(FSDP, TP, "shm", "a-token-of-sixteen-or-more") as ranks:
+        where = ranks.coordinator.address
+        with pytest.raises(ValueError, match="its role, rank or layouts are others"):
+            Sender(where, 0, TP, FSDP, token="a-token-of-sixteen-or-more").push(1, {})
+        with pytest.raises(PermissionError):
+            Sender(where, 0, FSDP, TP, token="another-token-of-sixteen").push(1, {})
+        with pytest.raises(PermissionError, match="asks for a token"):
+            Sender(where, 0, FSDP, TP).push(1, {})
+    with pytest.raises(ValueError, match="can be reached by other machines"):
+        Coordinator("0.0.0.0:0", FSDP, TP)
+
+
+# --------------------------------------------------------------------------------------------------------------- deaths
+
+
+def test_whoever_is_asked_takes_no_verdict_any_more() -> None:
+    assert [sharded.asked(each) for each in (None, *Standing)] == [
+        Standing.ABORTED, Standing.ABORTED, Standing.TERMINATING, Standing.TERMINATING, Standing.COMMITTED,
+        Standing.ABORTED,
+    ]  # fmt: skip
+    assert sharded.settled([None, Standing.TERMINATING, Standing.COMMITTED]) is Standing.COMMITTED
+    for others in ([], [None], [Standing.TERMINATING, Standing.ABORTED]):
+        assert sharded.settled(others) is Standing.ABORTED
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_coordinator_that_dies_while_it_decides_leaves_all_with_one_verdict(
+    told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has told so many receivers to commit."""
+    send = Wire.send
+
+    with group(FSDP, TP) as ranks:
+        assert ranks.push(1, values(1))[0].committed  # type: ignore[union-attr]
+        left = [told]
+
+        def dying(self: Wire, kind: str, *given: Any, **more: Any) -> None:
+            if kind == "commit":
+                if not left[0]:
+                    ranks.coordinator._closed.set()
+                    for member in list(ranks.coordinator._members.values()):
+                        member.wire.close()
+                    raise ConnectionResetError("dead")
+                left[0] -= 1
+            send(self, kind, *given, **more)
+
+        monkeypatch.setattr(Wire, "send", dying)
+        ranks.push(2, values(2))
+        until = time.monotonic() + 20.0
+        while any(each._round is not None for each in ranks.receivers):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ranks.check(1 + told, values(1 + told))
+
+
+PROGRAM = """
+import json, os, signal, sys
+import numpy as np
+from tests.weight_sync.test_sharded import FSDP, TP, SECONDS, part, values
+from longhaul.weight_sync.sharded import Coordinator, Receiver, Sender
+
+role, rank, where, lane, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+count = {}
+def at(name):
+    count[name] = count.get(name, 0) + 1
+    if version > 1 and name == stage:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+version = 1
+def say(value):
+    print(json.dumps(value), flush=True)
+
+if role == "coordinator":
+    made = Coordinator(where, FSDP, TP, lane=lane, seconds=SECONDS, at=at)
+    say(made.address)
+elif role == "sender":
+    made = Sender(where, rank, FSDP, TP, at=at)
+    say("here")
+else:
+    made = Receiver(where, rank, FSDP, TP, seconds=SECONDS, at=at)
+    say("here")
+for line in sys.stdin:
+    word, version = line.split()[0], int(line.split()[1])
+    if word == "push":
+        try:
+            say(made.push(version, part(values(version), FSDP, rank), seconds=SECONDS).committed)
+        except OSError as error:
+            say(str(error))
+    elif word == "held":
+        held, tensors = made.latest()
+        whole = part(values(held), TP, rank)
+        say([held, all(tensors[name].tobytes() == whole[name].tobytes() for name in whole), made._round is None])
+    else:
+        say("begun")
+"""
+
+
+class Rank:
+    """A rank in a process of its own."""
+
+    def __init__(self, role: str, rank: int, where: str, lane: str, stage: str) -> None:
+        command = [sys.executable, "-c", PROGRAM, role, str(rank), where, lane, stage]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.role, self.rank = role, rank
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+STAGES = [
+    *(("sender", stage) for stage in ("offer", "send", "between", "sent")),
+    *(("receiver", stage) for stage in ("prepare", "prepared", "verify", "ready", "verdict", "decided")),
+    *(("coordinator", stage) for stage in ("begin", "prepared", "sent", "ready", "deciding")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
+@pytest.mark.parametrize(("role", "stage"), STAGES)
+def test_a_rank_that_is_killed_at_any_stage_commits_for_all_or_for_none(role: str, stage: str, lane: str) -> None:
+    """Rank 1 of its role dies in the round of version 2; then it is back, and version 3 comes."""
+    ranks: list[Rank] = []
+    try:
+        head = Rank("coordinator", 1, "127.0.0.1:0", lane, stage if role == "coordinator" else "")
+        ranks.append(head)
+        where = head.answer()
+        for kind, layout in (("sender", FSDP), ("receiver", TP)):
+            ranks += [
+                Rank(kind, rank, where, lane, stage if (kind, rank) == (role, 1) else "") for rank in layout.ranks
+            ]
+        assert [each.answer() for each in ranks[1:]] == ["here"] * 8
+        senders, receivers = ranks[1:5], ranks[5:]
+
+        def push(version: int) -> list[Any]:
+            for each in (*receivers, head):
+                each.say(f"begin {version}")
+            for each in (*receivers, head):
+                each.answer()
+            for each in senders:
+                each.say(f"push {version}")
+            return [each.answer() for each in senders]
+
+        def held() -> list[Any]:
+            """(version, right, no round under way) of the receivers that live, once no round is under way."""
+            until = time.monotonic() + 30.0
+            while True:
+                for each in receivers:
+                    each.say("held 0")
+                found = [each.answer() for each in receivers]
+                if all(each is None or each[2] for each in found):
+                    return found
+                assert time.monotonic() < until, found
+                time.sleep(0.02)
+
+        assert push(1) == [True] * 4
+        assert held() == [[1, True, True]] * 4
+        push(2)
+        victim = next(each for each in ranks if (each.role, each.rank) == (role, 1))
+        assert victim.process.wait(30) == -signal.SIGKILL
+        living = [each for each in held() if each is not None]
+        assert len(living) == 4 - (role == "receiver")
+        assert len({each[0] for each in living}) == 1 and all(each[1] for each in living), living
+        again = Rank(role, 1, where, lane, "")
+        place = ranks.index(victim)
+        victim.end()
+        ranks[place] = again
+        again.answer()
+        if role == "coordinator":
+            head = again
+        senders, receivers = ranks[1:5], ranks[5:]
+        assert True in push(3) or True in push(4)
+        until = time.monotonic() + 30.0
+        while len({each[0] for each in held()}) > 1:
+            assert time.monotonic() < until
+        assert all(each[0] >= 3 and each[1] for each in held())
+    finally:
+        for each in ranks:
+            each.end()
