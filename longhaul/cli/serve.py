@@ -30,6 +30,9 @@ from longhaul.training.serving.completions import Limits
 MOST_TOKENS = 512
 """Most tokens of a prompt, or of a completion, by default."""
 
+BACKLOG = 2048
+"""Connections that wait to be accepted, at most."""
+
 FLAGS = (
     RUN._replace(help="a run's name or folder; or the folder of a language model in Hugging Face's files"),
     Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond loopback only with TLS, and a token or --tls-ca"),
@@ -194,6 +197,7 @@ def _run(server: Any, listener: socket.socket, values: Mapping[str, Any]) -> Non
     """Serves until SIGTERM or Ctrl-C, and lets requests under way end."""
     host, scheme = values["host"], "https" if values["tls-cert"] else "http"
     name = f"[{host}]" if ":" in host else host
+    listener.listen(BACKLOG)  # who reads the address may connect
     print(f"{scheme}://{name}:{listener.getsockname()[1]}", flush=True)
     tables.progress("serves; Ctrl-C ends it")
     if threading.current_thread() is threading.main_thread():  # uvicorn raises the signal again at its end

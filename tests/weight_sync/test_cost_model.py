@@ -93,3 +93,5 @@ def test_local_runs_wait_for_cores() -> None:
         assert cost.pipelined == pytest.approx(expected + 2e-3)  # its messages
     with pytest.raises(ValueError, match="there are shm and tcp"):
         cost_model.local(1.0, 1, 1, given, "pigeon")
+    for lane, expected in {"shm": 0.1 + 0.05, "tcp": 0.05 + 0.5}.items():
+        assert cost_model.sharded(1 * GB, 2, given, lane).serial == pytest.approx(expected + 4e-3)

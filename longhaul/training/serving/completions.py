@@ -222,13 +222,12 @@ def blank(config: ModelConfig, slots: int, rows: int, index: int) -> State:
     """Batch without requests, whose next token goes into slot `index`."""
     dtype, shape = PRECISIONS[config.precision], (slots, config.kv_heads, config.head_dim, rows)
     key, value = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
-    counts, floats, flags = jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows, bool)
-    cache = decode.Cache(key, value, jnp.zeros((slots, rows), bool), counts, jnp.int32(index))
-    logits = jnp.zeros((config.vocabulary, rows))
-    return State(
-        cache, logits, jnp.zeros((rows, 2), jnp.uint32), counts, jnp.copy(counts), floats, jnp.copy(floats), flags,
-        jnp.copy(flags),
-    )  # fmt: skip
+    lengths, drawn, most = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # each its own memory, which is donated
+    temperature, top_p = (jnp.ones(rows) for _ in range(2))
+    wanted, active = (jnp.zeros(rows, bool) for _ in range(2))
+    cache = decode.Cache(key, value, jnp.zeros((slots, rows), bool), lengths, jnp.int32(index))
+    logits, keys = jnp.zeros((config.vocabulary, rows)), jnp.zeros((rows, 2), jnp.uint32)
+    return State(cache, logits, keys, drawn, most, temperature, top_p, wanted, active)
 
 
 def draw(state: State, pad: int, tops: int) -> tuple[jax.Array, ...]:

@@ -18,8 +18,7 @@ class _Refused(asyncio.Protocol):
     """Connection beyond the bound."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+        transport.close()
 
 
 def protocol(most: int = MOST, silent: float = SILENT) -> Any:
@@ -29,7 +28,8 @@ def protocol(most: int = MOST, silent: float = SILENT) -> Any:
     made: weakref.WeakSet[H11Protocol] = weakref.WeakSet()
 
     def of(config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
-        if len(made) >= most:
+        begun = sum(each.transport is None for each in made)  # in TLS's handshake
+        if len(server_state.connections) + begun >= most:
             return _Refused()
         connection = H11Protocol(config, server_state, app_state, _loop)
         made.add(connection)

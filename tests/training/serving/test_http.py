@@ -94,11 +94,11 @@ def test_completions_of_a_batch_that_grows_are_those_of_the_full_forward(engine:
                 assert row.tokens == known.argmax(1).tolist()
             assert (row.finish == "stop") == (row.tokens[-1] == tokenizer.END)
             assert row.finish == "stop" or len(row.tokens) == each.max_tokens
-    alone = job(jobs[8].prompts[0] and "3", temperature=1.0, seed=8, n=3, max_tokens=16)
+    alone = job("3", temperature=1.0, seed=8, n=3, max_tokens=16)
     engine.submit(alone)
     alone.done.result(60.0)
     assert [row.tokens for row in alone.rows] == [row.tokens for row in jobs[8].rows]  # the others changed nothing
-    assert len({tuple(row.tokens) for row in alone.rows}) == 3
+    assert len({tuple(row.tokens) for each in jobs for row in each.rows if each.temperature}) > 4
 
 
 def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
@@ -174,7 +174,8 @@ def test_an_answer_has_text_tokens_and_log_probabilities(asked: Any) -> None:
         assert choice["index"] == place and choice["prompt_token_ids"] == WORDS.encode(("3+4=", "12")[place // 2])
         text, details = WORDS.decode(choice["token_ids"]), choice["logprobs"]
         assert choice["text"] == text.partition("9")[0] and text.count("9") <= 1
-        assert choice["finish_reason"] == ("length" if len(choice["token_ids"]) == 6 and "9" not in text else "stop")
+        assert choice["finish_reason"] == ("stop" if "9" in text or text.endswith("$") else "length")
+        assert choice["finish_reason"] == "stop" or len(choice["token_ids"]) == 6
         assert "".join(details["tokens"]) == text and len(details["token_logprobs"]) == len(choice["token_ids"])
         assert all(len(top) == 2 for top in details["top_logprobs"])
     assert asked.post("/v1/completions", json=body).json()["choices"] == found["choices"]  # by its seed
