@@ -7,10 +7,9 @@
     sharded    frames of a coordinator of sharded transfers, and of a receiver
 
 Each connection sends one request or frame: sound ones that were damaged in one of several ways, or bodies that are
-whole and mean nothing. Most then end their side. Those that keep it must be closed within `DEADLINE`. A figure counts them,
-those that were not answered nor closed in time (`late`), refused statuses by number, and the process's memory,
-descriptors and threads when a tenth was sent and at the end. After the last one a sound client must be served, and the
-process must end well on SIGTERM.
+whole and mean nothing. Most then end their side. Those that keep it must be closed within `DEADLINE`. A figure counts
+them, those that were not answered nor closed in time (`late`), refused statuses by number, and the process's memory,
+descriptors and threads when a tenth was sent and at the end. After the last one a sound client must be served.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import numpy as np
 import psutil
 
 from benchmarks import connections, results
+from longhaul.topologies.inference_server import grpc_transport
 from longhaul.weight_sync.receiver import follow
 from longhaul.weight_sync.sharded import HEAD
 from tests.helpers import malformed_frames, small_chat
@@ -145,7 +145,7 @@ def header(name: str, value: str) -> bytes:
 
 def grpc(draw: random.Random, rng: np.random.Generator) -> bytes:
     """A call of central inference with frames that are malformed, or damaged as a whole."""
-    names = {":method": "POST", ":scheme": "http", ":path": METHOD, ":authority": "x", "te": "trailers",
+    names = {":method": "POST", ":scheme": "http", ":path": grpc_transport.PATH, ":authority": "x", "te": "trailers",
              "content-type": "application/grpc"}  # fmt: skip
     data = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
     data += frame(1, 1, 4, b"".join(header(*pair) for pair in names.items()))
@@ -158,8 +158,6 @@ def grpc(draw: random.Random, rng: np.random.Generator) -> bytes:
         data += frame(0, 1, 0, b"\x00" + len(payload).to_bytes(4, "big") + payload)
     return data if draw.random() < 0.5 else damaged(draw, data)
 
-
-METHOD = "/longhaul.Inference/Act"
 
 WORDS = [b'{"kind":"hello","nonce":"00","proof":"00"}', b'{"kind":"bind","name":"x","run":"","epoch":-1,"version":-1}',
          b'{"kind":"ask","wait":1e999}', b"[" * 500, b'{"kind":"status"}']  # fmt: skip
