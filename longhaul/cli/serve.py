@@ -168,7 +168,7 @@ def _followed(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]
     """(address that weights come from, its token)."""
     if values["follow"] is None:
         return "", None
-    token = credentials.load(token_file=values["follow-token-file"]).token
+    token = credentials.load(token_file=values["follow-token-file"], environment=True).token
     where = live_weights.address(values["follow"], folder)
     live_weights.check_reachable(where, token)
     return where, token

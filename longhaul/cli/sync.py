@@ -273,7 +273,7 @@ def _connect(address: str, token: str | None, name: str) -> Source:
 
 
 def _token(path: str | None) -> str | None:
-    return credentials.load(token_file=path).token
+    return credentials.load(token_file=path, environment=True).token
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def publishing(
     with ExitStack() as closed:
         producer, opened = None, []
         if process_group.index() == 0:
-            token = credentials.load(token_file=asked.token_file).token if asked.token_file else None
+            token = credentials.load(token_file=asked.token_file, environment=True).token
             for word in asked.to:
                 where = f"folder:{folder / FOLDER}" if word == "run" else word
                 kind, rest = transports.split(where)

@@ -298,7 +298,7 @@ class _Target:
 
 
 def follow(addresses: Sequence[str], *, token: str | None = None, name: str = "receiver", **options: Any) -> Receiver:
-    """Receiver of senders by address: shm:NAME, tcp:HOST:PORT, folder:PATH."""
+    """Receiver of senders by address: shm:NAME, tcp:HOST:PORT, tls:HOST:PORT, folder:PATH."""
     from longhaul.weight_sync.transports import connect
 
     return Receiver(*(lambda each=each: connect(each, token, name) for each in addresses), **options)

@@ -82,7 +82,7 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "give a token"),
         ("sync pull tcp:127.0.0.1:1", "ADDRESS or --out is missing"),
         ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
-        ("sync pull udp:1:2 --out y", "'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH"),
+        ("sync pull udp:1:2 --out y", "'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT, tls:HOST:PORT or"),
         ("sync pull tcp:udp:1:2 --out y", "'udp:1:2' is no address: 'udp:1' is no host"),
         ("sync status ssh:@weights", "'ssh:@weights' is no address; write shm:NAME"),
         ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),

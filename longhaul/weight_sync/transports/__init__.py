@@ -5,8 +5,8 @@ from __future__ import annotations
 from longhaul.runtime import credentials
 from longhaul.weight_sync.transports.base import Source, Transport
 
-KINDS = ("shm", "tcp", "folder")
-"""Kinds of addresses: shm:NAME, tcp:HOST:PORT, folder:PATH."""
+KINDS = ("shm", "tcp", "tls", "folder")
+"""Kinds of addresses: shm:NAME, tcp:HOST:PORT, tls:HOST:PORT, folder:PATH."""
 
 
 def connect(address: str, token: str | None = None, name: str = "receiver") -> Source:
@@ -20,6 +20,10 @@ def connect(address: str, token: str | None = None, name: str = "receiver") -> S
         from longhaul.weight_sync.transports.folder import FolderSource
 
         return FolderSource(rest)
+    if kind == "tls":
+        from longhaul.weight_sync.transports import tls
+
+        return tls.connect(rest, name, token)
     from longhaul.weight_sync.transports import tcp
 
     return tcp.connect(rest, name, token)
@@ -36,6 +40,10 @@ def serve(address: str, token: str | None = None) -> Transport:
         from longhaul.weight_sync.transports.folder import FolderTransport
 
         return FolderTransport(rest)
+    if kind == "tls":
+        from longhaul.weight_sync.transports import tls
+
+        return tls.serve(rest, token)
     from longhaul.weight_sync.transports import tcp
 
     return tcp.serve(rest, token)
@@ -45,7 +53,7 @@ def split(address: str) -> tuple[str, str]:
     """(kind, rest) of an address. ValueError for a wrong one."""
     kind, _, rest = address.partition(":")
     if not rest or kind not in KINDS:
-        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH")
-    if kind == "tcp":
+        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT, tls:HOST:PORT or folder:PATH")
+    if kind in ("tcp", "tls"):
         credentials.split(rest)
     return kind, rest

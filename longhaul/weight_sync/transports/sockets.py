@@ -75,6 +75,7 @@ class Wire:
         self._sent = self._received = 0
         self._unsent = memoryview(b"")
         self._into, self._done = bytearray(HEAD.size), 0  # frame on its way, and the bytes of it that are here
+        self._buffers = sock.family != socket.AF_UNIX  # LOW bytes: a Unix socket may have no room for them
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -210,7 +211,7 @@ class Wire:
                 try:
                     got = self.sock.recv_into(into[done : done + PIECE])
                 except BlockingIOError:
-                    if low != (low := min(LOW, len(into) - done)):
+                    if self._buffers and low != (low := min(LOW, len(into) - done)):
                         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
                     _awaited(self.sock, select.POLLIN, until - time.monotonic(), "the other side sends no bytes")
                     continue

@@ -1,0 +1,192 @@
+"""TLS around the TCP transport: `tls:HOST:PORT`.
+
+A thread of each side encrypts: the sender's accepts TLS connections and passes their bytes to a `tcp` session over a
+socket of its own process, the receiver's does the same in turn. So sessions, bounds and tokens are those of `tcp`.
+Bytes are copied once more on each side.
+
+Certificates are files that the environment names: LONGHAUL_TLS_CERT and LONGHAUL_TLS_KEY of a sender; LONGHAUL_TLS_CA,
+which a receiver verifies the sender by. A sender with LONGHAUL_TLS_CA asks receivers for certificates, too (mutual
+TLS), and then needs no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import ssl
+import threading
+from typing import Any
+
+from longhaul.runtime import credentials
+from longhaul.weight_sync.transports.base import PublisherSide
+from longhaul.weight_sync.transports.socket_server import SocketTransport
+from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, check_token
+from longhaul.weight_sync.transports.tcp import TcpCollection, TcpDelivery
+
+VARIABLES = ("LONGHAUL_TLS_CERT", "LONGHAUL_TLS_KEY", "LONGHAUL_TLS_CA")
+
+PIECE = 1 << 18
+"""Bytes that are passed on at once."""
+
+MOST = 1024
+"""Connections of a sender at once, in TLS's handshake or behind it."""
+
+
+def serve(address: str, token: str | None = None) -> TlsTransport:
+    """Serves at HOST:PORT. ValueError where certificates are missing, or a token beyond loopback without mutual TLS."""
+    host, port = credentials.split(address)
+    check_token(token)
+    certificate, key, authority = (os.environ.get(name) for name in VARIABLES)
+    if not certificate or not key:
+        raise ValueError(f"tls:{address} needs a certificate: set {VARIABLES[0]} and {VARIABLES[1]} to its files")
+    credentials.load(tls_cert=certificate, tls_key=key, tls_ca=authority)  # so that a wrong file is named
+    if token is None and not authority and not credentials.is_loopback(host):
+        raise ValueError(f"tls:{address} can be reached by other machines: give a token, or set {VARIABLES[2]}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    if authority:
+        context.load_verify_locations(authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ValueError(f"tls:{address} can't be served: {error.strerror}; give another one") from error
+    named = f"tls:{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+    return TlsTransport(bound, named, token, context)
+
+
+def connect(address: str, receiver: str, token: str | None = None) -> SocketSource:
+    """Receiver's end. OSError where nobody serves there; ConnectionError where the certificate is another one."""
+    host, port = credentials.split(address)
+    check_token(token)
+    certificate, key, authority = (os.environ.get(name) for name in VARIABLES)
+    context = ssl.create_default_context(cafile=authority)
+    if certificate and key:
+        context.load_cert_chain(certificate, key)
+    ours, theirs = socket.socketpair()
+    loop = _Loop()
+
+    async def joined() -> None:
+        outside = await asyncio.open_connection(host, port, ssl=context, limit=PIECE, ssl_handshake_timeout=PATIENCE)
+        inside = await asyncio.open_connection(sock=theirs, limit=PIECE)
+        loop.end_with(asyncio.ensure_future(_passed(outside, inside)))
+
+    try:
+        loop.run(joined(), PATIENCE)
+    except (ssl.SSLError, TimeoutError) as error:
+        ours.close(), theirs.close()
+        loop.end()
+        why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or "no answer"
+        raise ConnectionError(f"tls:{address}: {why}; is {VARIABLES[2]} the file of its authority?") from error
+    except BaseException:
+        ours.close(), theirs.close()
+        loop.end()
+        raise
+    return SocketSource(ours, token, receiver, TcpCollection())
+
+
+class TlsTransport:
+    """A `base.Transport`: a TCP session behind TLS for each connection."""
+
+    def __init__(self, bound: socket.socket, address: str, token: str | None, context: ssl.SSLContext) -> None:
+        self.address, self._bound, self._context = address, bound, context
+        self._name = f"\0longhaul-{secrets.token_hex(16)}"
+        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        inner.bind(self._name)
+        self._inner = SocketTransport(inner, address, token, TcpDelivery, admits=_is_ours)
+        self._loop: _Loop | None = None
+        self._open = 0
+
+    def open(self, publisher: PublisherSide) -> None:
+        self._inner.open(publisher)
+        self._loop = _Loop()
+        self._loop.run(
+            asyncio.start_server(
+                self._visited, sock=self._bound, ssl=self._context, limit=PIECE, ssl_handshake_timeout=PATIENCE
+            ),
+            PATIENCE,
+        )
+
+    async def _visited(self, *outside: Any) -> None:
+        if self._open >= MOST:
+            outside[1].close()
+            return
+        self._open += 1
+        try:
+            inside = await asyncio.open_unix_connection(self._name, limit=PIECE)
+            await _passed(outside, inside)
+        except OSError:
+            outside[1].close()
+        finally:
+            self._open -= 1
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.end()
+            self._loop = None
+        self._bound.close()
+        self._inner.close()
+
+
+class _Loop:
+    """Event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name="longhaul-tls", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def run(self, work: Any, seconds: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def end_with(self, task: asyncio.Future[None]) -> None:
+        """Ends when a task of this loop does."""
+        self._held = task  # a loop alone would not keep it
+        task.add_done_callback(lambda done: self._loop.stop())
+
+    def end(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+
+
+async def _passed(outside: Any, inside: Any) -> None:
+    """Passes bytes on, both ways, until either side ends."""
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(PIECE):
+                writer.write(data)
+                await writer.drain()
+
+    ways = [asyncio.ensure_future(one(outside[0], inside[1])), asyncio.ensure_future(one(inside[0], outside[1]))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        for _, writer in (outside, inside):
+            writer.close()
+            with contextlib.suppress(OSError, ssl.SSLError, asyncio.TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await writer.wait_closed()
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """True where this process is at the other end of a Unix socket."""
+    import struct
+
+    credential = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credential)[0]) == os.getpid()

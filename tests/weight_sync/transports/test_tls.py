@@ -1,0 +1,93 @@
+"""TLS around the TCP transport: versions arrive, and only who has the right certificates is served."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.runtime import credentials
+from longhaul.weight_sync import transports
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import follow
+from longhaul.weight_sync.transports import tls
+
+TOKEN = "a-token-of-sixteen-or-more"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates and keys of two authorities, a and b."""
+    made: Path = tmp_path_factory.mktemp("tls")
+    for name in "ab":
+        found = credentials.self_signed("127.0.0.1")
+        assert found.certificate is not None and found.key is not None
+        (made / f"{name}.pem").write_bytes(found.certificate)
+        (made / f"{name}.key").write_bytes(found.key)
+    return made
+
+
+@pytest.fixture
+def sender(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    monkeypatch.setenv("LONGHAUL_TLS_CERT", str(folder / "a.pem"))
+    monkeypatch.setenv("LONGHAUL_TLS_KEY", str(folder / "a.key"))
+    with Publisher("a", transports=[transports.serve("tls:127.0.0.1:0", TOKEN)]) as made:
+        monkeypatch.delenv("LONGHAUL_TLS_CERT"), monkeypatch.delenv("LONGHAUL_TLS_KEY")
+        yield made
+
+
+def address(sender: Publisher) -> str:
+    return sender._transports[0].address
+
+
+def test_versions_arrive_encrypted(sender: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, params = address(sender), {"w": np.arange(300_000, dtype=np.float32)}
+    monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "a.pem"))
+    with follow([where], token=TOKEN) as receiver:
+        for version in (1, 2):
+            params["w"] = params["w"] + version
+            sender.publish(version, params)
+            assert receiver.wait(version, 10.0), receiver.errors
+            np.testing.assert_array_equal(receiver.latest()[1]["w"], params["w"])
+    with pytest.raises(PermissionError):
+        transports.connect(where, "another-token-of-sixteen", "x")
+    monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "b.pem"))
+    with pytest.raises(ConnectionError, match="is LONGHAUL_TLS_CA the file of its authority"):
+        transports.connect(where, TOKEN, "x")
+    host, port = credentials.split(where.removeprefix("tls:"))
+    with socket.create_connection((host, port)) as plain:  # and nothing comes in the clear
+        plain.settimeout(5.0)
+        plain.sendall(b"LHS1" + bytes(60))
+        assert b"hello" not in plain.recv(4096)
+
+
+def test_with_an_authority_a_receiver_needs_a_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, file in zip(tls.VARIABLES, ("a.pem", "a.key", "b.pem"), strict=True):
+        monkeypatch.setenv(name, str(folder / file))
+    with Publisher("a", transports=[transports.serve("tls:127.0.0.1:0")]) as sender:
+        sender.publish(1, {"w": np.ones(3, np.float32)})
+        monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "a.pem"))
+        with pytest.raises((OSError, ssl.SSLError)):  # with the sender's own, which b has not signed
+            transports.connect(address(sender), None, "x").status()
+        for name, file in zip(tls.VARIABLES[:2], ("b.pem", "b.key"), strict=True):
+            monkeypatch.setenv(name, str(folder / file))
+        with follow([address(sender)]) as receiver:
+            assert receiver.wait(1, 10.0), receiver.errors
+
+
+def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tls.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="needs a certificate: set LONGHAUL_TLS_CERT and LONGHAUL_TLS_KEY"):
+        transports.serve("tls:127.0.0.1:0")
+    monkeypatch.setenv("LONGHAUL_TLS_CERT", str(folder / "a.pem"))
+    monkeypatch.setenv("LONGHAUL_TLS_KEY", str(folder / "b.key"))
+    with pytest.raises(ValueError, match="is not the key of"):
+        transports.serve("tls:127.0.0.1:0")
+    monkeypatch.setenv("LONGHAUL_TLS_KEY", str(folder / "a.key"))
+    with pytest.raises(ValueError, match="give a token, or set LONGHAUL_TLS_CA"):
+        transports.serve("tls:0.0.0.0:0")
