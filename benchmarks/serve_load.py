@@ -50,9 +50,6 @@ TRAIN = ("train", "reasoning-arithmetic", "--num-envs", "8", "--group", "4", "--
 TEXTS = ("3+4=", "12-5=", "7*8=", "(2+3)*4=", "9-9+1=", "6*7-2=", "15+27=", "8/2=")
 PLAIN = ("The capital of France is", "2 + 2 =", "Once upon a time", "def main():")
 
-WARM = 20.0
-"""Seconds of load before the measured ones, in which the server compiles."""
-
 
 def varied(params: Params, kind: int) -> Params:
     """Weights of a kind: those of the model, each scaled a little differently."""
@@ -124,13 +121,13 @@ class Load:
             self.failures["unknown version"] += 1
         self.tokens += found["usage"]["completion_tokens"]
         if greedy and self.wanted is not None:
-            self.wrong += found["choices"][0]["token_ids"] != self.wanted[int(version) % KINDS][which]
+            self.wrong += found["choices"][0]["token_ids"] != self.wanted[int(version) % len(self.wanted)][which]
 
 
 async def measured(load: Load, publish: Any, server: psutil.Process, given: Any) -> dict[str, Any]:
     """Figures of a load for `given.seconds`, after a warm-up."""
     publish(1)
-    await asyncio.gather(*(load.client(n, time.monotonic() + WARM) for n in range(given.clients)))
+    await asyncio.gather(*(load.client(n, time.monotonic() + given.warm) for n in range(given.clients)))
     load.seconds.clear(), load.failures.clear(), load.versions.clear()
     load.wrong = load.tokens = 0
     began, memory = time.monotonic(), []
@@ -172,6 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="folder of a language model in Hugging Face's files")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--warm", type=float, default=20.0, help="seconds of load before, in which the server compiles")
     parser.add_argument("--swaps", type=int, default=50)
     parser.add_argument("--length", type=int, default=24)
     parser.add_argument("--rows", type=int, default=64)
