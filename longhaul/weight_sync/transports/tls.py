@@ -77,12 +77,14 @@ def connect(address: str, receiver: str, token: str | None = None) -> SocketSour
     try:
         loop.run(joined(), PATIENCE)
     except (ssl.SSLError, TimeoutError) as error:
-        ours.close(), theirs.close()
+        ours.close()
+        theirs.close()
         loop.end()
         why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or "no answer"
         raise ConnectionError(f"tls:{address}: {why}; is {VARIABLES[2]} the file of its authority?") from error
     except BaseException:
-        ours.close(), theirs.close()
+        ours.close()
+        theirs.close()
         loop.end()
         raise
     return SocketSource(ours, token, receiver, TcpCollection())
