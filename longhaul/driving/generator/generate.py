@@ -76,13 +76,13 @@ DENSITIES, DENSITY_SHARES = (0.0, 0.25, 0.5, 1.0), (0.08, 0.27, 0.35, 0.3)
 NEAR, MOST, MOST_TRACKS = 120.0, 44, 64
 """Vehicles start within so many metres of the ego, and are so many at most; all tracks together; the nearest are
 kept."""
-WANDER, WAVE = (0.08, 0.25), (60.0, 120.0)
+WANDER, WAVE = (0.08, 0.3), (40.0, 120.0)
 """Metres: the deviation of how far drivers stray from the middle of their path, at most 2.5 times as far, and the
 length of the wave in which they do. The deviation itself differs from log to log."""
 STANDS, QUEUES, RECORDER = 0.05, 0.5, 0.4
 """Shares of logs: those in which the ego stands throughout, for no reason that one sees; of those before a red light,
 those in which it stands there from the start; and those that a wide car recorded."""
-JAMS, CUTS, CHANGES, SETTLES, OBSTACLES = 0.1, 0.15, 0.1, 0.25, 0.1
+JAMS, CUTS, CHANGES, SETTLES, OBSTACLES = 0.1, 0.2, 0.15, 0.35, 0.1
 """Shares of logs: those with stop and go; those in which somebody cuts in before the ego, and in which the ego changes
 its lane, both where there is a lane beside; those which begin with the ego beside its lane and at an angle to it; and
 those with a vehicle that stands in a lane."""
@@ -112,7 +112,6 @@ class Scene(NamedTuple):
     )  # [N, 3]: how far each is beside its path at first, m; where it begins to close up; within what, m
     lights: np.ndarray | None  # int8 [legs, T]
     walkers: Bystanders  # who cross
-    beside: Bystanders
     least: float  # m that the ego must go
 
 
@@ -131,7 +130,9 @@ def generate(seed: int) -> Log:
         s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers.pose[..., :2])
         if not fit(net, scene, s, v):
             continue
-        bodies = embody(net, scene, s, v)
+        bodies = embody(
+            net, scene, s, v, draw_beside(rng, world, scene, traffic.pose(net, scene.cars.path[:1], s[:1, 0]))
+        )
         if clean(bodies, edges):
             return write(rng, f"generated-{seed}-{world.kind}", world, scene, sift(bodies))
     raise RuntimeError(f"no clean log in {TRIES} draws for seed {seed}, density {density}: choose another seed")
@@ -157,9 +158,10 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         ego_s -= 5.2 + float(rng.uniform(1.2, 3.0))
         lane_s = [(p, s) for p, s in lane_s if p != ego or s > ego_s + 5.0 or s < ego_s - 8.0]
     others = [(p, s, PLAIN) for p, s in lane_s]
-    aside = beside(net, ego, ego_s)
+    cuts, changes = rng.random() < CUTS, rng.random() < CHANGES
+    aside = beside(net, ego, ego_s) if cuts or changes else np.zeros(0)
     crowded = level > 0.0 and not queues
-    if crowded and len(aside) and rng.random() < CUTS:
+    if crowded and cuts and len(aside):
         others.insert(0, (ego, ego_s + float(rng.uniform(-2.0, 25.0)), CUTTER))
     if crowded and rng.random() < OBSTACLES:
         p = ego if rng.random() < 0.5 else int(rng.integers(len(turns)))
@@ -182,8 +184,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     if jams:
         urge *= jam(rng, len(path))
     joins, shift = np.full(len(path), -np.inf), np.tile([0.0, -np.inf, 1.0], (len(path), 1))
-    joins[role == CUTTER] = np.inf
-    speed = first_speeds(net, path, s, length, urge[:, 0], lights, joins)
+    speed = first_speeds(net, path, s, length, urge[:, 0].copy(), lights, role == CUTTER)
     speed *= np.where(rng.random(len(path)) < 0.2, rng.uniform(0.0, 1.0, len(path)), 1.0)  # some are just setting off
     urge[role == OBSTACLE], speed[role == OBSTACLE] = 0.0, 0.0
     top = float(net.speed[ego, int(s[0])] * urge[0].max())
@@ -193,10 +194,10 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         queue = (net.lane[path, 0] == net.lane[ego, 0]) & (s >= s[0])
         speed[queue] = 0.0
         urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
-    elif len(aside) and rng.random() < CHANGES:
+    elif changes and len(aside):
         shift[0] = change_lane(rng, float(rng.choice(aside)), s[0], speed[0], (-1.0, 3.0), top)
     elif rng.random() < SETTLES:
-        shift[0] = change_lane(rng, float(rng.normal(0.0, 0.6)), s[0], speed[0], (-1.5, 0.5), top)
+        shift[0] = change_lane(rng, float(rng.normal(0.0, 0.7)), s[0], speed[0], (-1.5, 0.5), top)
     for i in np.flatnonzero(role == CUTTER):
         speed[i] = max(float(speed[0]) * float(rng.uniform(0.6, 1.3)), 1.0)
         shift[i] = change_lane(rng, float(rng.choice(aside)), s[i], speed[i], (0.2, 5.0), speed[i])
@@ -207,13 +208,17 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     wave = np.stack([amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1)
     cars = traffic.Vehicles(path, s, speed, length, urge, joins)
     walkers = bystanders.draw_crossing(rng, world, lights, level, STEPS)
-    others_beside = bystanders.draw_beside(rng, world, STEPS)
-    away = np.hypot(*(others_beside.pose[:, CURRENT, :2] - start).T)
-    room = min(int((away < NEAR).sum()), MOST_TRACKS - len(path) - len(walkers.kind))
-    few = np.argsort(away, kind="stable")[: max(room, 0)]
     moves = 25.0 if lights is None else 12.0
     least = 0.0 if stands or mode == RED else 4.0 if jams else min(moves, 10.0) if OBSTACLE in role else moves
-    return Scene(cars, kind, size, wave, shift, lights, walkers, others_beside.take(few), least)
+    return Scene(cars, kind, size, wave, shift, lights, walkers, least)
+
+
+def draw_beside(rng: np.random.Generator, world: World, scene: Scene, start: np.ndarray) -> Bystanders:
+    """Those nearest to the ego's `start` [1, 3] of all who are beside the road, as many as there is room for."""
+    found = bystanders.draw_beside(rng, world, STEPS)
+    away = np.hypot(*(found.pose[:, CURRENT, :2] - start[:, :2]).T)
+    room = min(int((away < NEAR).sum()), MOST_TRACKS - len(scene.kind) - len(scene.walkers.kind))
+    return found.take(np.argsort(away, kind="stable")[: max(room, 0)])
 
 
 def draw_sizes(rng: np.random.Generator, role: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -350,24 +355,18 @@ def first_speeds(
     length: np.ndarray,
     urge: np.ndarray,
     lights: np.ndarray | None,
-    joins: np.ndarray,
+    unseen: np.ndarray,
 ) -> np.ndarray:
-    """Speeds [N] that leave everybody room to brake gently: behind the one ahead on the lane, and before red lights."""
-    speed = net.speed[path, np.clip(s.astype(int), 0, net.speed.shape[1] - 1)] * urge
-    part = np.where(s < net.bound[path, 0], 0, 2)
-    lane = net.lane[path, part]
-    for group in np.unique(lane[s >= joins]):
-        members = np.flatnonzero((lane == group) & (s >= joins))
-        members = members[np.argsort(-(s[members] - net.offset[path[members], group]), kind="stable")]
-        for ahead, i in zip([-1, *members[:-1]], members, strict=True):
-            if lights is not None and part[i] == 0 and lights[net.leg[path[i]], 0] != log.LIGHT_GO:
-                room = net.bound[path[i], 0] - s[i] - length[i] / 2 - 1.5
-                speed[i] = min(speed[i], np.sqrt(3.0 * max(room, 0.0)))
-            if ahead >= 0:
-                at = s[[ahead, i]] - net.offset[path[[ahead, i]], group]
-                gap = max(at[0] - at[1] - (length[ahead] + length[i]) / 2 - 2.0, 0.0)
-                speed[i] = min(speed[i], np.sqrt(speed[ahead] ** 2 + 2.5 * gap), gap / 0.9)
-    return speed
+    """Speeds [N] that leave everybody room to brake gently: behind the one ahead on the lane, and before red lights.
+
+    Who is `unseen` by others, beside its path, looks at nobody either.
+    """
+    from longhaul.driving.generator import kernels
+
+    halt = np.zeros(len(path), bool)
+    if lights is not None:
+        halt = (s < net.bound[path, 0]) & (lights[net.leg[path], 0] != log.LIGHT_GO)
+    return kernels.first_speeds(path, s, length, urge, halt, unseen, net.speed, net.bound, net.lane, net.offset)
 
 
 def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> bool:
@@ -385,14 +384,13 @@ def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> boo
     return not (passes and log.LIGHT_STOP in state[max(step - 2, 0) : step + 2])
 
 
-def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> Bodies:
+def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, beside: Bystanders) -> Bodies:
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars = scene.cars
-    path = np.broadcast_to(cars.path[:, None], s.shape)
-    pose = stray(traffic.pose(net, path, s), s, scene.wave, scene.shift)
+    pose = stray(traffic.pose(net, cars.path, s), s, scene.wave, scene.shift)
     # who is beside the middle goes farther, or less far, than the path
     v = np.round(np.hypot(*np.gradient(pose[..., :2], DT, axis=1).transpose(2, 0, 1)), 6)
-    still = scene.walkers, scene.beside
+    still = scene.walkers, beside
     there = s < net.length[cars.path][:, None] - cars.length[:, None] / 2
     return Bodies(
         np.concatenate([scene.kind, *(b.kind for b in still)]),
@@ -452,7 +450,16 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
     )
     features = describe(world, placed, limit)
     return Log(
-        name, "generated", np.arange(STEPS) * DT, CURRENT, tracks, ego, (), features, lights, has_lights=len(told) > 0 or scene.lights is None
+        name,
+        "generated",
+        np.arange(STEPS) * DT,
+        CURRENT,
+        tracks,
+        ego,
+        (),
+        features,
+        lights,
+        has_lights=len(told) > 0 or scene.lights is None,
     )
 
 
@@ -530,9 +537,12 @@ def describe(world: World, placed: Callable[[np.ndarray], np.ndarray], limit: fl
         for a, b in zip(path.lanes[:-1], path.lanes[1:], strict=True):
             leave[a].add(b + 1)
             entry[b].add(a + 1)
-    lanes = [
-        Feature(i + 1, log.LANE_STREET, placed(line), tuple(sorted(entry[i])), tuple(sorted(leave[i])), limit)
-        for i, line in enumerate(world.lanes)
-    ]
     others = [*world.edges, *world.lines, *((log.CROSSWALK, c) for c in world.crosswalks)]
-    return (*lanes, *(Feature(len(lanes) + 1 + i, kind, placed(line)) for i, (kind, line) in enumerate(others)))
+    lines = [*world.lanes, *(line for _, line in others)]
+    points = np.split(placed(np.concatenate(lines)), np.cumsum([len(line) for line in lines[:-1]]))
+    lanes = [
+        Feature(i + 1, log.LANE_STREET, points[i], tuple(sorted(entry[i])), tuple(sorted(leave[i])), limit)
+        for i in range(len(world.lanes))
+    ]
+    first = len(lanes)
+    return (*lanes, *(Feature(first + 1 + i, kind, points[first + i]) for i, (kind, _) in enumerate(others)))

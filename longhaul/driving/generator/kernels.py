@@ -22,6 +22,134 @@ a stretch shared with another path."""
 
 
 @jit
+def ray(angle, near, far, left, count):
+    """`roads.ray` of `count` points."""
+    x, y, out = np.cos(angle), np.sin(angle), np.empty((count, 2))
+    for i in range(count):
+        r = near + (far - near) * (i / (count - 1))
+        out[i, 0], out[i, 1] = r * x - left * y, r * y + left * x
+    return out
+
+
+@jit
+def offset(line, distance):
+    """`roads.offset`."""
+    count, out = len(line), np.empty((len(line), 2))
+    for i in range(count):
+        a, b = max(i - 1, 0), min(i + 1, count - 1)
+        x, y = line[b, 0] - line[a, 0], line[b, 1] - line[a, 1]
+        size = np.sqrt(x * x + y * y)
+        out[i, 0], out[i, 1] = line[i, 0] - distance * y / size, line[i, 1] + distance * x / size
+    return out
+
+
+@jit
+def bend(x, y, dx, dy, end_x, end_y, end_dx, end_dy):
+    """`roads.bend` between two points and directions."""
+    chord_x, chord_y = end_x - x, end_y - y
+    size = np.hypot(chord_x, chord_y)
+    reach, end_reach = size / 3, size / 3
+    cross = dx * end_dy - dy * end_dx
+    if abs(cross) > 0.15:
+        a = (chord_x * end_dy - chord_y * end_dx) / cross
+        b = (dx * chord_y - dy * chord_x) / cross
+        turn = np.arctan2(abs(cross), dx * end_dx + dy * end_dy)
+        if a > 0 and b > 0:
+            factor = (4 / 3) * np.tan(turn / 4) / np.tan(turn / 2)
+            reach, end_reach = a * factor, b * factor
+    count = max(3, int(size / 0.8))
+    out = np.empty((count, 2))
+    ax, ay, bx, by = x + reach * dx, y + reach * dy, end_x - end_reach * end_dx, end_y - end_reach * end_dy
+    for i in range(count):
+        t = i / (count - 1)
+        u = 1 - t
+        p, q, r, s = u * u * u, 3 * t * u * u, 3 * t * t * u, t * t * t
+        out[i, 0], out[i, 1] = p * x + q * ax + r * bx + s * end_x, p * y + q * ay + r * by + s * end_y
+    return out
+
+
+@jit
+def tables(points, starts, most, limit, lateral, slowing):
+    """Of paths, path p the points[starts[p] : starts[p + 1]] [K, 2]: places [P, most, 2] a metre apart, headings and
+    speeds [P, most], lengths [P]; see `traffic.Network`."""
+    paths = len(starts) - 1
+    xy, heading, speed = np.empty((paths, most, 2)), np.empty((paths, most)), np.empty((paths, most))
+    length = np.zeros(paths)
+    for p in range(paths):
+        last = starts[p + 1] - 1
+        for i in range(starts[p], last):
+            length[p] += np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
+        i, s = starts[p], 0.0
+        size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
+        for m in range(most):
+            while i < last - 1 and m > s + size:
+                s, i = s + size, i + 1
+                size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
+            share = min((m - s) / max(size, 1e-9), 1.0)
+            xy[p, m, 0] = points[i, 0] + share * (points[i + 1, 0] - points[i, 0])
+            xy[p, m, 1] = points[i, 1] + share * (points[i + 1, 1] - points[i, 1])
+        before = 0.0
+        for m in range(most):
+            if m > length[p] - 1.0 or m == most - 1:
+                heading[p, m] = heading[p, m - 1]
+                continue
+            turn = np.arctan2(xy[p, m + 1, 1] - xy[p, m, 1], xy[p, m + 1, 0] - xy[p, m, 0])
+            if m == 0:
+                before = turn
+            turn = before + (turn - before + np.pi) % (2.0 * np.pi) - np.pi
+            heading[p, m] = (before + turn) / 2.0
+            before = turn
+        for m in range(most):
+            a, b = max(m - 1, 0), min(m + 1, most - 1)
+            curvature = abs(heading[p, b] - heading[p, a]) / (b - a)
+            speed[p, m] = min(limit, np.sqrt(lateral / max(curvature, 1e-6)))
+        for m in range(most - 2, -1, -1):
+            speed[p, m] = min(speed[p, m], np.sqrt(speed[p, m + 1] ** 2 + 2.0 * slowing))
+    return xy, heading, speed, length
+
+
+@jit
+def poses(xy, heading, path, s):
+    """x, y, heading [N, T, 3] at arc lengths `s` [N, T] of the paths `path` [N]."""
+    out = np.empty((s.shape[0], s.shape[1], 3))
+    for i in range(s.shape[0]):
+        p = path[i]
+        for t in range(s.shape[1]):
+            low = min(max(int(s[i, t]), 0), xy.shape[1] - 2)
+            share = s[i, t] - low
+            out[i, t, 0] = xy[p, low, 0] * (1.0 - share) + xy[p, low + 1, 0] * share
+            out[i, t, 1] = xy[p, low, 1] * (1.0 - share) + xy[p, low + 1, 1] * share
+            out[i, t, 2] = heading[p, low] * (1.0 - share) + heading[p, low + 1] * share
+    return out
+
+
+@jit
+def first_speeds(path, s, length, urge, halt, unseen, allowed, bound, lane, offset):
+    """Speeds [N] at the first step, see `generate.first_speeds`; `halt` [N]: before a light that is not green."""
+    count = len(path)
+    speed, at, own = np.empty(count), np.empty(count), np.empty(count, np.int64)
+    for i in range(count):
+        p = path[i]
+        part = 0 if s[i] < bound[p, 0] else 2
+        own[i] = lane[p, part]
+        at[i] = s[i] - offset[p, own[i]]
+        speed[i] = allowed[p, min(max(int(s[i]), 0), allowed.shape[1] - 1)] * urge[i]
+    before = np.full(offset.shape[1], -1)
+    for i in np.argsort(-at, kind="mergesort"):
+        if unseen[i]:
+            continue
+        if halt[i]:
+            room = bound[path[i], 0] - s[i] - length[i] / 2.0 - 1.5
+            speed[i] = min(speed[i], np.sqrt(3.0 * max(room, 0.0)))
+        ahead = before[own[i]]
+        if ahead >= 0:
+            gap = max(at[ahead] - at[i] - (length[ahead] + length[i]) / 2.0 - 2.0, 0.0)
+            speed[i] = min(speed[i], min(np.sqrt(speed[ahead] ** 2 + 2.5 * gap), gap / 0.9))
+        before[own[i]] = i
+    return speed
+
+
+@jit
 def meetings(points, s, starts, near):
     """Stretches where paths come `near`: enter, leave [P, P], arc lengths on the first; inf, -inf where they never do.
 
@@ -38,14 +166,6 @@ def meetings(points, s, starts, near):
                         enter[p, q], leave[p, q] = min(enter[p, q], s[a]), max(leave[p, q], s[a])
                         break
     return enter, leave
-
-
-@jit
-def slow(speed, slowing):
-    """Lowers speeds [P, K], one a metre, to those from which braking by `slowing` reaches the later ones, in place."""
-    for p in range(len(speed)):
-        for k in range(speed.shape[1] - 2, -1, -1):
-            speed[p, k] = min(speed[p, k], np.sqrt(speed[p, k + 1] ** 2 + 2.0 * slowing))
 
 
 @jit

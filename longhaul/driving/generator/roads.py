@@ -82,39 +82,31 @@ def draw_profile(rng: np.random.Generator, lanes: int, *, one_way: bool = False)
 
 def draw_shoulder(rng: np.random.Generator) -> float:
     """Metres between the outer lane and the edge: hardly any, some, room to park, or a wide apron."""
-    low, high = ((0.15, 0.8), (0.8, 2.0), (2.3, 3.4), (3.4, 8.0))[int(rng.choice(4, p=[0.35, 0.2, 0.35, 0.1]))]
+    low, high = ((0.15, 0.8), (0.8, 2.0), (2.3, 3.4), (3.4, 8.0))[int(rng.choice(4, p=[0.3, 0.2, 0.35, 0.15]))]
     return float(rng.uniform(low, high))
 
 
 def offset(line: np.ndarray, distance: float) -> np.ndarray:
     """The line [P, 2] `distance` metres to the left of `line`."""
-    tangent = np.gradient(line, axis=0)
-    tangent /= np.hypot(*tangent.T)[:, None]
-    return line + distance * np.stack([-tangent[:, 1], tangent[:, 0]], -1)
+    from longhaul.driving.generator import kernels
+
+    return kernels.offset(np.ascontiguousarray(line), float(distance))
 
 
 def ray(angle: float, near: float, far: float, left: float, spacing: float = 4.0) -> np.ndarray:
     """A straight line at `angle` from the middle, from radius `near` to `far`, `left` metres beside it."""
-    u = np.array([np.cos(angle), np.sin(angle)])
-    r = np.linspace(near, far, max(2, int(abs(far - near) / spacing)))
-    return r[:, None] * u + left * np.array([-u[1], u[0]])
+    from longhaul.driving.generator import kernels
+
+    count = max(2, int(abs(far - near) / spacing))
+    return kernels.ray(float(angle), float(near), float(far), float(left), count)
 
 
 def bend(start: np.ndarray, start_direction: np.ndarray, end: np.ndarray, end_direction: np.ndarray) -> np.ndarray:
     """A smooth curve between two directed points: a cubic Bezier, nearly a circle where one fits."""
-    chord = end - start
-    size = float(np.hypot(*chord))
-    reach = np.array([size / 3, size / 3])
-    cross = start_direction[0] * end_direction[1] - start_direction[1] * end_direction[0]
-    if abs(cross) > 0.15:
-        a = (chord[0] * end_direction[1] - chord[1] * end_direction[0]) / cross
-        b = (start_direction[0] * chord[1] - start_direction[1] * chord[0]) / cross
-        turn = np.arctan2(abs(cross), float(start_direction @ end_direction))
-        if a > 0 and b > 0:
-            reach = np.array([a, b]) * (4 / 3) * np.tan(turn / 4) / np.tan(turn / 2)
-    t = np.linspace(0.0, 1.0, max(3, int(size / 0.8)))[:, None]
-    p1, p2 = start + reach[0] * start_direction, end - reach[1] * end_direction
-    return (1 - t) ** 3 * start + 3 * t * (1 - t) ** 2 * p1 + 3 * t * t * (1 - t) * p2 + t**3 * end
+    from longhaul.driving.generator import kernels
+
+    ends = start, start_direction, end, end_direction
+    return kernels.bend(*(float(x) for pair in ends for x in pair))
 
 
 def along(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +244,7 @@ def crossing(rng: np.random.Generator, kind: str) -> World:
     count = 4 if kind == "crossing" else 3
     jitter = rng.uniform(-0.3, 0.3, 2)
     angles = np.array([0.0, np.pi / 2 + jitter[0], np.pi, 3 * np.pi / 2 + jitter[1]])[:count]
-    main, side = draw_profile(rng, 3), draw_profile(rng, 2)
+    main, side = draw_profile(rng, 4), draw_profile(rng, 3)
     main = main._replace(left=main.right)
     side = side._replace(left=side.right)
     profiles = [main, side, main, side][:count]

@@ -8,6 +8,7 @@ paths sampled each metre.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -68,21 +69,12 @@ def tabulate(world: World) -> Network:
     from longhaul.driving.generator import kernels
 
     lines = [np.concatenate([world.lanes[p.lanes[0]], *(world.lanes[i][1:] for i in p.lanes[1:])]) for p in world.paths]
-    marks = [np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T))) for line in lines]
-    length = np.array([m[-1] for m in marks])
-    where = np.arange(int(length.max()) + 2.0)
-    xy = np.stack(
-        [np.stack([np.interp(where, m, c) for c in line.T], -1) for line, m in zip(lines, marks, strict=True)]
-    )
-    chord = np.diff(xy, axis=1)
-    heading = np.unwrap(np.arctan2(chord[..., 1], chord[..., 0]), axis=1)
-    heading = np.concatenate([heading[:, :1], (heading[:, 1:] + heading[:, :-1]) / 2, heading[:, -1:]], 1)
-    real = where[None] <= length[:, None] - 1.0
-    last = np.take_along_axis(heading, np.maximum(real.sum(1) - 1, 0)[:, None], 1)
-    heading = np.where(real, heading, last)
-    curvature = np.abs(np.gradient(heading, axis=1))
-    speed = np.minimum(world.limit, np.sqrt(LATERAL / np.maximum(curvature, 1e-6)))
-    kernels.slow(speed, SLOWING)
+    points = np.concatenate(lines)
+    starts = np.cumsum([0, *map(len, lines)])
+    reach = np.append(0.0, np.cumsum(np.hypot(*np.diff(points, axis=0).T)))
+    marks = [reach[a:b] - reach[a] for a, b in itertools.pairwise(starts)]
+    most = int(max(mark[-1] for mark in marks)) + 2
+    xy, heading, speed, length = kernels.tables(points, starts, most, world.limit, LATERAL, SLOWING)
     lane = np.array([p.lanes if len(p.lanes) == 3 else p.lanes * 3 for p in world.paths])
     sizes = [[len(world.lanes[i]) - 1 for i in p.lanes] for p in world.paths]
     bound = np.full((len(lines), 2), np.inf)
@@ -127,11 +119,11 @@ def foresee(net: Network, walkers: np.ndarray) -> np.ndarray:
 
 
 def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
-    """x, y, heading [..., 3] at arc length `s` of `path`."""
-    low = np.clip(s.astype(int), 0, net.xy.shape[1] - 2)
-    share = (s - low)[..., None]
-    table = np.concatenate([net.xy, net.heading[..., None]], -1)
-    return table[path, low] * (1 - share) + table[path, low + 1] * share
+    """x, y, heading [N, 3] or [N, T, 3] at arc lengths `s` [N] or [N, T] of the paths `path` [N]."""
+    from longhaul.driving.generator import kernels
+
+    found = kernels.poses(net.xy, net.heading, path, s.reshape(len(path), -1))
+    return found.reshape(*s.shape, 3)
 
 
 def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

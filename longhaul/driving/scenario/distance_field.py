@@ -46,29 +46,15 @@ class Edges(NamedTuple):
 def simplify(polylines: Sequence[np.ndarray], tolerance: float) -> list[np.ndarray]:
     """Polylines [P, 2+] with fewer points, none farther than `tolerance` (m, in the plane) from what is left.
 
-    Douglas and Peucker's algorithm, on all polylines at once: each round splits every chord at its farthest point.
+    Douglas and Peucker's algorithm: a chord is split at its farthest point, the first of several.
     """
     if not polylines:
         return []
-    points = np.concatenate(polylines)
-    xy = points[:, :2]
-    counts = np.array([len(p) for p in polylines])
-    ends = np.cumsum(counts)
-    keep = np.zeros(len(points), bool)
-    keep[ends - counts] = keep[ends - 1] = True
-    while True:
-        kept = np.flatnonzero(keep)
-        chord = np.cumsum(keep) - 1  # the last kept point at or before each point
-        following = kept[np.minimum(chord + 1, len(kept) - 1)]
-        away = segment_distance(xy, xy[kept[chord]], xy[following] - xy[kept[chord]])
-        away[keep] = 0.0
-        worst = np.maximum.reduceat(away, kept)
-        split = np.flatnonzero((away == worst[chord]) & (away > tolerance))
-        if not len(split):
-            break
-        _, first = np.unique(chord[split], return_index=True)
-        keep[split[first]] = True
-    return [p[keep[end - n : end]] for p, n, end in zip(polylines, counts, ends, strict=True)]
+    from longhaul.driving.scenario import kernels
+
+    ends = np.cumsum([len(p) for p in polylines])
+    keep = kernels.simplified(np.concatenate([p[:, :2] for p in polylines]), ends, float(tolerance))
+    return [p[part] for p, part in zip(polylines, np.split(keep, ends[:-1]), strict=True)]
 
 
 def segment_distance(points: np.ndarray, start: np.ndarray, vector: np.ndarray) -> np.ndarray:

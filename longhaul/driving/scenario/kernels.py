@@ -28,6 +28,36 @@ def from_segment(x, y, vx, vy):
 
 
 @jit
+def simplified(xy, ends, tolerance):
+    """bool [P]: the points of polylines that are kept; line l is xy[ends[l - 1] : ends[l]] [P, 2], see `simplify`."""
+    keep, first, last = np.zeros(len(xy), np.bool_), np.empty(len(xy), np.int64), np.empty(len(xy), np.int64)
+    begin = 0
+    for end in ends:
+        keep[begin] = keep[end - 1] = True
+        first[0], last[0], size = begin, end - 1, 1
+        while size:
+            size -= 1
+            a, b = first[size], last[size]
+            vx, vy = xy[b, 0] - xy[a, 0], xy[b, 1] - xy[a, 1]
+            length2 = max(vx * vx + vy * vy, 1e-18)
+            worst, at = tolerance, -1
+            for k in range(a + 1, b):
+                x, y = xy[k, 0] - xy[a, 0], xy[k, 1] - xy[a, 1]
+                along = (x * vx + y * vy) / length2
+                along = 0.0 if along < 0.0 else (1.0 if along > 1.0 else along)
+                x, y = x - along * vx, y - along * vy
+                away = np.sqrt(x * x + y * y)
+                if away > worst:
+                    worst, at = away, k
+            if at >= 0:
+                keep[at] = True
+                first[size], last[size], first[size + 1], last[size + 1] = a, at, at, b
+                size += 2
+        begin = end
+    return keep
+
+
+@jit
 def narrow(x, y, radius, start, vector, which, count, out, away):
     """Number of segments of which[:count] that can be nearest to a point within `radius` of (x, y), put in `out`."""
     least, kept = np.inf, 0
