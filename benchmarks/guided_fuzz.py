@@ -395,6 +395,16 @@ def chat_template(folder: Path) -> Target:
     return Target([b'{"chat_template": "{{ messages }}"}', json.dumps(named).encode()], read, (huggingface.HubError,))
 
 
+def tokenizer(folder: Path) -> Target:
+    from longhaul.reasoning import tokenizer_file
+
+    steps = '{"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": " "}, "content": "_"}]}'
+    split = '{"type": "Split", "pattern": {"Regex": "(?i:\'s|\'t)|[^\\\\r\\\\n]?\\\\p{L}+|\\\\s+(?!\\\\S)"}}'
+    words = '"added_tokens": [{"id": 2, "content": "<s>"}], "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}'
+    seed = f'{{"normalizer": {steps}, "pre_tokenizer": {split}, {words}}}'
+    return Target([seed.encode()], in_file(folder, "tokenizer.json", tokenizer_file.check), (ValueError,))
+
+
 def questions(folder: Path) -> Target:
     from longhaul.reasoning import tasks
 
@@ -456,6 +466,22 @@ def metrics(folder: Path) -> Target:
 
     seed = b'{"update": 1, "env_steps": 4, "agent_steps": 4, "wall_seconds": 1.5, "sps": 3.0, "episode/return": 1.0}\n'
     return Target([seed], in_file(folder, "metrics.jsonl", sinks.read), (ValueError,))
+
+
+def listed_run(folder: Path) -> Target:
+    """A run that others list: no error at all is possible."""
+    from longhaul.training import runs
+
+    def read(path: Path) -> None:
+        data = path.read_bytes()
+        for name in ("run.json", "result.json"):
+            (folder / name).write_bytes(data)
+        runs.summary(folder), runs.config(folder)
+        curves = runs.Curves(folder)
+        curves.update(), curves.thinned()
+
+    seed = b'{"run": {"seed": 1, "environment": {"env": "a"}}, "update": 1, "agent_steps": 4, "episode/return": 1.0}\n'
+    return Target([seed, seed * 3], in_file(folder, "metrics.jsonl", read), ())
 
 
 def manifest(folder: Path) -> Target:
@@ -566,12 +592,14 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "model-index": model_index,
     "model-weights": model_weights,
     "chat-template": chat_template,
+    "tokenizer": tokenizer,
     "questions": questions,
     "completions": completions,
     "yaml": settings(".yaml"),
     "toml": settings(".toml"),
     "run-json": run_json,
     "metrics": metrics,
+    "listed-run": listed_run,
     "sync-manifest": manifest,
     "sync-frame": sync_frame,
     "sync-changes": changes,
