@@ -21,7 +21,7 @@ from longhaul.telemetry import health_log, screen, sinks
 from longhaul.telemetry.films import Film
 from longhaul.training import comparison, store
 from longhaul.training import runs as folder_runs
-from longhaul.training.run_dir import find_folder
+from longhaul.training.run_dir import find_folder, read_result
 from longhaul.training.runs import Summary
 
 SORTS = {
@@ -188,7 +188,7 @@ def report(words: Sequence[str]) -> int:
         population.chosen(run, which, folder.name)
     path = folder / ("metrics.jsonl" if which is None else population.FILE)
     records = sinks.read(path) if path.is_file() else []
-    result = folder_runs.document(folder / "result.json")
+    result = read_result(folder) if (folder / "result.json").is_file() else {}
     if which is not None:
         records = [population.of_member(record, which) for record in records]
         whole, own = result, (result.get("members") or {which: {}})[which]

@@ -15,7 +15,7 @@ from longhaul.runtime import bounded_json, files
 from longhaul.telemetry import forecast, sinks, tracking
 from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training import runs
-from longhaul.training.run_dir import called, read_run
+from longhaul.training.run_dir import called, read_result, read_run
 
 OLD = 10.0
 """Seconds after which the actors' state is called old."""
@@ -65,7 +65,7 @@ def status(words: Sequence[str]) -> int:
     tables.listing(rows)
     show_live(folder)
     if result.is_file():
-        show_result(bounded_json.read(result))
+        show_result(read_result(folder))
     return 0
 
 
@@ -99,8 +99,12 @@ def show_live(folder: Path) -> None:
     """Prints the state of a run's actors: staleness, queue, waits, bottleneck; nothing where none are at work."""
     try:
         state: dict[str, Any] = bounded_json.read(folder / LIVE)
-    except (OSError, ValueError):
+        _show_actors(state)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):  # another program's file
         return
+
+
+def _show_actors(state: dict[str, Any]) -> None:
     metrics, bound, age = state["metrics"], state["staleness"], max(0.0, time.time() - state["time"])
     late = ", which is long: the learner waits, is stopped, or was killed" * (age > OLD)
     tables.listing(

@@ -89,7 +89,12 @@ def read(folder: Path) -> list[Finding]:
     lines = sinks.read(path) if path.exists() else []
     found: dict[tuple[str, int], Finding] = {}
     for line in lines:
-        value, bound = (math.nan if line[name] is None else line[name] for name in ("value", "bound"))
-        finding = Finding(line["check"], value, bound, *(line[name] for name in Finding._fields[3:]))
-        found[finding.check, finding.since] = finding
+        try:
+            value, bound = (math.nan if line[name] is None else float(line[name]) for name in ("value", "bound"))
+            finding = Finding(str(line["check"]), value, bound, *(line[name] for name in Finding._fields[3:]))
+            if type(finding.since) is not int:
+                raise TypeError(f"since is {finding.since!r}")
+            found[finding.check, finding.since] = finding
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} has a line that is no finding ({error}): remove the file") from error
     return list(found.values())

@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 MOST_WAITING = 10_000
 """Largest number of records that wait for disk space."""
 
-COUNTS = ("update", "env_steps", "agent_steps")
+COUNTS, TIMES = ("update", "env_steps", "agent_steps"), ("wall_seconds", "sps")
 
 
 class MetricsError(OSError):
@@ -179,9 +179,16 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 record = bounded_json.parse(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict):
+            if not isinstance(record, dict) or not _sound(record):
                 raise ValueError(f"line {number} of {file} is not a record: {line[:60]!r}; remove the line")
             yield line, record
+
+
+def _sound(record: Mapping[str, Any]) -> bool:
+    """True where counts are counts, times are numbers, and no number has hundreds of digits."""
+    long = any(type(value) is int and value.bit_length() > 64 for value in record.values())
+    counted = all(type(record.get(name, 0)) is int for name in COUNTS)
+    return not long and counted and all(type(record.get(name)) in (int, float, type(None)) for name in TIMES)
 
 
 def _whole(descriptor: int) -> int:

@@ -65,7 +65,7 @@ from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
 from longhaul.training.periodic_evaluation import Evaluations
-from longhaul.training.run_dir import alone, called, load_run, save_run, write_json
+from longhaul.training.run_dir import alone, called, load_run, read_result, save_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 STOPPED = 75
@@ -172,7 +172,7 @@ def _train(
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     done = folder / "result.json"
     if resumed and done.exists():
-        result: dict[str, Any] = bounded_json.read(done)
+        result = read_result(folder)
         steps = result.get("agent_steps", 0)
         if run.total_steps < steps:
             raise RunError(f"--total-steps is {run.total_steps}, and {steps} are done; give more, or leave it out")

@@ -26,7 +26,7 @@ from longhaul.telemetry import sinks
 from longhaul.training import api, export, report
 from longhaul.training.evaluate import Estimate
 from longhaul.training.hub import Address
-from longhaul.training.run_dir import write_json
+from longhaul.training.run_dir import read_result, write_json
 
 KEPT = ("versions", "python", "backend", "devices", "commit")
 """Fields of run.json that say nothing of a machine's place or name."""
@@ -76,9 +76,7 @@ def without_paths(value: Any) -> Any:
 
 
 def _result(source: Path) -> dict[str, Any]:
-    path = source / "result.json"
-    found: dict[str, Any] = bounded_json.read(path) if path.is_file() else {}
-    return found
+    return read_result(source) if (source / "result.json").is_file() else {}
 
 
 def scores(policy: api.Policy, result: Mapping[str, Any]) -> dict[str, Estimate]:

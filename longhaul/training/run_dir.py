@@ -233,6 +233,27 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def read_result(folder: Path) -> dict[str, Any]:
+    """Result of a run that is done. Raises OSError; ValueError, one line, for a file that is none."""
+    path = folder / "result.json"
+    result = bounded_json.read(path)
+    members = result.get("members")
+    each = [result] if members is None else members if isinstance(members, list) else [None]
+    scores = [one.get("evaluation") if isinstance(one, dict) else None for one in each]
+    known = all(isinstance(one, dict) and all(isinstance(of, dict) for of in one.values()) for one in scores)
+    steps = result.get("agent_steps", 0)
+    if not known or type(steps) is not int or _is_long(result):
+        raise ValueError(f"{path} is no result of a run; remove it, and go on with --resume {folder}")
+    return result
+
+
+def _is_long(value: Any) -> bool:
+    """True where a whole number of hundreds of digits is in a document."""
+    if isinstance(value, dict | list):
+        return any(map(_is_long, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and value.bit_length() > 64
+
+
 def own_algorithm(folder: Path) -> str | None:
     """Name of a run's algorithm where it is the user's own, whose module is not imported."""
     try:

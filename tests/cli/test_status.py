@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.cli import status
+from longhaul.cli import main, status
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
@@ -60,3 +61,31 @@ def test_a_damaged_run_is_refused(longhaul: Any, tmp_path: Path, field: str, val
     code, out, error = longhaul("status", "a", "--runs-dir", str(tmp_path / "runs"))
     assert (code, out) == (2, "")
     assert "is no run of this version" in error
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("metrics.jsonl", f'{{"update": 1, "agent_steps": {HUGE}}}\n', "line 1 of .*metrics.jsonl is not a record"),
+        ("metrics.jsonl", '{"update": 1, "agent_steps": 1e999}\n', "line 1 of .*metrics.jsonl is not a record"),
+        ("metrics.jsonl", '{"update": 1, "agent_steps": 3, "sps": {}}\n', "line 1 of .*metrics.jsonl is not a record"),
+        ("result.json", "{}", "result.json is no result of a run; remove it"),
+        ("result.json", '{"members": [1, 2]}', "result.json is no result of a run; remove it"),
+        ("result.json", '{"evaluation": {"trained": 3}}', "result.json is no result of a run; remove it"),
+        ("result.json", f'{{"evaluation": {{"trained": {{"return": {HUGE}}}}}}}', "result.json is no result of a run"),
+        ("health.jsonl", '{"update": 1}\n', "health.jsonl has a line that is no finding"),
+    ],
+)
+def test_a_strangers_folder_is_one_line(
+    file: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").mkdir()
+    save_run(tmp_path / "a", run_of("cartpole"), {})
+    (tmp_path / "a" / file).write_text(text)
+    command = "report" if file == "health.jsonl" else "status"
+    assert main.main([command, "a", "--runs-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and re.search(words, said[0])
