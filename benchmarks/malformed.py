@@ -280,8 +280,9 @@ def answers(port: int, path: str, body: Any = None) -> bool:
 class Storm:
     """What many connections met."""
 
-    def __init__(self, listener: Listener, count: int, workers: int) -> None:
+    def __init__(self, listener: Listener, count: int, workers: int, seconds: float) -> None:
         self.listener, self.count, self.workers = listener, count, workers
+        self.until = time.monotonic() + seconds
         self.sent = self.late = self.refused = 0
         self.slowest = 0.0
         self.statuses: Counter[str] = Counter()
@@ -293,7 +294,7 @@ class Storm:
 
     async def _worker(self, number: int) -> None:
         draw = random.Random(number)
-        while self.sent < self.count:
+        while self.sent < self.count and time.monotonic() < self.until:
             self.sent += 1
             data, port = self.listener.made(draw), draw.choice(self.listener.ports)
             if draw.random() < HELD and len(self.held) < 64:
@@ -355,13 +356,14 @@ def main() -> int:
     parser = results.parser(__doc__)
     parser.add_argument("--port", nargs="+", choices=PORTS, default=PORTS)
     parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="most seconds of a port, whatever was sent")
     parser.add_argument("--workers", type=int, default=24, help="connections at once")
     given = parser.parse_args()
     failed = False
     for port in given.port:
         with tempfile.TemporaryDirectory() as home, listening(port, Path(home)) as listener:
             assert listener.serves()
-            storm, began = Storm(listener, given.count, given.workers), time.monotonic()
+            storm, began = Storm(listener, given.count, given.workers, given.seconds), time.monotonic()
             first, last = asyncio.run(stormed(storm))
             serves = listener.process.is_running() and listener.serves()
             found = {

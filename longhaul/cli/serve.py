@@ -78,7 +78,7 @@ def serve(words: Sequence[str]) -> int:
             bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
             app = http.application(answers, known.token, hosts, bounds, {"model": name})
             config = uvicorn.Config(
-                app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none",
+                app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none",
                 http=connections.protocol(values["connections"]), server_header=False,
                 timeout_graceful_shutdown=max(1, int(values["grace"])), ssl_certfile=values["tls-cert"],
                 ssl_keyfile=values["tls-key"], ssl_ca_certs=values["tls-ca"],
