@@ -575,6 +575,50 @@ def central(folder: Path) -> Target:
     return Target([*seeds, malformed_frames.hello(3)], read, (wire.WireError,))
 
 
+def serve_texts(folder: Path) -> Target:
+    """Bodies of `/v1/completions`, up to the job that the engine gets."""
+    from longhaul.reasoning import tokenizer
+    from longhaul.reasoning.config import ModelConfig
+    from longhaul.runtime import bounded_json
+    from longhaul.training.serving import http
+    from longhaul.training.serving.completions import Limits
+
+    class Idle(NamedTuple):
+        limits: Limits
+        config: ModelConfig
+
+    idle: Any = Idle(Limits(64, 64), ModelConfig(vocabulary=257))
+    texts = http.Texts(idle, tokenizer.BYTES, "x", http.Bounds())
+
+    def read(data: bytes) -> object:
+        body = bounded_json.parse(data, http.WEIGHT * LONGEST)
+        if not isinstance(body, dict):
+            return None
+        return texts._job(body, texts._prompts(body.get("prompt")), chat=False)
+
+    seeds = [
+        b'{"prompt": "abc", "n": 2, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": ["a"], "seed": 1}',
+        b'{"prompt": [[1, 2], "x"], "logprobs": 3, "stream": false, "echo": false, "user": "u"}',
+    ]
+    return Target(seeds, read, (ValueError,))
+
+
+def serve_actions(folder: Path) -> Target:
+    """Observations of `/act`."""
+    import numpy as np
+
+    from longhaul.runtime import bounded_json
+    from longhaul.training.serving import http
+
+    forms = {"a": ((2,), np.dtype("float32")), "b": ((), np.dtype("int32")), "c": ((1, 2), np.dtype(bool))}
+
+    def read(data: bytes) -> object:
+        return http.arrays("observation", bounded_json.parse(data, http.WEIGHT * LONGEST), forms, 8)
+
+    seeds = [b'{"a": [1, 2.5], "b": 3, "c": [[true, false]]}', b'{"a": [[1, 2]], "b": [3], "c": [[[true, false]]]}']
+    return Target(seeds, read, (ValueError,))
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "json": bounded_json,
     "pickle": pickles,
@@ -605,6 +649,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "sync-changes": changes,
     "sync-safetensors": safetensors,
     "central-frame": central,
+    "serve-texts": serve_texts,
+    "serve-actions": serve_actions,
 }
 
 
