@@ -415,9 +415,12 @@ def _conversation(
     apart = worker_pool.pool(1)
 
     def filled(turns: list[dict[str, str]]) -> str:
+        nonlocal apart
         try:
             return apart.submit(chat_template.fill, source, names, turns).result()
         except (ValueError, BrokenProcessPool) as error:
+            if isinstance(error, BrokenProcessPool):  # the next conversation has another process
+                apart = worker_pool.pool(1)
             raise HubError(f"{folder}: the chat template fails: {' '.join(str(error).split())}") from error
 
     def ask(turns: Sequence[Mapping[str, str]]) -> list[int]:
