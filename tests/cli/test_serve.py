@@ -115,12 +115,12 @@ def test_a_model_is_served_while_versions_are_published(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_served_while_it_trains_on(tmp_path: Path) -> None:
-    words = ["ppo", "--num-envs", "8", "--num-steps", "16", "--evaluation-episodes", "4"]
+    words = ["cartpole", "--num-envs", "8", "--num-steps", "16", "--evaluation-episodes", "4"]
     trained = in_process(tmp_path, "train", *words, "--total-steps", "512", "--run-name", "a")
     assert trained.returncode == 0, trained.stderr
     with served(tmp_path, "a", "--follow", "run") as address:
         found = ask(address, "/act", {"observation": [0, 0, 0, 0]})
         assert found["action"] in (0, 1) and found["weight_version"] == "4"
-        trained = in_process(tmp_path, "train", "ppo", "--resume", "a", "--total-steps", "1024")
+        trained = in_process(tmp_path, "train", "cartpole", "--resume", "a", "--total-steps", "1024")
         assert trained.returncode == 0, trained.stderr
         until_version(address, 8)
