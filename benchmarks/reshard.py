@@ -14,6 +14,8 @@ split). Nobody has the whole model. The receivers compare what came with what it
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import re
@@ -152,6 +154,8 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
         if word == "make":
             shards = {version: shards[version] for version in shards if version == int(rest[1])}
             shards[int(rest[0])] = arrays(int(rest[0]))
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # what making them took is none of the transfer's
             forget_peak()
             say(memory("VmRSS") - before)
         elif word == "push":
