@@ -10,11 +10,12 @@ request joins.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -304,6 +305,7 @@ class Engine:
         self._changed = threading.Condition()
         self._offered: tuple[str, Params] | None = None
         self._closing = False
+        self._compiled: set[tuple[int | str, ...]] = set()  # sizes of programs
         params = jax.tree.map(jnp.asarray, params)
         self._weights = Weights(version, params, self._programs.prepare(params))
         self._thread = threading.Thread(target=self._work, name="longhaul-serve", daemon=True)
@@ -436,9 +438,9 @@ class Engine:
                     rows = _rows(needed, self.limits.rows)
                     state, held = self._programs.grow(state, rows), held + [None] * (rows - len(held))
                 state = self._join(state, held, taken)
-            state, drawn = self._programs.run(
-                self._weights.kernels, state, np.array([each is not None for each in held])
-            )
+            live = np.array([each is not None for each in held])
+            with self._untimed("run", len(held), state.cache.key[0].shape[0]):
+                state, drawn = self._programs.run(self._weights.kernels, state, live)
             self.counters.calls += 1
             self._deliver(held, *(np.asarray(each) for each in drawn))
             self.counters.active = sum(each is not None for each in held)
@@ -474,8 +476,20 @@ class Engine:
             joining.temperature[place], joining.top_p[place] = job.temperature, job.top_p
             joining.wanted[place] = job.tops > 0
         self.counters.prompt_tokens += sum(map(len, texts))
-        kept, logits = self._programs.read(self._weights.params, tokens, lengths)
-        return self._programs.join(state, kept, logits, lengths, joining)
+        with self._untimed("join", *tokens.shape, count, len(held), state.cache.key[0].shape[0]):
+            kept, logits = self._programs.read(self._weights.params, tokens, lengths)
+            return self._programs.join(state, kept, logits, lengths, joining)
+
+    @contextlib.contextmanager
+    def _untimed(self, *sizes: int | str) -> Iterator[None]:
+        """Context of a call that compiles a program if its sizes are new: all requests get that time added."""
+        began = time.monotonic()
+        yield
+        if sizes not in self._compiled:
+            self._compiled.add(sizes)
+            took = time.monotonic() - began
+            for job in {id(job): job for job in (*self._begun, *self._waiting)}.values():
+                job.deadline += took
 
     def _deliver(
         self, held: list[tuple[Job, int] | None], token: np.ndarray, log_prob: np.ndarray, written: np.ndarray,

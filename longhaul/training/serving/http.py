@@ -38,6 +38,9 @@ BODY_SECONDS = 10.0
 SLACK = 30.0
 """Seconds beyond a request's deadline in which its answer must have been read."""
 
+COMPILATION = 600.0
+"""Seconds that programs of new sizes may add to a request's deadline."""
+
 WEIGHT = 64
 """Bytes of memory that the document of a request may take, for each byte that its body may have."""
 
@@ -243,7 +246,7 @@ class Texts:
         if _flag(body, "stream"):
             return self._streamed(job, chat=chat, detailed=detailed)
         submit(self.engine, job)
-        await finished(request, job, self._bounds)
+        await finished(request, job)
         choices = [self._choice(job, place, chat=chat, detailed=detailed) for place in range(len(job.rows))]
         read_, written = sum(map(len, prompts)), sum(len(row.tokens) for row in job.rows)
         usage = {"prompt_tokens": read_, "completion_tokens": written, "total_tokens": read_ + written}
@@ -365,7 +368,7 @@ class Actions:
         deadline = time.monotonic() + self._bounds.deadline
         question = Question(observation, memory, count, deadline, deterministic, None if deterministic else seed)
         submit(self.engine, question)
-        await finished(request, question, self._bounds)
+        await finished(request, question)
 
         def plain(x: Any) -> Any:
             return (x[0] if single else x).tolist()
@@ -481,13 +484,15 @@ def submit(engine: Any, work: Job | Question) -> None:
         raise Refused(503, str(error)) from error
 
 
-async def finished(request: Request, work: Job | Question, bounds: Bounds) -> None:
-    """Waits until an engine is done with work. Raises Refused where it failed or is late, or the client left."""
+async def finished(request: Request, work: Job | Question) -> None:
+    """Waits until an engine is done with work, whose deadline it moves where it compiles. Raises Refused where that
+    failed or is late, or the client left."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     work.done.add_done_callback(lambda done: loop.call_soon_threadsafe(ended.set))
     left, waits = asyncio.ensure_future(request.receive()), asyncio.ensure_future(ended.wait())
     try:
-        await asyncio.wait((left, waits), timeout=bounds.deadline + 1.0, return_when=asyncio.FIRST_COMPLETED)
+        while not (left.done() or waits.done()) and (over := work.deadline + 1.0 - time.monotonic()) > 0.0:
+            await asyncio.wait((left, waits), timeout=over, return_when=asyncio.FIRST_COMPLETED)
         if not work.done.done():
             raise Refused(499, "the client left") if left.done() else Refused(504, "its deadline is over")
         if (error := work.done.exception()) is not None:
@@ -592,7 +597,7 @@ def guarded(
             await send(message)
 
         try:
-            async with asyncio.timeout(bounds.deadline + SLACK + BODY_SECONDS):
+            async with asyncio.timeout(bounds.deadline + SLACK + BODY_SECONDS + COMPILATION):
                 refusal = _refusal(headers, scope, token, hosts)
                 if refusal is None:
                     await app(scope, receive, noted)

@@ -147,6 +147,27 @@ def test_a_full_queue_refuses_and_a_late_request_frees_its_row(engine: Engine) -
     after.done.result(60.0)
 
 
+def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = engine._programs.read
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.3)
+        return read(*given)
+
+    first = job("3")
+    engine.submit(first)
+    first.done.result(60.0)
+    for compiled, late in ((False, False), (True, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_programs", engine._programs._replace(read=slow))
+            if not compiled:
+                patch.setattr(engine, "_compiled", set())
+            asked = job("3")
+            asked.deadline = time.monotonic() + 0.2
+            engine.submit(asked)
+            assert (asked.done.exception(60.0) is not None) == late
+
+
 def test_an_error_of_a_batch_fails_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> Any:
         raise MemoryError("no room")
