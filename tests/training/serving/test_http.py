@@ -123,6 +123,8 @@ def test_an_answer_is_from_one_version_and_newer_weights_serve_after_it(engine: 
     names = {f"params.{name}": np.asarray(x) for name, x in named(other).items()}
     old = job("3+4=", temperature=0.0, n=20, max_tokens=40)  # more than the rows of a batch
     engine.submit(old)
+    while old.version is None:
+        time.sleep(0.001)
     engine.offer("4", live_weights.language_model(CONFIG, PARAMS)(names))
     new = job("3+4=", temperature=0.0)
     engine.submit(new)
