@@ -5,7 +5,8 @@
 
 A side runs in two processes on one core, one of fewer and one of more updates. The difference of their CPU-seconds is
 that of updates alone: imports, loading, compilation and evaluation are in both. Peak memory is the longer process's,
-all in. A completion is as long as is allowed, unless the model ends it, as it seldom does here.
+all in. A completion is as long as is allowed, unless the model ends it, as it seldom does here. Both compute in
+float32; the kernels that LoRA does not learn are kept in bfloat16 here, in float32 there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def command(side: str, python: str, model: str, sizes: dict[str, int], updates: 
     flags = {
         "model-folder": model, "num-envs": sizes["prompts"], "group": sizes["group"], "num-steps": sizes["length"],
         "total-steps": updates * sizes["prompts"] * sizes["group"] * sizes["length"], "lora": sizes["lora"],
+        "model-frozen": "bf16" if sizes["lora"] else "fp32",
         "evaluation-episodes": 2, "stop": "@@@@", "runs-dir": scratch, "save-interval-minutes": 1000, "log-interval": 1,
     }  # fmt: skip
     given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

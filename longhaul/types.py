@@ -178,12 +178,18 @@ def is_local(tree: PyTree) -> bool:
     return isinstance(tree, Local)
 
 
+def changing(tree: PyTree) -> PyTree:
+    """False for each leaf: an update may change all of them."""
+    return jax.tree.map(lambda _: False, tree)
+
+
 class Algorithm(NamedTuple):
     """Learner as pure functions, written for one shard and independent of devices.
 
     `policy(state)` is the part of the state that `act` needs (parameters, normalisers). `memory(B)` is the memory at an
     episode's start, `()` where there is none; the caller resets it where an episode ended. `act` with `key=None` takes
-    the mode of the policy instead of a sample.
+    the mode of the policy instead of a sample. `fixed` of a State or a policy is a pytree of the same structure, True
+    for the arrays that no update changes.
     """
 
     init: Callable[[Key], PyTree]  # key -> State
@@ -192,6 +198,7 @@ class Algorithm(NamedTuple):
     act: Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
     #     (params, memory, observation [B, ...], key) -> (action, memory, extras)
     learn: Callable[[PyTree, PyTree, Key], tuple[PyTree, Metrics]]  # (State, data, key) -> (State, metrics)
+    fixed: Callable[[PyTree], PyTree] = changing
 
 
 class Collector(NamedTuple):

@@ -85,7 +85,6 @@ ELSEWHERE = {
     "training/model_card.py": "training/test_hub.py",
     "training/offline_data.py": "algorithms/test_bc.py",
     "training/population.py": "topologies/test_population.py",
-    "training/reasoning_setup.py": "end_to_end/test_reasoning_runs.py",
     "training/run_dir.py": "config/test_resolve.py",
     "training/serving/actions.py": "training/serving/test_http.py",
     "training/serving/completions.py": "training/serving/test_http.py",

@@ -430,6 +430,10 @@ class GRPOConfig:
         resume=CHANGEABLE,
     )  # fmt: skip
     temperature: float = setting(1.0, "temperature at which completions are sampled", above=0)
+    resample: int = setting(
+        0, "times that groups with equal rewards, which teach nothing, are sampled again from other problems (DAPO)",
+        least=0, most=64, resume=CHANGEABLE,
+    )  # fmt: skip
     group: int = setting(16, "completions of a problem", least=2, why=": an advantage is over the group's mean")
     taught: int = setting(0, "updates of the warm start, which imitates demonstrations", least=0)
     curriculum: float = setting(

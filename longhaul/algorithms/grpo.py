@@ -7,14 +7,16 @@ of tokens or of sequences, its clipping, the average of the losses, the scaling 
 
 Groups whose rewards are all exactly equal teach nothing and count nowhere. The divisor of a loss covers all completions
 of an optimiser's step, on all shards, and is known before any gradient: so it is the same in one piece and in
-micro-batches. The ratio is to the log-probabilities that the sampler recorded; `mismatch` is the learner's mean
-difference from them in an update's first minibatch: rounding alone where both have the same parameters.
+micro-batches, of whole groups or of parts of one, whose prompt is then read once a part. The ratio is to the
+log-probabilities that the sampler recorded; `mismatch` is the learner's mean difference from them in an update's first
+minibatch: rounding alone where both have the same parameters.
 
 Where we differ: the same learner imitates demonstrations (`Completions.taught`), with separate learning rates: in a
 warm start of `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed. KL is to the policy
 before the first update from rewards; with LoRA, to the model without it. A completion's ratio to the sampler's
-probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). There is no dynamic
-sampling: batches keep their shape. Unless the run imitates, minibatches are whole groups, whose prompt is read once.
+probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). Dynamic sampling
+(`resample`) replaces groups that teach nothing, a bounded number of times: batches keep their shape. Unless the run
+imitates, minibatches are whole groups, whose prompt is read once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.runtime.errors import FieldError
-from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
+from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, changing
 
 
 class State(NamedTuple):
@@ -64,17 +66,26 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
             raise FieldError(name, None, "it must be at least 1")
     assert config.num_minibatches is not None
     unit = config.group if grouped(config) else 1
-    if columns % (config.num_minibatches * config.accumulate * unit):
+    if columns % (config.num_minibatches * unit) or not _divided(
+        columns // config.num_minibatches, config.accumulate, unit
+    ):
         what = "completions" if unit == 1 else "groups"
         raise FieldError(
             "num_minibatches",
             config.num_minibatches,
-            f"with accumulate {config.accumulate} it must divide the {what} of a shard, {columns // unit}",
+            f"with accumulate {config.accumulate} it must divide the {what} of a shard, {columns // unit}; accumulate "
+            "may also split each group into equal parts",
         )
     try:
         transformer.check(config.model)
     except FieldError as error:
         raise error.within("model_") from error
+
+
+def _divided(rows: int, pieces: int, group: int) -> bool:
+    """True if so many rows, in whole groups, fall into equal pieces that are whole groups or equal parts of groups."""
+    size = rows // pieces
+    return rows % pieces == 0 and size > 0 and (size % group == 0 or group % size == 0)
 
 
 def grouped(config: GRPOConfig) -> bool:
@@ -230,8 +241,8 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
 
 
 def _asked(config: GRPOConfig, data: Completions) -> jax.Array:
-    """Prompts: one of each group where completions lie in groups."""
-    return data.prompt[:: config.group] if grouped(config) else data.prompt
+    """Prompts: one of each group, or part of a group, where completions lie in groups."""
+    return data.prompt[:: min(config.group, len(data.prompt))] if grouped(config) else data.prompt
 
 
 def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
@@ -248,7 +259,8 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
         def add(i: jax.Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, piece(i))
 
-        return jax.lax.fori_loop(1, pieces, add, piece(jnp.int32(0)))
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(piece, jnp.int32(0)))
+        return jax.lax.fori_loop(0, pieces, add, none)
 
     return run
 
@@ -261,7 +273,14 @@ def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     nothing = jnp.zeros(data.token.shape)
     if config.kl_coef > 0.0:
         plain = dataclasses.replace(config.model, lora=0)
-        nothing, _ = log_probs(plain, reference, _asked(config, data), data.token, config.temperature)
+        assert config.num_minibatches is not None
+        pieces = config.num_minibatches * config.accumulate
+
+        def piece(part: Completions) -> jax.Array:
+            return log_probs(plain, reference, _asked(config, part), part.token, config.temperature)[0]
+
+        parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), data)
+        nothing = piece(data) if pieces == 1 else jax.lax.map(piece, parts).reshape(data.token.shape)
     return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
 
 
@@ -356,7 +375,12 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     def act(params: Params, memory: PyTree, observation: PyTree, key: Key | None) -> Any:
         raise NotImplementedError("completions are sampled by reasoning.sampler.collector, token by token with a cache")
 
-    return Algorithm(init, policy, lambda count: (), act, learn)
+    def fixed(tree: Any) -> Any:  # a State or a Speaker
+        nothing = changing(tree)
+        learnt, rest = transformer.split(config.model, nothing.params)
+        return nothing._replace(params=transformer.joined(learnt, jax.tree.map(lambda _: True, rest)))
+
+    return Algorithm(init, policy, lambda count: (), act, learn, fixed)
 
 
 def network(spec: Any, config: GRPOConfig) -> Any:

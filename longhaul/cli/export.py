@@ -17,16 +17,18 @@ from longhaul.training import api, hub
 from longhaul.training import export as exports
 from longhaul.training.checkpoint.resume import restore_policy
 
-HF = "hf"
-"""Language models: config, weights, tokeniser and chat template, as transformers reads them."""
+HF, PEFT = "hf", "peft"
+"""Language models: config, weights, tokeniser and chat template, as transformers reads them; LoRA's adapters alone, as
+PEFT reads them."""
 
 FLAGS = (
     RUN,
     Flag(
         "to",
-        choice((*exports.KINDS, HF)),
+        choice((*exports.KINDS, HF, PEFT)),
         "jax",
-        "a program that needs JAX, or an ONNX runtime, alone; arrays by name; hf: a language model's folder",
+        "a program that needs JAX, or an ONNX runtime, alone; arrays by name; hf: a language model's folder; peft: its "
+        "adapters",
     ),
     Flag("out", optional(PATH), None, "the folder to write to", shown="export, in the run's folder"),
     STEP,
@@ -37,11 +39,11 @@ FLAGS = (
 
 
 def export(words: Sequence[str]) -> int:
-    """`longhaul export RUN [--to jax|onnx|safetensors|npz|hf] [--out FOLDER] [--step N]`."""
+    """`longhaul export RUN [--to jax|onnx|safetensors|npz|hf|peft] [--out FOLDER] [--step N]`."""
     about = "A run's policy as files that others use: its mode, checked in a process without Longhaul."
     parsed = flags.parse("export", about, {"": FLAGS}, words).values
     folder = folder_of(parsed, "longhaul export RUN --to jax", on_hub=True)
-    if parsed["to"] == HF:
+    if parsed["to"] in (HF, PEFT):
         print(_language_model(folder, parsed))
         return 0
     policy = api.load(folder, member=parsed["member"], step=parsed["step"])
@@ -55,10 +57,16 @@ def export(words: Sequence[str]) -> int:
 def _language_model(folder: Path, parsed: dict[str, Any]) -> Path:
     run, policy, _ = restore_policy(folder, parsed["member"], parsed["step"])
     if not isinstance(run.algorithm, GRPOConfig):
-        raise RunError(f"run {folder.name} is no language model's; --to hf is for a recipe reasoning-...")
-    out, source = Path(parsed["out"] or folder / "export"), run.algorithm.model_folder
+        raise RunError(f"run {folder.name} is no language model's; --to {parsed['to']} is for a recipe reasoning-...")
+    model, source = run.algorithm.model, run.algorithm.model_folder
+    out = Path(parsed["out"] or folder / "export")
+    if parsed["to"] == PEFT and not (model.lora and source):
+        raise RunError(f"run {folder.name} has no adapters of a model in files; --to peft is for --lora, give --to hf")
     try:
-        huggingface.save(out, run.algorithm.model, policy.params, source=source or None)
+        if parsed["to"] == PEFT:
+            huggingface.save_adapters(out, model, policy.params, base=source)
+        else:
+            huggingface.save(out, model, policy.params, source=source or None)
     except ImportError as error:
-        raise RunError(f"--to hf needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+        raise RunError(f"--to {parsed['to']} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     return out

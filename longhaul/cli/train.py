@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import ALONE, Flag, FlagError
 from longhaul.cli.run_flags import CONFIG
@@ -15,6 +16,7 @@ from longhaul.cli.status import show_result
 from longhaul.config import files, recipes
 from longhaul.config.aliases import ANSWERS
 from longhaul.config.run import Named, Run, from_dict, to_dict
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
 from longhaul.runtime.errors import RunError
@@ -179,13 +181,18 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
 
     if process_group.together():
         raise FlagError("--dry-run is of one process; leave longhaul launch out")
+    if parsed.values["resume"] is None and (shaped := _of_shapes(run_flags.chosen(recipe, parsed))) is not None:
+        return _planned(shaped)
     run, _ = _asked(recipe, parsed)
     loop.prepare_devices(run.all_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
-    made = compiled(run)
-    parts = device_memory.parts(made.assembly.algorithm, made.start(run.seed), made.context)
-    found = device_memory.footprint(made.executable, made.assembly.mesh, parts)
+    if run.topology == "actors" and isinstance(run.environment, Reasoning):
+        found = loop.weighed(run)
+    else:
+        made = compiled(run)
+        parts = device_memory.parts(made.assembly.algorithm, made.start(run.seed), made.context)
+        found = device_memory.footprint(made.executable, made.assembly.mesh, parts)
     if found is None:
         print("the compiler does not say what memory the run takes")
         return 0
@@ -194,6 +201,51 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     tables.listing(found.rows())
     if warning := found.warning():
         tables.progress(warning)
+    return 0
+
+
+def _of_shapes(run: Run) -> Run | None:
+    """`run`, not resolved, with a model whose shapes are known by name or from a config.json that has no weights beside
+    it; None for other runs."""
+    from longhaul.config.resolve import computing_as
+    from longhaul.diagnostics import memory_plan
+    from longhaul.reasoning import huggingface
+    from longhaul.runtime import bounded_json
+
+    config = run.algorithm
+    if not isinstance(config, GRPOConfig) or not config.model_folder:
+        return None
+    folder, shapes = Path(config.model_folder), memory_plan.SHAPES.get(config.model_folder.lower())
+    if shapes is None and (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+        shapes = huggingface.config_of(bounded_json.read(folder / "config.json", huggingface.MOST_JSON))
+    if shapes is None:
+        return None
+    return dataclasses.replace(run, algorithm=dataclasses.replace(config, model=computing_as(shapes, config.model)))
+
+
+PROMPT = 256
+"""Tokens of a prompt where no tokeniser is there to count them."""
+
+
+def _planned(run: Run) -> int:
+    """Prints what a run of these shapes takes on devices of several sizes."""
+    from longhaul.diagnostics import memory_plan
+    from longhaul.reasoning import transformer
+    from longhaul.runtime import device_memory
+
+    assert isinstance(run.algorithm, GRPOConfig) and isinstance(run.environment, Reasoning)
+    config, group = run.algorithm, run.algorithm.group
+    load = memory_plan.Load(run.num_envs, PROMPT, run.num_steps, run.environment.wave)
+    found = memory_plan.plan(config, load)
+    print(f"{transformer.size(config.model):,} parameters; {run.num_envs} x {group} completions of at most "
+          f"{run.num_steps} tokens, prompts of {PROMPT}; {config.accumulate} micro-batches; several devices by "
+          "--fsdp\n")  # fmt: skip
+    names = [name for name in next(iter(found.values())) if name not in ("capacity", "fits")]
+    rows = [
+        [device, *(device_memory.size(row[name]) for name in names), "fits" if row["fits"] else "does not fit"]
+        for device, row in found.items()
+    ]
+    tables.table(["a device of", *names, ""], rows)
     return 0
 
 

@@ -246,6 +246,8 @@ def _check_reasoning(run: Run) -> None:
         raise RunError("completions are sampled by the learner, its threads or its processes; give --topology actors "
                        "--actor-kind thread, or leave both out")  # fmt: skip
     problem_sets.check(run.environment)
+    if run.algorithm.resample and run.topology != "actors":
+        raise RunError(f"--resample is {run.algorithm.resample}, and actors sample again; give --topology actors")
     if not run.environment.exact and run.topology != "actors":
         raise RunError(f"--task {run.environment.task} is checked on the host; give --topology actors")
 
@@ -518,4 +520,10 @@ def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
         raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
                        "generation_config.json")  # fmt: skip
     own = config.model
-    return dataclasses.replace(told, precision=own.precision, remat=own.remat, lora=own.lora)
+    return computing_as(told, own)
+
+
+def computing_as(shapes: ModelConfig, own: ModelConfig) -> ModelConfig:
+    """A model's architecture with the precision, LoRA and memory settings of a run's."""
+    how = {name: getattr(own, name) for name in ("precision", "remat", "lora", "frozen")}
+    return dataclasses.replace(shapes, **how)

@@ -150,6 +150,10 @@ class ModelConfig:
         0, "rank of LoRA's factors beside each kernel of the layers, which alone are learnt; 0: all learns", least=0,
         most=1024, flag="lora",
     )  # fmt: skip
+    frozen: str = setting(
+        "fp32", "type in which --lora keeps the kernels that it does not learn; bf16 rounds them, for half the memory",
+        choices=PRECISIONS,
+    )  # fmt: skip
 
     @property
     def biased(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from longhaul.reasoning import chat_template, tokenizer_file
 from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
-from longhaul.reasoning.transformer import check, merged, shapes, size
+from longhaul.reasoning.transformer import ADAPTED, ALPHA, check, merged, shapes, size
 from longhaul.runtime import bounded_json, worker_pool
 from longhaul.types import Params
 
@@ -328,6 +328,39 @@ def save(
     weight_map = {name: file for file, arrays in zip(names, shards, strict=True) for name in arrays}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of adapters as PEFT (Mangrulkar et al. 2022) reads them."""
+
+
+def save_adapters(folder: Path | str, config: ModelConfig, params: Params, *, base: str) -> None:
+    """Writes LoRA's factors alone, for the model at `base`, as PEFT loads them."""
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    for layer in range(config.layers):
+        for name in ADAPTED:
+            place = f"base_model.model.model.layers.{layer}.{LAYER[name].removesuffix('.weight')}"
+            for part, letter in (("down", "A"), ("up", "B")):
+                kernel = np.asarray(params["layers"][f"{name}_{part}"][layer], np.float32)
+                arrays[f"{place}.lora_{letter}.weight"] = np.ascontiguousarray(kernel.T)
+    save_file(arrays, folder / ADAPTER, metadata={"format": "pt"})
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": [LAYER[name].split(".")[1] for name in ADAPTED],
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- tokenisers

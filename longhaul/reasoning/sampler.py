@@ -32,8 +32,8 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, checked, ended, marks
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
-LOGITS = 2**24
-"""Most logits that a loss has at a time: 64 MB, whatever the batch. Their gradient computes them again."""
+LOGITS = 2**23
+"""Most logits that a loss has at a time: 32 MB, whatever the batch. Their gradient computes them again."""
 
 APART = 8
 """One problem in so many is for looks at a closed gate alone."""

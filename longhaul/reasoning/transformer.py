@@ -88,7 +88,7 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def init(key: Key, config: ModelConfig) -> Params:
-    """Initial parameters, float32 and normal; kernels that add to the residual are scaled by 1 / sqrt(2 L) as in GPT-2.
+    """Initial parameters, normal; kernels that add to the residual are scaled by 1 / sqrt(2 L) as in GPT-2.
 
     Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's deviation is 0.02 for
     any width, which is this one's at 2,500; a model of width 64 then needs hundreds of updates before it learns.
@@ -108,7 +108,14 @@ def init(key: Key, config: ModelConfig) -> Params:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
             deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0
             arrays.append(deviation * drawn[number])
-    return jax.tree.unflatten(tree, arrays)
+    typed = [x.astype(kept_in(config, name)) for x, (_, name, _) in zip(arrays, named, strict=True)]
+    return jax.tree.unflatten(tree, typed)
+
+
+def kept_in(config: ModelConfig, name: str) -> Any:
+    """Type in which the parameter `name` is kept: float32, but for the frozen kernels of LoRA."""
+    rounded = config.lora and name in (*ADAPTED, "embedding", "unembedding")
+    return PRECISIONS[config.frozen] if rounded else jnp.float32
 
 
 def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
@@ -209,6 +216,7 @@ def trunk(
 
     def layer(x: jax.Array, each: tuple[PyTree, KeyValue | None]) -> tuple[jax.Array, KeyValue | None]:
         weights, prefix = each
+        weights = {name: _bits(x, jnp.uint16, jnp.bfloat16) for name, x in weights.items()}
         own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
         asked = None if past is None or prefix is None else Past(prefix, past.mask)
@@ -222,8 +230,18 @@ def trunk(
     part = rematerialised(layer, config.remat, scanned=True)
     unroll = config.layers if config.layers <= UNROLLED else 1
     prefixes = None if past is None else past.kept
-    x, kept = jax.lax.scan(part, x, (params["layers"], prefixes), unroll=unroll)
+    layers = {name: _bits(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
+    x, kept = jax.lax.scan(part, x, (layers, prefixes), unroll=unroll)
     return rms_norm(x, params["final_norm"], config.eps), kept
+
+
+def _bits(x: jax.Array, of: Any, to: Any) -> jax.Array:
+    """`x` read as another type if it is of type `of`.
+
+    A layer's frozen kernels in bfloat16 are sliced out of the stack as integers: else XLA widens the whole stack before
+    the loop over layers, as a copy in float32.
+    """
+    return jax.lax.bitcast_convert_type(x, to) if x.dtype == of else x
 
 
 class _Kernels(NamedTuple):

@@ -1,15 +1,19 @@
 """Device memory of a compiled program, reported before it runs.
 
-The sums are the compiler's own (`memory_analysis`); the parts of its arguments follow from their shards. Other users of
-the device's memory (another process, the host's data where the CPU is the device) are not counted.
+The sums are the compiler's own (`memory_analysis`); the parts of its arguments follow from their shards. Where the CPU
+is the device, a run may count what its process has beside the program (`Footprint.beside`). Other users of the device's
+memory are not counted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 from typing import Any, NamedTuple
 
 import jax
+import psutil
 from jax.sharding import Mesh
 
 from longhaul.runtime.devices import machine_memory
@@ -48,11 +52,16 @@ class Footprint(NamedTuple):
     parts: dict[str, int]  # bytes of a device's arguments by kind
     capacity: int | None  # bytes of a device; None if unknown
     devices: int
+    beside: dict[str, int] = {}  # noqa: RUF012  bytes outside of the program, by kind
+
+    @property
+    def total(self) -> int:
+        return self.need.total + sum(self.beside.values())
 
     @property
     def share(self) -> float:
         """Share of the device's memory; 0 if unknown."""
-        return self.need.total / self.capacity if self.capacity else 0.0
+        return self.total / self.capacity if self.capacity else 0.0
 
     def line(self) -> str:
         """ "memory a device: 0.31 GB of 12.6 GB: parameters 1.2 MB, ...; 9 MB of it donated"."""
@@ -64,8 +73,8 @@ class Footprint(NamedTuple):
         known = f" of {size(self.capacity)}" if self.capacity else ""
         inner = self.parts | {"temporaries": self.need.temporaries, "code": self.need.code}
         inner["the rest"] = self.need.total - sum(inner.values())
-        within = [(name, size(n)) for name, n in inner.items() if n > 0]
-        return [("memory a device", size(self.need.total) + known), *within, ("donated", size(self.need.donated))]
+        within = [(name, size(n)) for name, n in (inner | self.beside).items() if n > 0]
+        return [("memory a device", size(self.total) + known), *within, ("donated", size(self.need.donated))]
 
     def warning(self) -> str | None:
         """Warning line if memory is tight."""
@@ -79,24 +88,29 @@ class Footprint(NamedTuple):
             return None
         when = f"{size(self.need.temporaries)} of it while an update computes" if self.need.code else "its state alone"
         return (
-            f"the run needs {self.need.total:,} bytes on each of {self.devices} device(s), and one has "
+            f"the run needs {self.total:,} bytes on each of {self.devices} device(s), and one has "
             f"{self.capacity:,} ({when}); give {REMEDY}"
         )
 
     def plain(self) -> dict[str, Any]:
         """The footprint as JSON can hold it."""
         return {
-            "devices": self.devices, "needed": self.need.total, "capacity": self.capacity,
+            "devices": self.devices, "needed": self.total, "beside": self.beside, "capacity": self.capacity,
             "share": self.share if self.capacity else None, **self.need._asdict(), "parts": self.parts,
         }  # fmt: skip
 
 
-def footprint(executable: jax.stages.Compiled, mesh: Mesh, parts: dict[str, int] | None = None) -> Footprint | None:
+def footprint(
+    executable: jax.stages.Compiled,
+    mesh: Mesh,
+    parts: dict[str, int] | None = None,
+    beside: dict[str, int] | None = None,
+) -> Footprint | None:
     """Footprint of a program on `mesh`; None if the compiler does not report it."""
     found = need(executable)
     if found is None:
         return None
-    return Footprint(found, parts or {}, capacity(mesh), mesh.size)
+    return Footprint(found, parts or {}, capacity(mesh), mesh.size, beside or {})
 
 
 def check_state(need: int, mesh: Mesh) -> None:
@@ -142,6 +156,21 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
 def held(tree: PyTree) -> int:
     """Bytes of a pytree of arrays on the first device that has a part of it."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def resident() -> int:
+    """Bytes of memory of this process and of those that it started."""
+    process, found = psutil.Process(), 0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += each.memory_info().rss
+    return found
+
+
+def trim() -> None:
+    """Gives memory that was freed, as by the compiler, back to the machine, where the C library can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def memory_of(device: jax.Device) -> int | None:

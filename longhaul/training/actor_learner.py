@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run, from_dict, to_dict
@@ -26,7 +27,7 @@ from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.rollout import collector, join
-from longhaul.runtime import files, process_group
+from longhaul.runtime import device_memory, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
@@ -55,10 +56,39 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
-    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
+    held = None
+    if shares(run, assembly):
+        parts = learner.parted(policy, assembly.algorithm, shared=True)
+        held = parts, parts.split(assembly.algorithm.policy(progress.state))[1]
+    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context), held)
     together = sampler.together if isinstance(run.environment, Reasoning) else join
     update = learner.compiled(assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors)
     return CompiledActorLearner(update, acting)
+
+
+def shares(run: Run, assembly: Assembly) -> bool:
+    """True where the actors of a language model hold its fixed arrays together with the learner: in threads beside it,
+    on its device."""
+    rule = config.rule(run.acting, assembly.updates, assembly.origin.updates)
+    beside = run.topology == "actors" and run.acting.actor_kind == "thread" and not rule.pinned
+    return beside and isinstance(run.environment, Reasoning) and assembly.mesh.size == 1
+
+
+def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
+    """Bytes that a language model's run takes beside the learner's program, where actors are threads on the learner's
+    CPU: the process as it stands, the travelling weights, and what sampling needs more than learning."""
+    update, acting = device_memory.need(prepared.update), prepared.acting
+    sampling = device_memory.need(acting.program) if acting.program is not None else None
+    if update is None or sampling is None or assembly.mesh.local_devices[0].platform != "cpu":
+        return {}
+    rule, weights = config.rule(run.acting, assembly.updates, assembly.origin.updates), acting.shapes.weight_bytes
+    learns = update.temporaries + update.outputs - update.donated
+    samples = rule.places * (sampling.temporaries + sampling.outputs + weights)
+    return {
+        "the process": max(0, device_memory.resident() - device_memory.held(state)),
+        "weights on their way": (rule.depth + rule.places) * weights,
+        "sampling": max(0, samples - learns) if rule.staleness == 0 else samples,  # in turn, or side by side
+    }
 
 
 def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
@@ -81,12 +111,20 @@ def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
 
 
 def _acting(
-    run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector] | None = None
+    run: Run,
+    algorithm: Algorithm,
+    policy: PyTree,
+    on_device: Callable[[], Collector] | None = None,
+    held: tuple[learner.Parted, list[jax.Array]] | None = None,
 ) -> learner.CompiledActor:
     """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         assert on_device is not None
-        return learner.acting(on_device(), policy, reasoning_setup.finisher(run))
+        acting = learner.acting(on_device(), policy, reasoning_setup.finisher(run), held)
+        if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.resample:
+            return acting
+        how = acting.data, run.algorithm.group, run.algorithm.resample
+        return acting._replace(collect=reasoning_setup.resampling(acting.collect, *how))
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return host_rollout.acting(run.environment.env, algorithm, policy, sizes)
@@ -126,9 +164,12 @@ def opened(
     if kind == "ray":
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
-    publish = learner.weights_of(assembly.algorithm, assembly.mesh)
-    calls = learner.actors(prepared.update, assembly.mesh, pool, progress, publish, updates=assembly.updates,
-                           leaving=leaving)  # fmt: skip
+    shared = prepared.acting.shared
+    calls = learner.actors(
+        prepared.update, assembly.mesh, pool, progress,
+        learner.weights_of(assembly.algorithm, assembly.mesh, shared=shared), updates=assembly.updates, leaving=leaving,
+        parts=learner.parted(progress.state, assembly.algorithm, shared=shared),
+    )  # fmt: skip
     return Opened(pool, calls)
 
 

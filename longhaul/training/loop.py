@@ -227,7 +227,7 @@ def _train(
             state, line = init_from.applied(run, assembly.spec, progress.state)
             progress = progress._replace(state=state)
             _say(line)
-        untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
+        untrained = _aside(run, assembly, progress.state)
         _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
         sums = Sums(len(assembly.members))
         if found is not None:
@@ -254,7 +254,7 @@ def _train(
                 raise
         if sole:
             stop.leave = _leaving(stop, folder, assembly.updates)
-        policy = _on_host(assembly.policy(progress.state), assembly.mesh)
+        policy = _aside(run, assembly, progress.state)
         if process_group.index() > 0:
             return {}
         _say("evaluating")
@@ -277,6 +277,16 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
     if mesh is not None and mesh.is_multi_process:  # else parts on several devices are joined here, not on a device
         policy = meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
+
+
+def _aside(run: Run, assembly: Assembly, state: PyTree) -> Params:
+    """Policy of a state on the host, where no update overwrites it; arrays that no update changes are not copied."""
+    policy = assembly.policy(state)
+    if not actor_learner.shares(run, assembly):
+        return _on_host(policy, assembly.mesh)
+    parts = learner.parted(policy, assembly.algorithm, shared=True)
+    changing, fixed = parts.split(policy)
+    return parts.join(_on_host(changing), fixed)
 
 
 class Outlets(NamedTuple):
@@ -356,7 +366,13 @@ class Loop:
               f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
         if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
             on_device = footprints.parts(assembly.algorithm, self.progress._replace(carry=()), ())
-            _weigh(self.folder, program.update, assembly.mesh, on_device)
+            footprints.trim()
+            around = (
+                actor_learner.beside(run, assembly, program, self.progress.state)
+                if isinstance(program, actor_learner.CompiledActorLearner)
+                else {}
+            )
+            _weigh(self.folder, program.update, assembly.mesh, on_device, around)
         else:
             parts = footprints.parts(assembly.algorithm, self.progress, self.feeding.now.context)
             _weigh(self.folder, program.executable, assembly.mesh, parts)
@@ -459,7 +475,7 @@ class Loop:
         """Evaluate the policy after `done` updates; all processes call this, and the first one evaluates."""
         self.tell(heartbeat.RESTS)
         with self.clock.aside():
-            policy = _on_host(self.assembly.policy(self.progress.state), self.assembly.mesh)
+            policy = _aside(self.run, self.assembly, self.progress.state)
             if process_group.index() == 0:
                 policy = jax.device_put(policy, jax.local_devices()[0])
                 try:
@@ -569,9 +585,32 @@ def _compiled(
             raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
 
 
-def _weigh(folder: Path, executable: jax.stages.Compiled, mesh: Mesh, parts: dict[str, int]) -> None:
+def weighed(run: Run) -> footprints.Footprint | None:
+    """Memory that a resolved run of actors takes, compiled as for training; nothing is trained and no folder made."""
+    with closing(Feeding(source := feed(run))) as feeding:
+        context = feeding.now.context
+    assembly = assemble(run, source.within, context)
+    check_room(assembly, context, fused_too=False)
+    progress = assembly.start(run.seed, context)
+    progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+    untrained = _aside(run, assembly, progress.state)  # as a run keeps it
+    program = actor_learner.prepare(run, assembly, context, progress)
+    footprints.trim()
+    parts = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
+    around = actor_learner.beside(run, assembly, program, progress.state)
+    del untrained
+    return footprints.footprint(program.update, assembly.mesh, parts, around)
+
+
+def _weigh(
+    folder: Path,
+    executable: jax.stages.Compiled,
+    mesh: Mesh,
+    parts: dict[str, int],
+    beside: dict[str, int] | None = None,
+) -> None:
     """Report the run's device memory before its first update. Raises RunError if it cannot fit."""
-    found = footprints.footprint(executable, mesh, parts)
+    found = footprints.footprint(executable, mesh, parts, beside)
     if found is None:
         return
     if refusal := found.refusal():  # nothing is written: a run that never started leaves no folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,9 @@ from longhaul.reasoning.problem_sets import World
 from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Speaker, marking
 from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.runtime.errors import RunError
+from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.learner import Finish
+from longhaul.topologies.staleness import Ticket
 from longhaul.types import Key, Metrics, Params, PyTree, Spec
 
 
@@ -28,19 +32,30 @@ def loaded(run: Run, state: PyTree) -> PyTree:
     """Algorithm state with the weights of the run's model files, if any, in the same layout."""
     if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.model_folder:
         return state
+    model = run.algorithm.model
+    adapters, kernels = transformer.split(model, state.params) if model.lora else ({}, state.params)
+    places = jax.tree.map(lambda was: (was.dtype, was.sharding), kernels)
+    for was in jax.tree.leaves((kernels, state.reference)):
+        was.delete()  # there is room for one model
     try:
         _, found = huggingface.load(run.algorithm.model_folder)
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
 
-    model = run.algorithm.model
+    def placed(part: dict[str, Any], where: dict[str, Any]) -> Params:  # copied: an update donates its arguments
+        made: dict[str, Any] = {}
+        for name in list(part):
+            array = part.pop(name)
+            made[name] = (
+                placed(array, where[name])
+                if isinstance(array, dict)
+                else jax.device_put(jnp.array(array, where[name][0]), where[name][1])
+            )
+            del array
+        return made
 
-    def like(old: Params) -> Params:  # copied: an update donates its arguments
-        adapters, kernels = transformer.split(model, old) if model.lora else ({}, old)
-        new = jax.tree.map(lambda new, was: jax.device_put(jnp.array(new, was.dtype), was.sharding), found, kernels)
-        return transformer.joined(adapters, new) if model.lora else new
-
-    return state._replace(params=like(state.params), reference=like(state.reference) if state.reference else ())
+    params = transformer.joined(adapters, placed(found, places)) if model.lora else placed(found, places)
+    return state._replace(params=params, reference=jax.tree.map(jnp.copy, params) if state.reference else ())
 
 
 def bank(run: Run) -> Bank:
@@ -84,3 +99,47 @@ def finisher(run: Run) -> Finish | None:
         return mark(data, sums)
 
     return finish
+
+
+RESAMPLED = 3
+"""Number folded into the run's key for `resampling`, beside those of the topology."""
+
+
+def resampling(collect: Collect, like: PyTree, group: int, times: int) -> Collect:
+    """Rollout function that replaces groups with equal rewards, at most `times` times, by groups of further rollouts
+    whose rewards differ: DAPO's dynamic sampling, bounded. `like` has the structure of the completions.
+
+    Its scores stay those of the first rollout: of problems as they are drawn, not of those that teach.
+    """
+
+    def dull(data: Completions) -> np.ndarray:
+        """Flag of each group: rewarded completions, all of them alike."""
+        reward, lesson = (np.asarray(x).reshape(-1, group) for x in (data.reward, data.lesson))
+        return np.asarray((reward == reward[:, :1]).all(axis=1) & (lesson == SAMPLED).all(axis=1))
+
+    def collect_again(
+        weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        after, leaves, scores = collect(weights, state, key, ticket, version)
+        words = jax.random.key_data(jax.random.key(0)).size
+        own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), RESAMPLED)
+        for turn in range(times):
+            data: Completions = jax.tree.unflatten(jax.tree.structure(like), leaves)
+            wanting = np.flatnonzero(dull(data))
+            if not len(wanting):
+                break
+            other = np.asarray(jax.random.key_data(jax.random.fold_in(own, turn)))
+            after, fresh, _ = collect(weights, after, other, ticket, version)
+            found = np.flatnonzero(~dull(jax.tree.unflatten(jax.tree.structure(like), fresh)))[: len(wanting)]
+            to, of = (
+                (groups[: len(found), None] * group + np.arange(group)[None]).ravel() for groups in (wanting, found)
+            )
+            leaves = [_placed(np.array(old), to, np.asarray(new)[of]) for old, new in zip(leaves, fresh, strict=True)]
+        return after, leaves, scores
+
+    return collect_again
+
+
+def _placed(array: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
+    array[rows] = new
+    return array

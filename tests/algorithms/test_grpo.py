@@ -130,7 +130,9 @@ def test_pieces_of_a_batch_are_the_batch(name: str) -> None:
     params, data = completions()
     data = data._replace(log_prob=data.log_prob - 0.1)  # off-policy, so that ratios count
     whole, told = first(config(loss=name, clip_low=0.05), data, params)
-    pieces, also = first(config(loss=name, clip_low=0.05, accumulate=4), data, params)
+    settings = config(loss=name, clip_low=0.05, num_minibatches=1, accumulate=ROWS)  # each its own prompt
+    registry.check(settings, Sizes(1, ROWS, LENGTH))
+    pieces, also = first(settings, data, params)
     near(pieces, whole, 1e-6)
     assert float(also["loss"]) == pytest.approx(float(told["loss"]), abs=1e-6)
 
@@ -230,6 +232,7 @@ def test_two_shards_are_one_batch() -> None:
         ({"group": 1}, "group is 1; it must be at least 2"),
         ({"group": 3}, "group is 3; it must divide the completions of a shard, 8"),
         ({"num_minibatches": 3}, "num_minibatches is 3"),
+        ({"num_minibatches": 1, "accumulate": 3}, "with accumulate 3 it must divide the groups of a shard"),
         ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0; it must be at least 0"),
     ],

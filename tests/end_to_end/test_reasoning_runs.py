@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import export, reason
@@ -473,6 +474,16 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
     assert export.export([str(folder), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
     capsys.readouterr()
     plain, merged = huggingface.load(tmp_path / "out")
+    assert export.export([str(folder), "--to", "peft", "--out", str(tmp_path / "adapters")]) == 0
+    by_peft = safetensors_numpy.load_file(tmp_path / "adapters" / huggingface.ADAPTER)
+    factors = json.loads((tmp_path / "adapters" / huggingface.ADAPTER_CONFIG).read_text())
+    assert len(by_peft) == 2 * 7 * config.layers
+    place = "model.layers.0.mlp.down_proj"  # W + alpha / r B A, in PEFT's and in Hugging Face's layout
+    down, up = (by_peft[f"base_model.model.{place}.lora_{letter}.weight"] for letter in "AB")
+    np.testing.assert_allclose(
+        merged["layers"]["narrow"][0].T,
+        loaded["layers"]["narrow"][0].T + factors["lora_alpha"] / factors["r"] * up @ down, atol=1e-6,
+    )  # fmt: skip
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "generation_config.json"}
     latest = safetensors_files.newest(folder / "weights")
     assert latest is not None

@@ -174,6 +174,27 @@ def test_adapters_are_their_merged_model_and_begin_as_none() -> None:
     np.testing.assert_array_equal(forward(config, begun, tokens, ones), forward(plain, kernels, tokens, ones))
 
 
+def test_frozen_kernels_are_rounded_and_the_program_has_no_wider_copy_of_them() -> None:
+    config = dataclasses.replace(reference.CONFIGS["llama"], layers=6, lora=3, remat="full")
+    rounding = dataclasses.replace(config, frozen="bf16")
+    params = transformer.init(jax.random.key(2), rounding)
+    learnt, rest = transformer.split(rounding, params)
+    plain_learnt, plain = transformer.split(config, transformer.init(jax.random.key(2), config))
+    jax.tree.map(np.testing.assert_array_equal, learnt, plain_learnt)
+    jax.tree.map(lambda x, wide: np.testing.assert_array_equal(x, wide.astype(x.dtype)), rest, plain)
+    kernels = {name: x.shape for name, x in rest["layers"].items() if x.dtype == jnp.bfloat16}
+    assert set(kernels) == set(transformer.ADAPTED)
+
+    def total(learnt: Any, rest: Any) -> jax.Array:
+        hidden, _ = transformer.trunk(rounding, transformer.joined(learnt, rest), reference.TOKENS[:2], ALL[:2])
+        return jnp.sum(hidden * jnp.arange(hidden.size, dtype=jnp.float32).reshape(hidden.shape))
+
+    text = jax.jit(jax.grad(total)).lower(learnt, rest).compile().as_text()
+    sizes = [",".join(map(str, size)) for size in kernels.values()]
+    assert [f"bf16[{size}]" in text for size in sizes] == [True] * 7
+    assert [size for size in sizes if f"f32[{size}]" in text] == []
+
+
 def test_tokens_after_a_shared_prompt_are_those_of_the_whole_text() -> None:
     config = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
     params, rng = transformer.init(jax.random.key(0), config), np.random.default_rng(0)

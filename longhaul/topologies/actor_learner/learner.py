@@ -32,10 +32,33 @@ from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.shared_buffers import Shapes
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree
+from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree, changing
 
 Join = Callable[[Sequence[PyTree]], PyTree]
 """Rollouts of several actors joined along the batch axis."""
+
+
+class Parted(NamedTuple):
+    """Leaves of a pytree: those that an update changes, which are donated and travel, and those that are fixed."""
+
+    structure: Any
+    fixed: tuple[bool, ...]
+
+    def split(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
+        """(leaves that change, fixed ones)."""
+        pairs = list(zip(jax.tree.leaves(tree), self.fixed, strict=True))
+        return [x for x, fixed in pairs if not fixed], [x for x, fixed in pairs if fixed]
+
+    def join(self, changing: Sequence[Any], fixed: Sequence[Any]) -> PyTree:
+        """Inverse of `split`."""
+        one, other = iter(changing), iter(fixed)
+        return jax.tree.unflatten(self.structure, [next(other if each else one) for each in self.fixed])
+
+
+def parted(tree: PyTree, algorithm: Algorithm, *, shared: bool) -> Parted:
+    """Parts of a State or a policy; nothing is fixed unless actors share these arrays with the learner."""
+    fixed = algorithm.fixed(tree) if shared else changing(tree)
+    return Parted(jax.tree.structure(tree), tuple(jax.tree.leaves(fixed)))
 
 
 class CompiledActor(NamedTuple):
@@ -45,6 +68,8 @@ class CompiledActor(NamedTuple):
     shapes: Shapes
     data: PyTree  # ShapeDtypeStructs of a rollout
     scores: Metrics  # of its scores
+    shared: bool = False  # actors share the policy's fixed arrays with the learner
+    program: jax.stages.Compiled | None = None  # where it is compiled ahead
 
 
 class PinnedCarry(NamedTuple):
@@ -64,8 +89,19 @@ Finish = Callable[[Params, Key, PyTree, Metrics], tuple[PyTree, Metrics]]
 """(policy, key, data, scores) as collected -> (data, scores) as delivered; NumPy arrays of the same shapes."""
 
 
-def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> CompiledActor:
-    """Actor that runs a compiled collector with a policy of these shapes. `finish` is the host's last step, if any."""
+def acting(
+    collector: Collector,
+    policy: Params,
+    finish: Finish | None = None,
+    held: tuple[Parted, Sequence[jax.Array]] | None = None,
+) -> CompiledActor:
+    """Actor that runs a compiled collector with a policy of these shapes. `finish` is the host's last step, if any.
+
+    `held`: parts of the policy and its fixed arrays, which an actor in this process shares with the learner; such an
+    actor is compiled at once.
+    """
+    nothing = Parted(jax.tree.structure(policy), (False,) * len(jax.tree.leaves(policy)))
+    parts, own = held or (nothing, ())
     version = jax.ShapeDtypeStruct((), jnp.int32)
     carry = jax.eval_shape(collector.start, jax.random.key(0))
     data, scores = jax.eval_shape(collector.collect, policy, carry, jax.random.key(0), version)[1:]
@@ -84,16 +120,29 @@ def acting(collector: Collector, policy: Params, finish: Finish | None = None) -
         weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
         where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
-        after, *made = jax.block_until_ready(program(weights, list(state), key[:words], where))
+        every = jax.tree.leaves(parts.join(weights, own))
+        after, *made = jax.block_until_ready(run(every, list(state), key[:words], where))
         told, sums = ([np.asarray(x) for x in leaves] for leaves in made)
         if finish is not None:
-            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
-            own = jax.random.fold_in(jax.random.fold_in(own, ticket.place), FINISHING)
-            known = finish(tree(policy, weights), own, tree(data, told), tree(scores, sums))
+            mine = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+            mine = jax.random.fold_in(jax.random.fold_in(mine, ticket.place), FINISHING)
+            known = finish(tree(policy, every), mine, tree(data, told), tree(scores, sums))
             told, sums = map(jax.tree.leaves, known)
         return after, told, sums
 
-    return CompiledActor(collect, shapes(policy, carry, data, scores), data, scores)
+    travelling = shapes(parts.split(policy)[0], carry, data, scores)
+    if held is None:
+        run: Callable[..., Any] = program
+        return CompiledActor(collect, travelling, data, scores)
+    like = jax.eval_shape(lambda: (_raw(_zeros(policy)), _raw(_zeros(carry))))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = program.lower(*like, jax.ShapeDtypeStruct((words,), jnp.uint32), (number,) * 3).compile()
+    run = compiled
+    return CompiledActor(collect, travelling, data, scores, True, compiled)
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
@@ -203,10 +252,11 @@ def compiled(
 ) -> jax.stages.Compiled:
     """Update of the learner for runs like `progress`, compiled ahead of time; donates the state.
 
-    (state, key, updates, data, scores) -> (state, updates, metrics, weights). Data and scores are flat lists of
-    [N, ...]; weights are bytes, or () where parameters are split over devices: none of them shall hold them whole.
+    (state, fixed, key, updates, data, scores) -> (state, updates, metrics, weights). The state is a list of the leaves
+    that change, `fixed` of the others (`Parted`). Data and scores are flat lists of [N, ...]; weights are bytes, or ()
+    where parameters are split over devices: none of them shall hold them whole.
     """
-    apart = meshes.splits(mesh)
+    apart, parts = meshes.splits(mesh), parted(progress.state, algorithm, shared=acting.shared)
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -216,22 +266,27 @@ def compiled(
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
         told = metrics | _scored(tree(acting.scores, scores), mesh)
         told[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
-        weights = () if apart else _bytes(_raw(algorithm.policy(state)))
+        weights = () if apart else _weights(algorithm, state, shared=acting.shared)
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
 
     everywhere, split = fused.EVERYWHERE, PartitionSpec(meshes.DATA)
     state = fused.layout(progress).state
     specs = state, everywhere, everywhere, split, split
     results = state, everywhere, everywhere, everywhere
-    shard = meshes.per_shard(update, mesh, specs, results)
+    inner = meshes.per_shard(update, mesh, specs, results)
     copies, layout = meshes.replicated(mesh), meshes.sharded(mesh)
-    lies = (partition.shardings(progress.state, mesh), copies, copies, ()) if apart else None
-    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
+    lies = (parts.split(partition.shardings(progress.state, mesh))[0], copies, copies, ()) if apart else None
+
+    def program(changing: Leaves, fixed: Leaves, *rest: Any) -> Any:
+        state, *made = inner(parts.join(changing, fixed), *rest)
+        return parts.split(state)[0], *made
+
     flat = [
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]
         for leaves in (acting.shapes.data, acting.shapes.scores)
     ]
-    return program.lower(progress.state, progress.key, progress.updates, *flat).compile()
+    begun = *parts.split(progress.state), progress.key, progress.updates
+    return jax.jit(program, donate_argnums=0, out_shardings=lies).lower(*begun, *flat).compile()
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
@@ -248,12 +303,18 @@ def _bytes(leaves: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, unit).ravel() for x in leaves])
 
 
-def weights_of(algorithm: Algorithm, mesh: Mesh) -> Callable[[PyTree], np.ndarray]:
+def _weights(algorithm: Algorithm, state: PyTree, *, shared: bool) -> jax.Array:
+    """Bytes of what travels of a state's policy."""
+    policy = algorithm.policy(state)
+    return _bytes(_raw(parted(policy, algorithm, shared=shared).split(policy)[0]))
+
+
+def weights_of(algorithm: Algorithm, mesh: Mesh, *, shared: bool = False) -> Callable[[PyTree], np.ndarray]:
     """state -> bytes of its policy, as `ActorPool` publishes them. Parts on several devices are joined on the host."""
     if meshes.splits(mesh):
         leaves = jax.jit(lambda state: _raw(algorithm.policy(state)))
         return lambda state: np.concatenate([np.asarray(x).reshape(-1).view(np.uint8) for x in leaves(state)])
-    flat = jax.jit(lambda state: _bytes(_raw(algorithm.policy(state))))
+    flat = jax.jit(lambda state: _weights(algorithm, state, shared=shared))
     return lambda state: _on_host(flat(state))
 
 
@@ -264,12 +325,14 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 def actors(
     update: jax.stages.Compiled, mesh: Mesh, pool: ActorPool, progress: Progress,
     publish: Callable[[PyTree], np.ndarray], *, updates: int, leaving: Callable[[], bool] = lambda: False,
+    parts: Parted | None = None,
 ) -> Iterator[tuple[Progress, int, Metrics]]:  # fmt: skip
     """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
     `progress` and its carry are donated when the iterator advances: save them before. Once `leaving`, it ends and waits
-    for no batch.
+    for no batch. `parts` of the state are those that `update` was compiled for; none: nothing is fixed.
     """
+    parts = parts or Parted(jax.tree.structure(progress.state), (False,) * len(jax.tree.leaves(progress.state)))
     pinned = pool.rule.pinned
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
     structure = jax.tree.structure(held.carry)
@@ -290,7 +353,10 @@ def actors(
             data, scores = _from_processes((batch.data, batch.scores), mesh)
         else:
             data, scores = jax.device_put((batch.data, batch.scores), layout)
-        state, count, rows, made = update(state, key, count, data, scores)
+        changing, fixed = parts.split(state)
+        del state  # its arrays are donated
+        changing, count, rows, made = update(changing, fixed, key, count, data, scores)
+        state = parts.join(changing, fixed)
         versions = [head.version for head in batch.heads]
         pool.learnt(publish(state) if meshes.splits(mesh) else _on_host(made))  # waits until the update has finished
         told = meter.read(done, versions)

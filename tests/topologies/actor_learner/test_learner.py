@@ -126,6 +126,38 @@ def test_without_staleness_it_is_fused_bit_for_bit(slow: bool) -> None:
     assert np.unique(rows["toy/step"]).size == UPDATES
 
 
+def test_arrays_that_no_update_changes_are_held_in_common_and_do_not_travel() -> None:
+    inner = simple()
+
+    def learn(state: Any, data: Any, key: Any) -> Any:
+        after, metrics = inner.learn(state[0], data, key)
+        return (after, state[1]), metrics
+
+    algorithm = Algorithm(
+        lambda key: (jnp.float32(0.3), jnp.arange(3.0) / 15.0), lambda state: state, inner.memory,
+        lambda policy, *rest: inner.act(policy[0] + policy[1].sum(), *rest), learn, lambda tree: (False, True),
+    )  # fmt: skip
+    mesh, collector_in = meshes.make_mesh(1), of_chaos(algorithm, WORLDS)
+    policy = jax.eval_shape(algorithm.init, jax.random.key(0))
+    ends, sizes = [], []
+    for shared in (False, True):
+        begun = fused.start(algorithm, learner.entering(collector_in, 1), (), jax.random.key(0), mesh)
+        parts = learner.parted(policy, algorithm, shared=shared)
+        fixed = begun.state[1]
+        does = learner.acting(collector_in(()), policy, held=(parts, [fixed]) if shared else None)
+        update = learner.compiled(algorithm, does, join, begun, mesh, actors=1)
+        make = dict.fromkeys(range(1), does.collect).__getitem__
+        with closing(ActorPool(Rule(1, 0, until=3), does.shapes, make, kind="thread")) as crew:
+            publish = learner.weights_of(algorithm, mesh, shared=shared)
+            for progress, _, _ in learner.actors(update, mesh, crew, begun, publish, updates=3, parts=parts):
+                end = plain(progress.state)
+        assert (progress.state[1] is fixed) == shared
+        ends.append(end)
+        sizes.append(does.shapes.weight_bytes)
+    assert_same(*ends)
+    assert sizes == [16, 4]
+
+
 def test_a_learner_of_fewer_devices_learns_the_same_from_the_same_actors() -> None:
     """Two actors' rollouts are joined on one device: what they lived is that of two devices while nothing differs yet.
 

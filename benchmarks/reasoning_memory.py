@@ -1,0 +1,105 @@
+"""Peak memory of a learner's update on completions of a real model: the process, and the compiler's own figures.
+
+    python -m benchmarks.reasoning_memory --model smollm2-135m --lora 16 --frozen bf16 --json FILE
+    python -m benchmarks.reasoning_memory --model smollm2-135m --lora 0 --precision bf16 --json FILE
+
+One process loads the model, compiles the update and makes it, on random tokens: memory does not depend on which. The
+peak of the update is the kernel's (VmHWM), counted anew after loading and compiling; that of the start stands beside
+it. All completions are as long as is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.algorithms import grpo
+from longhaul.algorithms.config import GRPOConfig
+from longhaul.algorithms.run_context import RunContext
+from longhaul.config.resolve import computing_as
+from longhaul.reasoning import huggingface, tokenizer
+from longhaul.reasoning.config import ModelConfig
+from longhaul.reasoning.sampler import SAMPLED, Completions
+from longhaul.runtime import device_memory
+from longhaul.runtime import mesh as meshes
+from longhaul.training import reasoning_setup
+
+
+def peak() -> int:
+    """Most bytes that this process had since `forget`."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+def forget() -> None:
+    """Begins a new count of the peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def completions(given: argparse.Namespace, vocabulary: int) -> Completions:
+    """Random texts, half of them rewarded."""
+    rng, rows, shape = np.random.default_rng(0), given.completions, (given.completions, given.length)
+    texts = [rng.integers(0, vocabulary, (rows, length), np.int32) for length in (given.prompt, given.length)]
+    flags, rewards = np.ones(shape, bool), (np.arange(rows) % 2).astype(np.float32)
+    whole = np.zeros(rows, np.int32)
+    return Completions(
+        np.repeat(texts[0][:: given.group], given.group, axis=0), texts[1], flags, flags,
+        np.full(shape, -np.log(vocabulary), np.float32), rewards, rewards, whole + SAMPLED, whole, whole,
+        np.zeros(rows, bool),
+    )  # fmt: skip
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    own = ModelConfig(precision=given.precision, remat="full", lora=given.lora, frozen=given.frozen)
+    model = dataclasses.replace(computing_as(huggingface.config(given.model), own), pad=tokenizer.NONE)
+    config = GRPOConfig(
+        group=given.group, num_minibatches=1, update_epochs=1, accumulate=given.accumulate, warmup=0, model=model,
+        model_folder=given.model,
+    )  # fmt: skip
+    grpo.check(config, columns=given.completions, steps=given.length)
+    algorithm = grpo.grpo(None, config, RunContext(10, meshes.identity))
+    state = reasoning_setup.loaded(SimpleNamespace(algorithm=config), jax.jit(algorithm.init)(jax.random.key(0)))  # type: ignore[arg-type]
+    data = jax.tree.map(jnp.asarray, completions(given, model.vocabulary))
+    update = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(1)).compile()
+    need = device_memory.need(update)
+    assert need is not None
+    device_memory.trim()
+    before, start = device_memory.resident(), peak()
+    forget()
+    began, cpu = time.perf_counter(), time.process_time()
+    state, metrics = jax.block_until_ready(update(state, data, jax.random.key(1)))
+    return {
+        "completions": given.completions, "length": given.length, "prompt": given.prompt, "group": given.group,
+        "lora": given.lora, "precision": given.precision, "frozen": given.frozen, "accumulate": given.accumulate,
+        "peak_bytes": peak(), "peak_bytes_of_start": start, "bytes_before": before, "compiler": need._asdict(),
+        "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu,
+        "grad_norm": float(metrics["grpo/grad_norm"]),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--frozen", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--json", type=Path, required=True, help="a line is added")
+    sizes = (("lora", 0), ("completions", 16), ("length", 512), ("prompt", 64), ("group", 16), ("accumulate", 16))
+    for name, value in sizes:
+        parser.add_argument(f"--{name}", type=int, default=value)
+    found = measured(parser.parse_args())
+    with parser.parse_args().json.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

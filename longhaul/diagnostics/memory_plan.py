@@ -1,0 +1,93 @@
+"""Memory of a language model's run on devices that are not here, by shapes alone.
+
+Parameters and Adam's moments are exact, as their layout on a mesh is known (`partition.py`). Results kept for
+gradients, logits and the cache are sums over the arrays of transformer.py and decode.py; what a compiler adds or saves
+is not known. Learning and sampling take turns on a device, so the larger of the two counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from longhaul.algorithms.config import GRPOConfig
+from longhaul.reasoning import transformer
+from longhaul.reasoning.config import ModelConfig
+from longhaul.reasoning.sampler import LOGITS
+from longhaul.runtime import partition
+
+
+def _qwen3(width: int, layers: int, heads: int, hidden: int, *, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3", vocabulary=151_936, width=width, layers=layers, heads=heads, kv_heads=8, head_dim=128,
+        hidden=hidden, theta=1e6, tied=tied, context=40_960, pad=-1,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
+}
+"""Models whose memory is told without their files, by name (Yang et al. 2025, arXiv 2505.09388)."""
+
+DEVICES = {"24 GB": (24e9, 1), "80 GB": (80e9, 1), "8 x 80 GB": (80e9, 8)}
+"""Bytes of a device, and devices."""
+
+ATTENTION = 4
+"""Arrays of all scores that the gradient of a layer's attention has at once: scores, their softmax, and the same of the
+gradient."""
+
+FACTORS = 4
+"""Arrays of logits that a loss has at once, its gradient among them."""
+
+
+class Load(NamedTuple):
+    """Work of an update."""
+
+    prompts: int  # problems
+    prompt: int  # tokens of the longest one
+    length: int  # most tokens of a completion
+    wave: int  # completions sampled together
+
+
+def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
+    """Bytes on each device, by kind. Several share problems, parameters and moments (`--mesh data=N --fsdp`); what one
+    samples with is whole."""
+    assert config.num_minibatches is not None
+    sizes, item = config.model, transformer.PRECISIONS[config.model.precision].dtype.itemsize
+    params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), sizes))
+    learnt, rest = transformer.split(sizes, params)
+    own, frozen = (partition.shares(tree, 1, devices).own for tree in (learnt, rest))
+    completions = -(-load.prompts // devices) * config.group
+    rows = max(1, completions // (config.num_minibatches * config.accumulate))
+    tokens = rows * load.length + max(1, rows // config.group) * load.prompt
+    inside = tokens * item * (6 * sizes.width + 4 * sizes.heads * sizes.head_dim + 4 * sizes.hidden)
+    scores = 4 * ATTENTION * rows * sizes.heads * load.length * (load.length + load.prompt)
+    inputs = sizes.layers * tokens * item * sizes.width
+    kept = inputs + inside + scores if sizes.remat == "full" else sizes.layers * (inside + scores)
+    logits = 4 * FACTORS * min(LOGITS, tokens * sizes.vocabulary)
+    gradients = own * (2 if config.accumulate > 1 else 1)
+    slots, rows = load.prompt + load.length, min(load.wave, completions)
+    cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim
+    kernels = item * transformer.size(sizes) + 4 * sizes.vocabulary * sizes.width
+    sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learnt)) if devices == 1 else 0
+    learning, sampling = gradients + kept + logits, kernels + cache
+    return {
+        "parameters": own + frozen,
+        "optimiser": 2 * own,
+        "weights on their way": sent,
+        "learning": learning,
+        "sampling": sampling,
+        "total": 3 * own + frozen + sent + max(learning, sampling),
+    }
+
+
+def plan(config: GRPOConfig, load: Load) -> dict[str, dict[str, Any]]:
+    """`parts` for each of `DEVICES`, with its capacity and whether the run fits."""
+    found = {}
+    for name, (capacity, devices) in DEVICES.items():
+        own = parts(config, load, devices)
+        found[name] = own | {"capacity": int(capacity), "fits": own["total"] <= 0.9 * capacity}
+    return found

@@ -1,0 +1,34 @@
+"""Memory by shapes alone: numbers of parameters as published, and what scales with what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from longhaul.algorithms.config import GRPOConfig
+from longhaul.diagnostics import memory_plan
+from longhaul.diagnostics.memory_plan import Load
+from longhaul.reasoning import transformer
+
+LOAD = Load(prompts=8, prompt=256, length=1024, wave=64)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.720), ("qwen3-8b", 8.191)])
+def test_models_by_name_have_as_many_parameters_as_published(name: str, billions: float) -> None:
+    assert transformer.size(memory_plan.SHAPES[name]) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_parts_of_a_device() -> None:
+    model = dataclasses.replace(memory_plan.SHAPES["qwen3-0.6b"], precision="bf16", remat="full")
+    config = GRPOConfig(group=8, num_minibatches=1, accumulate=8, model=model)
+    whole, split = (memory_plan.parts(config, LOAD, devices) for devices in (1, 8))
+    count = transformer.size(model)
+    assert (whole["parameters"], whole["optimiser"]) == (4 * count, 8 * count)
+    assert 8 * split["parameters"] < 1.01 * whole["parameters"]  # but for norms
+    again = memory_plan.parts(dataclasses.replace(config, accumulate=64), LOAD, 1)
+    assert whole["learning"] - again["learning"] > 0.8 * (whole["learning"] - 8 * count)  # an eighth of the tokens
+    adapters = dataclasses.replace(config, model=dataclasses.replace(model, lora=16, frozen="bf16"))
+    small = memory_plan.parts(adapters, LOAD, 1)
+    assert 2 * count < small["parameters"] < 2.1 * count
+    assert small["optimiser"] < 0.05 * whole["optimiser"]
