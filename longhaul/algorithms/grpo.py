@@ -311,7 +311,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     total = objective(config)
 
     def init(key: Key) -> State:
-        params = transformer.init(key, config.model)
+        params = transformer.init(key, config.model, blank=bool(config.model_folder))
         reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 and not config.model.lora else ()
         zero, begun = jnp.int32(0), optimiser.init(transformer.split(config.model, params)[0])
         return State(params, begun, reference, zero, zero, gates.begin(config.gate))

@@ -87,23 +87,26 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
     return whole | {"layers": {name: (config.layers, *shape) for name, shape in layer.items()}}
 
 
-def init(key: Key, config: ModelConfig) -> Params:
+def init(key: Key, config: ModelConfig, *, blank: bool = False) -> Params:
     """Initial parameters, normal; kernels that add to the residual are scaled by 1 / sqrt(2 L) as in GPT-2.
 
     Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's deviation is 0.02 for
     any width, which is this one's at 2,500; a model of width 64 then needs hundreds of updates before it learns.
+
+    With `blank` all but LoRA's factors are zeros, for files to fill: drawing takes five times the model's memory.
     """
     check(config)
     flat, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     named = [(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
-    kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias", "_up"))]
-    drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels), strict=True))
+    own = [(number, name, shape) for number, name, shape in named if not blank or name.endswith("_down")]
+    kernels = [(number, shape) for number, name, shape in own if not name.endswith(("norm", "bias", "_up"))]
+    drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels) if kernels else [], strict=True))
     arrays = []
     for number, name, shape in named:
-        if name.endswith("norm"):
+        if name.endswith(("bias", "_up")) or (blank and number not in drawn):
+            arrays.append(jnp.zeros(shape, kept_in(config, name)))
+        elif name.endswith("norm"):
             arrays.append(jnp.ones(shape, jnp.float32))
-        elif name.endswith(("bias", "_up")):
-            arrays.append(jnp.zeros(shape, jnp.float32))
         else:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
             deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0

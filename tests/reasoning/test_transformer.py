@@ -182,6 +182,9 @@ def test_frozen_kernels_are_rounded_and_the_program_has_no_wider_copy_of_them() 
     plain_learnt, plain = transformer.split(config, transformer.init(jax.random.key(2), config))
     jax.tree.map(np.testing.assert_array_equal, learnt, plain_learnt)
     jax.tree.map(lambda x, wide: np.testing.assert_array_equal(x, wide.astype(x.dtype)), rest, plain)
+    blank, zeros = transformer.split(rounding, transformer.init(jax.random.key(2), rounding, blank=True))
+    jax.tree.map(np.testing.assert_array_equal, blank, learnt)
+    jax.tree.map(lambda x, zero: np.testing.assert_array_equal(np.zeros(x.shape, x.dtype), zero), rest, zeros)
     kernels = {name: x.shape for name, x in rest["layers"].items() if x.dtype == jnp.bfloat16}
     assert set(kernels) == set(transformer.ADAPTED)
 
