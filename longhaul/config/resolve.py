@@ -246,6 +246,7 @@ def _check_reasoning(run: Run) -> None:
         raise RunError("completions are sampled by the learner, its threads or its processes; give --topology actors "
                        "--actor-kind thread, or leave both out")  # fmt: skip
     problem_sets.check(run.environment)
+    assert isinstance(run.algorithm, GRPOConfig)
     if run.algorithm.resample and run.topology != "actors":
         raise RunError(f"--resample is {run.algorithm.resample}, and actors sample again; give --topology actors")
     if not run.environment.exact and run.topology != "actors":
