@@ -88,9 +88,13 @@ its lane, both where there is a lane beside; those which begin with the ego besi
 those with a vehicle that stands in a lane."""
 CYCLES = 0.04
 """Share of vehicles that are cyclists, in the lane."""
-UNLIMITED, LIGHTLESS, PARTLY, ARROWS, FLASHES = 0.35, 0.15, 0.4, 0.5, 0.15
+UNLIMITED, LIGHTLESS, PARTLY, ARROWS, FLASHES = 0.35, 0.15, 0.5, 0.5, 0.15
 """Shares of logs: those that tell no speed limit; of those with lights, those that do not tell of them, those that
 tell a part of their states, and those with arrows; of junctions without lights, those where lights flash."""
+SLOW = 0.3
+"""Share of logs in which all traffic is slower than the road allows, for a reason that one does not see."""
+MANNERS = ((1.2, 2.3), (1.6, 2.8), (0.9, 1.8), (1.3, 3.0))
+"""Bounds of `traffic.Manner`, which differs from log to log."""
 REACH = (45.0, 110.0)
 """Metres within which half of the recorders see others."""
 TRIES = 60
@@ -113,6 +117,7 @@ class Scene(NamedTuple):
     lights: np.ndarray | None  # int8 [legs, T]
     walkers: Bystanders  # who cross
     least: float  # m that the ego must go
+    manner: traffic.Manner
 
 
 def generate(seed: int) -> Log:
@@ -127,7 +132,7 @@ def generate(seed: int) -> Log:
         elif attempt % 3 == 2:
             level *= 0.6
         scene = draw_scene(rng, world, net, level)
-        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers.pose[..., :2])
+        s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers.pose[..., :2], scene.manner)
         if not fit(net, scene, s, v):
             continue
         bodies = embody(
@@ -179,6 +184,8 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     kind, size = draw_sizes(rng, role)
     length = size[:, 0]
     urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), STEPS, 1)
+    if rng.random() < SLOW:
+        urge *= float(rng.uniform(0.45, 0.9))
     provoke(rng, path, s, urge)
     urge[kind == log.CYCLIST] *= float(rng.uniform(0.25, 0.5))
     if jams:
@@ -210,7 +217,17 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     walkers = bystanders.draw_crossing(rng, world, lights, level, STEPS)
     moves = 25.0 if lights is None else 12.0
     least = 0.0 if stands or mode == RED else 4.0 if jams else min(moves, 10.0) if OBSTACLE in role else moves
-    return Scene(cars, kind, size, wave, shift, lights, walkers, least)
+    return Scene(
+        cars,
+        kind,
+        size,
+        wave,
+        shift,
+        lights,
+        walkers,
+        least,
+        traffic.Manner(*(float(rng.uniform(*bounds)) for bounds in MANNERS)),
+    )
 
 
 def draw_beside(rng: np.random.Generator, world: World, scene: Scene, start: np.ndarray) -> Bystanders:
@@ -424,8 +441,9 @@ def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodie
         flat = points[..., :1] * turn[0] + points[..., 1:] * turn[1] + shift
         return np.round(np.concatenate([flat, np.full((*points.shape[:-1], 1), height)], -1), 6)
 
-    order = rng.permutation(len(bodies.kind))
-    valid = within_reach(rng, bodies)[order]
+    seen = within_reach(rng, bodies)
+    order = rng.permutation(np.flatnonzero(seen.any(1)))
+    valid = seen[order]
     heading = np.round((bodies.pose[order][..., 2] + angle + np.pi) % (2 * np.pi) - np.pi, 6)
     direction = np.stack([np.cos(heading), np.sin(heading)], -1)
     position = placed(bodies.pose[order][..., :2])

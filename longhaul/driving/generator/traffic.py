@@ -35,6 +35,18 @@ NEAR_WALKER = 2.2
 """Metres from a path's middle within which people on foot are on it."""
 
 
+class Manner(NamedTuple):
+    """Parameters of the driver model."""
+
+    push: float = PUSH
+    comfort: float = COMFORT
+    headway: float = HEADWAY
+    room: float = ROOM
+
+
+USUAL = Manner()
+
+
 class Network(NamedTuple):
     """Tables over P paths with K samples, one a metre; a path shorter than K repeats its end."""
 
@@ -126,7 +138,9 @@ def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
     return found.reshape(*s.shape, 3)
 
 
-def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray, manner: Manner = USUAL
+) -> tuple[np.ndarray, np.ndarray]:
     """Arc length and speed [N, T] of vehicles; `lights` [legs, T] as in a log. Past its path's end one waits unseen."""
     from longhaul.driving.generator import kernels
 
@@ -135,5 +149,5 @@ def run(net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.nda
     return kernels.drive(
         cars.path, cars.s, cars.speed, cars.length, cars.urge, joins, shown, net.leg, foresee(net, walkers), net.speed,
         net.length, net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
-        DT, PUSH, COMFORT, HARDEST, HEADWAY, ROOM, LINE_ROOM, PREVIEW, PATIENCE,
+        DT, manner.push, manner.comfort, HARDEST, manner.headway, manner.room, LINE_ROOM, PREVIEW, PATIENCE,
     )  # fmt: skip

@@ -567,9 +567,10 @@ def choose(position: np.ndarray, valid: np.ndarray, sdc: int, objects: int) -> n
     path = position[sdc, :, :2][:: max(1, valid.shape[1] // 40)]
     moved = np.hypot(*(position[..., :2].max(1) - position[..., :2].min(1)).T) > 1.0
     away = np.full(len(position), np.inf)
-    for i in np.flatnonzero(valid.any(1) & np.isfinite(position).all((1, 2))):
-        own = position[i, :, :2] if moved[i] else position[i, :1, :2]
-        away[i] = np.hypot(*(own[:, None] - path[None]).transpose(2, 0, 1)).min()
+    known = np.flatnonzero(valid.any(1) & np.isfinite(position).all((1, 2)))
+    looked = moved[known, None] | (np.arange(position.shape[1]) == 0)  # at who stands, once
+    near = approach(position[known, :, :2][looked], path)[0]
+    away[known] = np.minimum.reduceat(near, np.cumsum(looked.sum(1)) - looked.sum(1))
     away[~moved & (away > FAR)] = np.inf
     away[sdc] = -1.0
     order = np.argsort(away, kind="stable")[:objects]
@@ -629,14 +630,16 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
             f"{log.id}: its routes lie {wide:.3g} km by {tall:.3g} km apart, beyond {MOST_AREA * 1e-6:g} square km: "
             "control fewer agents, or leave this log out"
         )
-    lines = []
-    for feature in log.features:
-        if feature.kind not in (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN) or len(feature.points) < 2:
-            continue
-        points = feature.points - origin
-        away, closest = approach(points[:, :2], near[::5, :2])
-        level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
-        lines += [points[run] for run in runs(level)]
+    edges = [f.points for f in log.features if f.kind in (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN) and len(f.points) > 1]
+    points = np.concatenate([np.zeros((0, 3)), *edges]) - origin
+    away, closest = approach(points[:, :2], near[::5, :2])
+    level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
+    ends = np.cumsum([len(edge) for edge in edges[:-1]]).astype(int)
+    lines = [
+        line[run]
+        for line, flat in zip(np.split(points, ends), np.split(level, ends), strict=True)
+        for run in runs(flat)
+    ]
     return distance_field(make_edges(lines), low, high)
 
 
@@ -659,11 +662,11 @@ def draw(log: Log, routes: list[Route], origin: np.ndarray) -> tuple[tuple[int, 
     near = np.concatenate([r.points[::10, :2] for r in routes])
     lines: list[np.ndarray] = []
     kind_of: list[int] = []
-    for feature in log.features:
-        if not len(feature.points):
-            continue
-        points = feature.points[:, :2] - origin[:2]
-        close = approach(points, near)[0] < DRAWN
+    features = [feature for feature in log.features if len(feature.points)]
+    every = np.concatenate([np.zeros((0, 2)), *(feature.points[:, :2] for feature in features)]) - origin[:2]
+    ends = np.cumsum([len(feature.points) for feature in features[:-1]]).astype(int)
+    parts = np.split(every, ends), np.split(approach(every, near)[0] < DRAWN, ends)
+    for feature, points, close in zip(features, *parts, strict=False):
         if feature.kind in (kinds.CROSSWALK, kinds.SPEED_BUMP, kinds.DRIVEWAY):
             close[:] = close.any()
         pieces = [points[run] for run in runs(close)]
