@@ -187,7 +187,7 @@ def _rate(
     `updates` are those of the whole run.
     """
     assert config.num_minibatches is not None and config.update_epochs is not None
-    steps = config.num_minibatches * config.update_epochs
+    steps = float(config.num_minibatches * config.update_epochs)  # int32 ends at 2^31 steps of the optimiser
     shares = mean(jnp.stack([jnp.mean(data.lesson == DEMONSTRATED), jnp.mean(data.lesson >= SOLVED)]))
 
     def falling(left: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from longhaul import prng, replay
+from longhaul.algorithms.actor_critic import annealing
 from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
@@ -169,6 +170,16 @@ def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
     return (*some, chosen(after[2], before[2]))
 
 
+def _scheduled(opt_state: PyTree, updates: jax.Array) -> PyTree:
+    """State whose rate is that of an update. Optax's count is of the optimiser's steps: it ends at 2^31 - 1, begins at
+    `learning_starts`, and of a rare network it has the own steps alone."""
+
+    def at(part: PyTree) -> PyTree:
+        return part._replace(count=updates) if isinstance(part, optax.ScaleByScheduleState) else part
+
+    return jax.tree.map(at, opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+
+
 def algorithm(
     spec: Spec,
     config: OffPolicy,
@@ -180,8 +191,8 @@ def algorithm(
     updates, mean, sizes = context.updates, context.mean, context.sizes
     # Both have the same state, so that a run may continue with the other; only the second reads the gradients.
     cut = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    lr = optax.linear_schedule(config.lr, 0.0 if config.anneal else config.lr, updates * config.gradient_steps)
-    optimiser = optax.chain(cut, optax.adam(lr, eps=config.adam_eps))
+    rate = annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
+    optimiser = optax.chain(cut, optax.adam(rate, eps=config.adam_eps))
     store = None if sizes is None else replay.replay(
         spec, parts.kept, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
         prioritised=config.priority_exponent is not None,
@@ -231,6 +242,7 @@ def algorithm(
             grads, now, error = context.isolated(functools.partial(_gradient, parts))(params, target, batch, noise)
             grads, now = mean((grads, now))
             before = params, opt_state, target
+            opt_state = _scheduled(opt_state, state.updates)
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
             params = {name: optax.apply_updates(old, changes[name][0]) for name, old in params.items()}
             opt_state = {name: after for name, (_, after) in changes.items()}

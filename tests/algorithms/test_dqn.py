@@ -10,11 +10,14 @@ import pytest
 from longhaul.algorithms import dqn
 from longhaul.algorithms.config import DQNConfig
 from longhaul.algorithms.run_context import RunContext
+from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.replay import Sizes
+from longhaul.rollout import collector
 from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Masked
-from tests.algorithms.test_sac import SMALL, UPDATES, learnt, steered
-from tests.helpers.quick import zeros
+from tests.algorithms.test_sac import SMALL, STEPS, UPDATES, WORLDS, learnt, steered
+from tests.helpers.quick import quick, zeros
 
 SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}
 
@@ -75,6 +78,29 @@ def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
     shares = [float(algorithm.policy(ready._replace(updates=np.int32(n))).random) for n in (0, 30, 60, 120)]
     np.testing.assert_allclose(shares, [0.9, 0.55, 0.2, 0.2], rtol=1e-6)
     assert float(algorithm.policy(state).random) == 1.0
+
+
+def test_the_rate_falls_to_nothing_at_the_last_update_that_int32_counts() -> None:
+    """Adam's first step is as long as the rate, and there are more steps of the optimiser than int32 counts."""
+    probe, last = PROBES["constant"](), 2**31 - 1
+    settings = config(probe, **SIMPLE, gradient_steps=2, learning_starts=WORLDS * STEPS)
+    context = RunContext(updates=last, mean=lambda x: x, sizes=Sizes(1, WORLDS, STEPS))
+    algorithm = dqn.dqn(probe.environment.spec, settings, context)
+    collect = collector(vectorise(probe.environment, WORLDS), algorithm.act, algorithm.memory, steps=STEPS)
+
+    def learn(state: Any, key: Any) -> Any:
+        _, data, _ = collect.collect(algorithm.policy(state), collect.start(key), key, state.updates)
+        return algorithm.learn(state, data, key)[0].params
+
+    state, program = quick(algorithm.init)(jax.random.key(0)), quick(learn)
+
+    def moved(updates: int) -> float:
+        after = program(state._replace(updates=np.int32(updates)), jax.random.key(1))
+        return max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (after, state.params)), strict=True))
+
+    begun, half, ended = map(moved, (0, last // 2, last))
+    assert begun == pytest.approx(2 * settings.lr, rel=0.1)
+    assert half == pytest.approx(begun / 2, rel=1e-3) and ended == 0.0
 
 
 def test_a_vector_is_refused() -> None:

@@ -253,15 +253,18 @@ def test_the_rate_falls_to_a_tenth_in_the_last_third() -> None:
     """Updates from rewards: 2 taught, 30 more, two steps of the optimiser each."""
     rewards = SimpleNamespace(lesson=jnp.zeros(4, jnp.int32))
 
-    def at(updates: int, step: int = 0, **changes: Any) -> float:
+    def at(updates: int, step: int = 0, of: int = 32, **changes: Any) -> float:
         state = SimpleNamespace(updates=jnp.int32(updates), imitated=jnp.int32(2))
-        settings = config(taught=2, lr=1e-3, warmup=0, num_minibatches=2, update_epochs=1, **changes)
-        return float(grpo._rate(settings, state, rewards, 32, meshes.identity)(jnp.int32(step)))  # type: ignore[arg-type]
+        settings = config(taught=2, lr=1e-3, num_minibatches=2, update_epochs=1, **({"warmup": 0} | changes))
+        return float(grpo._rate(settings, state, rewards, of, meshes.identity)(jnp.int32(step)))  # type: ignore[arg-type]
 
     assert [at(2), at(12), at(22)] == pytest.approx([1e-3] * 3)
     assert at(27) == pytest.approx(5.5e-4)
     assert at(31, 1) == pytest.approx(1e-4 + 9e-4 * 3 / 60)
     assert at(31, 1, anneal=False) == pytest.approx(1e-3)
+    most = 2**31 - 1  # updates; int32 counts no four billion steps of the optimiser
+    assert [at(most // 2, of=most), at(most - 1, of=most)] == pytest.approx([1e-3, 1e-4])
+    assert at(most // 2 + 9, of=most, warmup=10) == pytest.approx(1e-3)
 
 
 def test_ratios_far_from_the_sampler_are_truncated_or_masked() -> None:

@@ -31,7 +31,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.config import OffPolicy
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
-from longhaul.config.run import BEGINNING, Origin, Run, to_dict
+from longhaul.config.run import BEGINNING, MOST, Origin, Run, to_dict
 from longhaul.runtime import bounded_json, config_fields
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import CHANGEABLE, FIXED
@@ -102,6 +102,11 @@ def standing(run: Run, found: Found | None) -> Standing:
         raise RunError(
             f"--num-envs {run.num_envs} and --num-steps {run.num_steps} make updates of {after} steps, and "
             f"{left} are left of --total-steps {run.total_steps}; choose smaller ones"
+        )
+    if (last := origin.updates + left // after) > MOST:
+        raise RunError(
+            f"--num-envs {run.num_envs} and --num-steps {run.num_steps} make {last} updates in all; at most {MOST} are "
+            "possible: choose larger ones"
         )
     return Standing(origin, resized, found.step, origin.agent_steps)
 

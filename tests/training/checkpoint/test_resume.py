@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -20,7 +21,7 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import flags, run_flags, train
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Named, Origin, Run
+from longhaul.config.run import MOST, Named, Origin, Run
 from longhaul.envs import classic_control
 from longhaul.runtime import heartbeat, mesh
 from longhaul.runtime.devices import MeshShape
@@ -172,6 +173,17 @@ def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(folder: Pa
     assert result(folder) == result(resized)
     assert records(folder) == records(resized)
     assert len(json.loads((folder / "run.json").read_text())["history"]) == 1
+
+
+def test_sizes_of_more_updates_than_int32_counts_are_refused() -> None:
+    run = small(total_steps=128 * MOST)
+    sizes = {name: getattr(run, name) for name in resumption.SIZES}
+    steps = dict.fromkeys(("agent_steps", "env_steps"), 128 * (MOST - 100))
+    found = Found("1", {"step": MOST - 100, "metadata": {"sizes": sizes, "steps": steps, "place": {"swaps": 0}}})
+    wide, thin = (dataclasses.replace(run, num_envs=envs) for envs in (16, 4))
+    assert resumption.standing(wide, found).updates == MOST - 100
+    with pytest.raises(RunError, match=f"--num-envs 4 and --num-steps 16 make {MOST + 100} updates in all; at most"):
+        resumption.standing(thin, found)
 
 
 def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(folder: Path) -> None:
