@@ -345,6 +345,7 @@ PLAN_FLAGS = [
     Flag("efficiency", FLOAT, 0.9, "share of links that is reached"),
     Flag("pcie", RATE, 55e9, "between accelerator and host", shown="55GB/s"),
     Flag("hbm", RATE, 3350e9, "an accelerator's memory", shown="3350GB/s"),
+    Flag("memory-gb", FLOAT, 180.0, "gigabytes of an accelerator's memory, which must hold its part"),
     Flag("staged", SWITCH, False, "through the hosts' memory"),
     Flag("relay", SWITCH, True, "replicas pass buckets on where that is faster"),
     Flag("bucket-mb", FLOAT, 256.0, "megabytes of a receiver's bucket"),
@@ -372,7 +373,7 @@ def plan(words: Sequence[str]) -> int:
         values["params"], ITEMSIZES[values["dtype"]], values["trainers"], replicas, each, values["nic"],
         values["efficiency"], values["pcie"], values["hbm"], values["staged"], values["relay"],
         values["bucket-mb"] * 1e6, values["delta-ratio"], values["codec-share"], values["cores"],
-        values["core-encode"], values["core-decode"],
+        values["core-encode"], values["core-decode"], memory=values["memory-gb"] * 1e9,
     )  # fmt: skip
     found = cost_model.costs(setting)
     tables.report(values["json"], as_json(setting, found), lambda: show(setting, found))

@@ -39,9 +39,10 @@ class Setting:
     core_decode: float = 2.0 * GB  # dense bytes that a core decodes a second
     latency: float = 50e-6  # seconds of a message
     swap: float = 1e-3
+    memory: float = 180 * GB  # of an accelerator: a B200's
 
     def __post_init__(self) -> None:
-        for name in ("params", "itemsize", "nic", "pcie", "hbm", "bucket", "core_encode", "core_decode"):
+        for name in ("params", "itemsize", "nic", "pcie", "hbm", "bucket", "core_encode", "core_decode", "memory"):
             if not (value := getattr(self, name)) > 0.0:
                 raise ValueError(f"{name} is {value:g}; it must be above 0")
         for name in ("trainers", "replicas", "per_replica", "cores"):
@@ -52,10 +53,25 @@ class Setting:
                 raise ValueError(f"{name} is {value:g}; it must lie above 0 and not above 1")
         if self.delta_ratio < 1.0:
             raise ValueError(f"delta_ratio is {self.delta_ratio:g}; it must be at least 1")
+        least = math.ceil(self.nbytes / self.memory)
+        for name, said, count, remedy in (
+            ("receivers", f"{self.replicas}x{self.per_replica}", self.per_replica, "share a replica among"),
+            ("trainers", f"{self.trainers}", self.trainers, "take"),
+        ):
+            if count < least:
+                raise ValueError(
+                    f"{name} is {said}: each would hold {self.nbytes / count / GB:,.0f} GB of parameters in "
+                    f"{self.memory / GB:,.0f} GB; give more memory (--memory-gb), or {remedy} at least {least}"
+                )
 
     @property
     def nbytes(self) -> float:
         return self.params * self.itemsize
+
+    @property
+    def held(self) -> float:
+        """Bytes of a receiver's part."""
+        return self.nbytes / self.per_replica
 
 
 class Term(NamedTuple):
@@ -176,6 +192,8 @@ def assumptions(of: Setting) -> list[tuple[str, str]]:
         ("trainers", f"{of.trainers:,}, each with {of.nbytes / of.trainers / GB:,.2f} GB of them"),
         ("receivers", f"{of.replicas:,} replicas of {of.per_replica:,}, each with "
          f"{of.nbytes / of.per_replica / GB:,.1f} GB"),
+        ("memory", f"{2.0 * of.held / GB:,.1f} GB of {of.memory / GB:,.0f} while a receiver stages a version beside "
+         f"its own{': too much' if 2.0 * of.held > of.memory else ''}"),
         ("link", f"{of.nic * 8 / GB:g} Gb/s an accelerator and direction, of which {of.efficiency:.0%} is reached"),
         ("path", "through the hosts' memory, by PCIe" if of.staged else "from accelerator to accelerator"),
         ("PCIe, memory", f"{of.pcie / GB:g} GB/s, {of.hbm / GB:g} GB/s"),

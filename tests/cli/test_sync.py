@@ -99,6 +99,7 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         (f"{PLAN} --receivers 16y16", "16x16"),
         ("sync pull tcp:127.0.0.1:9 --out . --budget 0", "--budget is 0; it must be gigabytes, above 0"),
         (f"{PLAN} --cores 0", "cores is 0; it must be at least 1"),
+        (f"{PLAN} --receivers 100", "receivers is 100x1: each would hold 2,000 GB of parameters in 180 GB; give more"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
