@@ -17,7 +17,7 @@ from longhaul.training.assemble import Assembly
 from tests.helpers.small_runs import checkpoints, records, result, resume, small
 from tests.telemetry.test_sinks import events
 
-pytestmark = pytest.mark.usefixtures("quick_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_runs")]
 
 STEPS = 8 * 16
 LR = 3e-3
@@ -74,7 +74,6 @@ def test_the_last_of_two_to_the_31_updates_is_made(tmp_path: Path) -> None:
     assert runs.summary(whole).steps == STEPS * MOST
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2**31, 2**32])
 def test_steps_go_past(steps: int, tmp_path: Path) -> None:
     first = steps // STEPS - 8
