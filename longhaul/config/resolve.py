@@ -87,6 +87,17 @@ def _resolved(run: Run) -> Run:
         )
     if run.fsdp:
         _check_fsdp(run, devices)
+    if isinstance(run.environment, Driving) and run.environment.bank_by_host:
+        if run.fsdp or run.model > 1:
+            raise RunError(
+                "--bank-by-host does not go with devices that share parameters, which must see the same scenarios; "
+                "leave it or --fsdp and model=M out"
+            )
+        if run.deterministic:
+            raise RunError(
+                "--deterministic does not go with --bank-by-host: scenarios then follow from the number of processes; "
+                "leave one out"
+            )
     columns = run.num_envs // parts(run, devices) * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
@@ -228,6 +239,8 @@ def _check_driving(task: Driving) -> None:
         raise FieldError("bank", f"{task.bank}, and there is no --data", "of generated scenarios, --scenarios are held")
     if task.bank_updates is not None and task.bank is None:
         raise FieldError("bank_updates", task.bank_updates, "it needs --bank")
+    if task.bank_by_host and task.bank is None:
+        raise FieldError("bank_by_host", "on", "it needs --bank")
     if task.simulator.reward is not None and task.simulator.conditioning:
         raise FieldError("reward", task.simulator.reward, "--conditioning draws weights of terms, and it has none")
     if task.least > task.simulator.agents:

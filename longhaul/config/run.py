@@ -49,6 +49,7 @@ class Driving:
         None, "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all", least=1
     )
     bank_updates: int | None = setting(None, "updates in the same scenarios of the bank", least=1, auto=True)
+    bank_by_host: bool = setting(False, "each process reads and holds scenarios of its own, --bank of them")
     scenarios: int = setting(
         1024, "generated scenarios to train in", least=1, most=HELD_OUT, why=" (those after are for evaluation)"
     )

@@ -1,7 +1,8 @@
 """Training data of a run: one context for all of it, or chunks of scenarios one after the other.
 
 Scenarios that fit on the device form one bank. Shards that hold more than `Driving.bank` scenarios are read in chunks
-of that size (`shards.stream`: shuffled by the run's seed, each once an epoch; the same on all hosts). A thread reads,
+of that size (`shards.stream`: shuffled by the run's seed, each once an epoch; the same in all processes, or in each
+those of its own, `Driving.bank_by_host`: an epoch's scenarios then fall to all processes together). A thread reads,
 compiles and sends the next chunk while the run trains, so two are on the device at a time. After `Driving.bank_updates`
 updates all worlds start new episodes in the next chunk. The order of chunks follows from the seed and the number of
 updates alone.
@@ -32,12 +33,13 @@ from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.bank import Sizes
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import stream
-from longhaul.driving.shards.stream import Library, Position
+from longhaul.driving.shards.stream import Library, Position, Share
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padded
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import process_group
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
@@ -237,12 +239,17 @@ def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNI
     updates = last_update(run, origin) - origin.updates
     chunks = origin.swaps - (-updates // task.bank_updates) + AHEAD
     each = np.stack([added for _, added in needed.values()])
-    most = stream.largest(each, task.bank, chunks, seed=run.seed)
+    most = stream.largest(each, task.bank, chunks, seed=run.seed, hosts=_share(task).hosts)
     room = {name: max(needed[name][0] + int(more), 1) for name, more in zip(needed, most, strict=True)}
     name = max(room, key=room.__getitem__)
     if room[name] > MOST:
         raise BadData(f"--bank is {task.bank}; {name} of that many takes {room[name]} places, above {MOST}: hold fewer")
     return room
+
+
+def _share(task: Driving) -> Share:
+    """Share of this process in the stream."""
+    return Share(process_group.index(), process_group.count()) if task.bank_by_host else stream.WHOLE
 
 
 def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room, at: Place) -> Generator[Fed]:
@@ -254,7 +261,7 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
 
     batches = stream.batches(
         library, size=size, seed=run.seed, position=at.position, agents=agents, horizon=task.horizon,
-        objects=task.objects, make=make, ahead=AHEAD,
+        objects=task.objects, make=make, ahead=AHEAD, share=_share(task),
     )  # fmt: skip
     try:
         swaps, begin = at.swaps, at.position
@@ -274,7 +281,8 @@ def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree
 
 
 def _send(run: Run, host: PyTree) -> Any:
-    """Data replicated on each device of the run's mesh."""
+    """Data replicated on each device of the run's mesh; with `bank_by_host` on each of this process, whose shards alone
+    read them."""
     return meshes.everywhere(host, meshes.make_mesh(*run.mesh))
 
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.shards import shard, stream
 from longhaul.driving.sim import device_bank, simulator
+from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
@@ -37,6 +39,7 @@ from longhaul.training.data import Feeding, Place
 from longhaul.types import Spec, TimeStep, transition
 from tests.helpers.driving_scenarios import line, scenario
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
+from tests.runtime.test_process_group import together
 
 COUNT, BANK, PERIOD = 7, 3, 2
 
@@ -382,12 +385,64 @@ def test_other_data_are_noticed_when_a_run_is_gone_on_with(
     assert ended_the_same(folder, whole)
 
 
+def test_hosts_read_disjoint_chunks_of_one_padding(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two hosts by 3 of 7 scenarios: in 7 chunks each is read 6 times, and no two read one at once."""
+    found = []
+    for host in range(2):
+        monkeypatch.setattr(feeds, "process_group", SimpleNamespace(index=lambda host=host: host, count=lambda: 2))
+        found.append(contexts(streaming(data, updates=13, bank_by_host=True), 7))
+    given = [[numbers(fed) for fed in each] for each in found]
+    assert len({*given[0][0], *given[1][0]}) == 2 * BANK
+    assert sorted(number for each in given for chunk in each for number in chunk) == sorted([*range(COUNT)] * 6)
+    for one, other in zip(*found, strict=True):
+        assert (one.place, one.following) == (other.place, other.following)
+        assert [x.shape for x in plain(one.context)] == [x.shape for x in plain(other.context)]
+    monkeypatch.undo()
+    alone, whole = (contexts(streaming(data, bank_by_host=by_host), 2) for by_host in (True, False))
+    assert_same([fed.context for fed in alone], [fed.context for fed in whole])  # of one process it changes nothing
+
+
+def train_by_host(folder: Path) -> int:
+    """In each of two processes of two devices: trains, and writes down what it read."""
+    read, picks = [], stream.picks
+
+    def noted(*given: Any, **options: Any) -> Any:
+        chosen, after = picks(*given, **options)
+        read.extend(chosen.tolist() if "share" in options else ())
+        return chosen, after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "picks", noted)
+        patch.setattr(loop, "evaluations", lambda *_: iter(()))
+        patch.setattr(feeds, "_within", lambda *_: Glance)
+        run = dataclasses.replace(streaming(folder / "shards", bank_by_host=True), devices=4, num_envs=8)
+        loop.train(runs.resolve(run), folder / "run", resumed=False)
+    (folder / f"read-{process_group.index()}").write_text(json.dumps(read[: 2 * BANK]))
+    return 0
+
+
+@pytest.mark.slow
+def test_two_processes_read_disjoint_scenarios_whose_union_is_the_epoch(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir(), (tmp_path / "run").mkdir()
+    for name, part in (("a", SCENARIOS[:4]), ("c", SCENARIOS[4:6])):  # six: an epoch is one chunk of each
+        shard.write(tmp_path / "shards" / f"{name}.lhs", part)
+    ended = together("train_by_host", tmp_path, "training.test_data")
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
+    both = [json.loads((tmp_path / f"read-{i}").read_text()) for i in range(2)]
+    for epoch in range(2):
+        mine, theirs = (each[epoch * BANK : (epoch + 1) * BANK] for each in both)
+        assert sorted(mine + theirs) == list(range(6))
+    assert both[0][:BANK] != both[0][BANK:]
+
+
 def test_what_can_not_be_streamed_is_one_line(data: Path) -> None:
     for task, message in [
         (Driving((str(data),), bank=0), "--bank is 0; it must be at least 1"),
         (Driving(bank=4), "--bank is 4, and there is no --data"),
         (Driving((str(data),), bank=4, bank_updates=0), "--bank-updates is 0; it must be at least 1"),
         (Driving((str(data),), bank_updates=3), "it needs --bank"),
+        (Driving((str(data),), bank_by_host=True), "--bank-by-host is on; it needs --bank"),
         (Driving(objects=1, simulator=simulator.Config(agents=2)), "--objects is 1; it must be at least --agents, 2"),
     ]:
         with pytest.raises(RunError, match=message):

@@ -53,7 +53,7 @@ PATIENCE = 0.1
 
 
 class Position(NamedTuple):
-    """Position of a host's stream: how many scenarios of its share of this epoch it gave."""
+    """Position of a stream: how many scenarios of this epoch it gave, on all hosts together."""
 
     epoch: int
     given: int
@@ -137,27 +137,40 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def picks(count: int, size: int, position: Position | tuple[int, int], *, seed: int) -> tuple[np.ndarray, Position]:
-    """The scenarios of one batch, int64 [size], from `position` on; and the position after it."""
+class Share(NamedTuple):
+    """Share of a host in a stream that several read."""
+
+    host: int = 0
+    hosts: int = 1
+
+
+WHOLE = Share()
+
+
+def picks(
+    count: int, size: int, position: Position | tuple[int, int], *, seed: int, share: Share = WHOLE
+) -> tuple[np.ndarray, Position]:
+    """The scenarios of one batch of a host, int64 [size], where all hosts together are at `position`; and the position
+    after it."""
     epoch, given = position
-    parts = []
-    while size > 0:
-        take = min(size, count - given)
+    parts, left = [], size * share.hosts
+    while left > 0:
+        take = min(left, count - given)
         parts.append(permute(np.arange(given, given + take), count, seed, epoch))
-        size, given = size - take, given + take
+        left, given = left - take, given + take
         if given == count:
             epoch, given = epoch + 1, 0
-    return np.concatenate(parts), Position(epoch, given)
+    return np.concatenate(parts)[share.host :: share.hosts], Position(epoch, given)
 
 
-def largest(values: np.ndarray, size: int, count: int, *, seed: int) -> np.ndarray:
-    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches."""
+def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:
+    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches of any of the hosts."""
     greatest, at = np.zeros(len(values), values.dtype), Position(0, 0)
-    together = max(1, TOGETHER // size)
+    together = max(1, TOGETHER // (size * hosts))
     for begin in range(0, count, together):
         some = min(together, count - begin)
-        chosen, at = picks(values.shape[1], some * size, at, seed=seed)
-        sums = [row[chosen].reshape(some, size).sum(1).max() for row in values]
+        chosen, at = picks(values.shape[1], some * size * hosts, at, seed=seed)
+        sums = [row[chosen].reshape(some, size, hosts).sum(1).max() for row in values]
         greatest = np.maximum(greatest, sums)
     return greatest
 
@@ -173,6 +186,7 @@ def batches(
     objects: int | None = None,
     make: Callable[[list[Scenario]], Batch] = list,  # type: ignore[assignment]
     ahead: int = 2,
+    share: Share = WHOLE,
 ) -> Generator[tuple[Batch, Position]]:
     """Batches of `size` scenarios without end, each with the position to resume from after it.
 
@@ -187,7 +201,7 @@ def batches(
     def produce() -> Iterator[tuple[Batch, Position]]:
         at = Position(*position)
         while True:
-            chosen, at = picks(len(library), size, at, seed=seed)
+            chosen, at = picks(len(library), size, at, seed=seed, share=share)
             yield make([load(library, int(index), agents, horizon, objects) for index in chosen]), at
 
     return prefetch(produce(), ahead)

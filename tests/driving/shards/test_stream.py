@@ -112,6 +112,19 @@ def test_a_stream_resumes_exactly(library: stream.Library) -> None:
         assert again[1] == positions[start + 1]
 
 
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_hosts_have_parts_of_one_stream(library: stream.Library, hosts: int) -> None:
+    """Interleaved, their batches are those of one host that reads as many; so each scenario is read once an epoch."""
+    whole = list(islice(stream.batches(library, size=5 * hosts, seed=9), 8))
+    each = [
+        list(islice(stream.batches(library, size=5, seed=9, share=stream.Share(host, hosts)), 8))
+        for host in range(hosts)
+    ]
+    for (batch, after), *parts in zip(whole, *each, strict=True):
+        assert {position for _, position in parts} == {after}
+        assert [s.id for s in batch] == [s.id for row in zip(*(part for part, _ in parts), strict=True) for s in row]
+
+
 def test_banks_are_made_in_the_thread(library: stream.Library) -> None:
     threads = []
 

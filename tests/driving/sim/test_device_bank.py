@@ -279,6 +279,10 @@ def test_the_largest_batches_are_those_of_the_stream(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(stream, "TOGETHER", together)
         np.testing.assert_array_equal(stream.largest(values, 4, 9, seed=5), expected)
     assert (stream.largest(values, 4, 1, seed=5) < expected).any()
+    both = [stream.picks(11, 2, (0, 0), seed=5, share=stream.Share(host, 2))[0] for host in range(2)]
+    np.testing.assert_array_equal(
+        stream.largest(values, 2, 1, seed=5, hosts=2), np.max([values[:, part].sum(1) for part in both], axis=0)
+    )
 
 
 WALKER = scenario(
