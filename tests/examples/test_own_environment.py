@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_script_trains_loads_and_walks_to_the_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / "own_environment.py")], cwd=tmp_path, capture_output=True,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from examples import ppo_from_parts
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     returns = ppo_from_parts.train()
     assert returns[0] < 100
