@@ -107,16 +107,11 @@ def on_devices(name: str, *devices: int, deterministic: bool = True, threads: in
     return found
 
 
-def test_a_run_is_the_same_on_1_and_4_devices() -> None:
+@pytest.mark.parametrize("devices", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)])  # to compile takes long
+def test_a_run_is_the_same_on_1_2_4_and_8_devices(devices: tuple[int, ...]) -> None:
     """Parameters, optimiser, normaliser, environments and metrics; minibatches of odd sizes, in several chunks."""
-    one, four = (digests(run_of("cartpole", devices)) for devices in (1, 4))
-    assert one == four
-
-
-@pytest.mark.slow
-def test_a_run_is_the_same_on_1_2_4_and_8_devices() -> None:
-    first, *others = on_devices("cartpole", 1, 2, 4, 8)
-    assert others == [first] * 3
+    first, *others = on_devices("cartpole", *devices)
+    assert others == [first] * (len(devices) - 1)
 
 
 @pytest.mark.slow
