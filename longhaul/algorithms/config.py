@@ -430,6 +430,13 @@ class GRPOConfig:
         resume=CHANGEABLE,
     )  # fmt: skip
     temperature: float = setting(1.0, "temperature at which completions are sampled", above=0)
+    top_k: int = setting(0, "most tokens that one is drawn from, the likeliest; 0: all", least=0)
+    top_p: float = setting(
+        1.0, "probability of the likeliest tokens together, from which alone one is drawn; 1: all", above=0, most=1
+    )
+    min_p: float = setting(
+        0.0, "least probability of a token that is drawn, as a share of the likeliest one's; 0: none", least=0, most=1
+    )
     resample: int = setting(
         0, "times that groups with equal rewards, which teach nothing, are sampled again from other problems (DAPO)",
         least=0, most=64, resume=CHANGEABLE,

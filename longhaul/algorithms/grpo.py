@@ -14,9 +14,11 @@ minibatch: rounding alone where both have the same parameters.
 Where we differ: the same learner imitates demonstrations (`Completions.taught`), with separate learning rates: in a
 warm start of `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed. KL is to the policy
 before the first update from rewards; with LoRA, to the model without it. A completion's ratio to the sampler's
-probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). Dynamic sampling
-(`resample`) replaces groups that teach nothing, a bounded number of times: batches keep their shape. Unless the run
-imitates, minibatches are whole groups, whose prompt is read once.
+probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). Where top-k, top-p or
+min-p truncate draws, the ratio, which is clipped, is to the probability before, and a token's loss is weighed by the
+probability that truncation left: the two make the importance weight of the draw. Dynamic sampling (`resample`) replaces
+groups that teach nothing, a bounded number of times: batches keep their shape. Unless the run imitates, minibatches are
+whole groups, whose prompt is read once.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.algorithms.run_context import RunContext
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
+from longhaul.reasoning.draw import Rule
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.runtime.errors import FieldError
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, changing
@@ -91,6 +94,11 @@ def _divided(rows: int, pieces: int, group: int) -> bool:
 def grouped(config: GRPOConfig) -> bool:
     """True where nothing is ever imitated, so that completions lie in groups of one prompt."""
     return config.taught == 0 and config.gate.threshold == 0.0
+
+
+def truncates(config: GRPOConfig) -> bool:
+    """True where some tokens are never drawn."""
+    return Rule(config.temperature, config.top_k, config.top_p, config.min_p).truncated
 
 
 def shaped(config: GRPOConfig, data: Completions) -> jax.Array:
@@ -220,6 +228,8 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
         each, clipped = surrogate(
             loss, log_prob, data.log_prob, data.taken, batch.advantage, config.correction, config.correction_cap
         )
+        if truncates(config) and config.correction != "none":
+            each = each * jnp.exp(data.log_prob - data.behaviour)
         taught = data.taught[:, None]
         own = data.taken & ~taught
         off = jnp.where(own, log_prob - data.log_prob, 0.0)

@@ -6,6 +6,7 @@ stop saves.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Run
-from longhaul.reasoning import problem_sets, test_time_compute
+from longhaul.reasoning import problem_sets, sampler, test_time_compute
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
 from longhaul.reasoning.tasks import Problem
 from longhaul.reasoning.test_time_compute import Solution, drawing
 from longhaul.reasoning.tokenizer import Budget
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import FieldError, RunError
 from longhaul.training import reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.run_dir import load_run
@@ -43,6 +44,17 @@ GROUPS = {
         Flag("step-mark", TEXT, "", "text that ends a step of --steps, for a model in words; \\n is a newline"),
         Flag("answer-mark", TEXT, "", "text that is put behind the last step, such as ####"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
+        Flag("top-k", INT, None, "most tokens to draw from, the likeliest; 0: all", shown="the run's"),
+        Flag(
+            "top-p",
+            FLOAT,
+            None,
+            "probability of the likeliest tokens, from which alone one is drawn",
+            shown="the run's",
+        ),
+        Flag(
+            "min-p", FLOAT, None, "least probability of a token, as a share of the likeliest one's", shown="the run's"
+        ),
         Flag("seed", INT, 0, "of sampling"),
         Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", least=1),
         Flag("json", OUTPUT, None, "write the solutions, or the curve, to this file; - is stdout"),
@@ -60,6 +72,10 @@ def reason(words: Sequence[str]) -> int:
         test_time_compute.check(settings)
     except ValueError as error:
         raise FlagError(f"--{error}") from error
+    try:
+        sampler.check(Sampling(**_changes(parsed)))
+    except FieldError as error:
+        raise error.of_flag() from error
     folder = folder_of(parsed, 'longhaul reason RUN "3+4-2="')
     task = load_run(folder).environment
     if not isinstance(task, Reasoning):
@@ -74,9 +90,8 @@ def reason(words: Sequence[str]) -> int:
     steps, budget = parsed["steps"], _budget(task, parsed)
     run, policy, _ = restore_policy(folder)
     draw = drawing(
-        _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
-        temperature=_temperature(run, parsed), max_reasoning_steps=UNBOUNDED if steps is None or budget else steps,
-        words=reasoning_setup.words(run, budget),
+        _model(run).model, policy.params, _sampling(run, parsed), seed=parsed["seed"],
+        max_reasoning_steps=UNBOUNDED if steps is None or budget else steps, words=reasoning_setup.words(run, budget),
     )  # fmt: skip
     found = test_time_compute.ReasoningOptimizer(made, draw, settings).solve(asked)
 
@@ -107,8 +122,17 @@ def _model(run: Run) -> Reasoner:
     return run.algorithm
 
 
-def _temperature(run: Run, parsed: dict[str, Any]) -> float:
-    return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
+RULE = ("temperature", "top_k", "top_p", "min_p")
+"""Flags of the draw of a token, whose default is the run's."""
+
+
+def _sampling(run: Run, parsed: dict[str, Any], group: int | None = None) -> Sampling:
+    """Settings of the run's sampling, changed by flags."""
+    return dataclasses.replace(reasoning_setup.sampling(run, group), **_changes(parsed))
+
+
+def _changes(parsed: dict[str, Any]) -> dict[str, Any]:
+    return {name: parsed[name] for name in RULE if parsed[name] is not None}
 
 
 def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test_time_compute.Config) -> int:
@@ -121,7 +145,7 @@ def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test
     made, asked = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
     words = reasoning_setup.words(run)
     posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
-    how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)
+    how = _sampling(run, parsed, settings.samples)
     found = test_time_compute.think(
         made, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model, sampling=how,
         settings=settings, words=words,

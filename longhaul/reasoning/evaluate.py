@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul import prng
 from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
@@ -74,8 +75,7 @@ def scores(known: Marks, ends: Any, written: Any, leaders: Any, samples: int) ->
 
 
 def _waves(config: ModelConfig, how: Sampling, words: Tokeniser) -> Callable[..., Drawn]:
-    sample = sampler(config, how.length, how.temperature, group=how.group, words=words)
-    return in_waves(sample, max(1, how.wave // how.group))
+    return in_waves(sampler(config, how, words=words), max(1, how.wave // how.group))
 
 
 def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
@@ -87,7 +87,8 @@ def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[...,
     def evaluate(
         params: Params, problems: Bank, key: Key, budget: jax.Array | int = UNBOUNDED
     ) -> tuple[Quality, Drawn]:
-        drawn = sample(params, problems.prompt, key, jnp.int32(budget))
+        keys = prng.split(key, len(problems.prompt) * sampling.group)
+        drawn = sample(params, problems.prompt, keys, jnp.int32(budget))
         return quality(problems, drawn, sampling.group), drawn
 
     return evaluate
@@ -117,11 +118,12 @@ def evaluate_on_host(
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(_waves(config, how, words))
-    on = turns.continuing(config, how.length, how.temperature, how.wave, words)
+    on = turns.continuing(config, how, words)
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
-        drawn = jax.device_get(sample(params, posed.prompt, key, jnp.int32(UNBOUNDED)))
-        drawn = on(params, np.repeat(posed.prompt, how.group, axis=0), drawn, key)
+        keys = jax.random.split(key, len(posed.prompt) * how.group)
+        drawn = jax.device_get(sample(params, posed.prompt, keys, jnp.int32(UNBOUNDED)))
+        drawn = on(params, np.repeat(posed.prompt, how.group, axis=0), drawn, keys)
         return quality_on_host(task, asked, drawn, words, how.group), drawn
 
     return evaluate

@@ -9,8 +9,12 @@ arXiv 2501.19393). Such a token was not sampled, and `taken` is False for it: no
 `transformer.forward` reads the prompt, `decode.step` each later token; they agree up to rounding. Both give float32
 logits, used at the same temperature.
 
+Each completion has a key of its own: its tokens depend on neither its batch nor its place there. Where draws are
+truncated (top-k, top-p, min-p) both log-probabilities are recorded, before and after; the learner's ratio is to the
+former.
+
 Where we differ from engines for large models: all completions of a wave take the slots of the longest allowed one, so
-that shapes are static and memory never grows. There is no top-p and no top-k: they would bias the ratio.
+that shapes are static and memory never grows.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import prng
-from longhaul.reasoning import decode, tokenizer, transformer
+from longhaul.reasoning import decode, draw, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, checked, ended, marks
+from longhaul.runtime.errors import FieldError
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
 LOGITS = 2**23
@@ -61,7 +66,8 @@ class Completions(NamedTuple):
     token: jax.Array  # int32 [B, N], PAD behind the end
     written: jax.Array  # bool [B, N]: up to and with the end
     taken: jax.Array  # bool [B, N]: a loss may count it: sampled by the policy and, for OWN, in a verified chain
-    log_prob: jax.Array  # float32 [B, N], of sampling; 0 where it was not sampled
+    log_prob: jax.Array  # float32 [B, N], of sampling, before truncation; 0 where it was not sampled
+    behaviour: jax.Array  # float32 [B, N]: the same after top-k, top-p and min-p
     reward: jax.Array  # float32 [B]
     soundness: jax.Array  # float32 [B]
     lesson: jax.Array  # int32 [B], one of those below
@@ -102,6 +108,24 @@ class Sampling:
     group: int = 16  # completions of a problem
     temperature: float = 1.0  # 0: always the likeliest token
     wave: int = 64  # rows decoded together; on a CPU fewer stay in its cache
+    top_k: int = 0  # most tokens to draw from; 0: all
+    top_p: float = 1.0  # probability of the likeliest tokens, from which alone one is drawn
+    min_p: float = 0.0  # least probability of a token, as a share of the likeliest one's
+
+    @property
+    def rule(self) -> draw.Rule:
+        return draw.Rule(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def check(sampling: Sampling) -> None:
+    """Raises FieldError, with value, bound and remedy."""
+    for name, least in (("temperature", 0.0), ("top_k", 0), ("min_p", 0.0)):
+        if not getattr(sampling, name) >= least:
+            raise FieldError(name, getattr(sampling, name), f"it must be at least {least:g}")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise FieldError("top_p", sampling.top_p, "it must be above 0 and at most 1; 1 keeps all tokens")
+    if not sampling.min_p <= 1.0:
+        raise FieldError("min_p", sampling.min_p, "it must be at most 1; 0 keeps all tokens")
 
 
 # ------------------------------------------------------------------------------------------------------------- banks
@@ -148,6 +172,7 @@ class Drawn(NamedTuple):
     written: jax.Array
     taken: jax.Array
     log_prob: jax.Array
+    behaviour: jax.Array
 
 
 class _Decoding(NamedTuple):
@@ -163,46 +188,23 @@ class _Decoding(NamedTuple):
     ended: jax.Array  # bool [B]
 
 
-def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tokenizer.PAD) -> jax.Array:
-    """Log-probabilities of the next token, tokens along `axis`. Padding is never sampled: it is not read as a token."""
-    logits = logits / temperature
-    if pad != tokenizer.NONE:
-        places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
-        logits = jnp.where(places == pad, transformer.NEVER, logits)
-    return jax.nn.log_softmax(logits, axis=axis)
-
-
-def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer.PAD) -> tuple[jax.Array, jax.Array]:
-    """(token, its log-probability) [B] of logits [V, B]: the draw of `jax.random.categorical`; at temperature 0 the
-    likeliest token with log-probability 0."""
-    if temperature == 0.0:
-        return jnp.argmax(scored(logits, 1.0, 0, pad), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
-    scores = scored(logits, temperature, 0, pad)
-    noise = prng.gumbel(key, logits.shape[::-1]).T
-    token = jnp.argmax(scores + noise, axis=0).astype(jnp.int32)
-    return token, jnp.take_along_axis(scores, token[None], axis=0)[0]
-
-
 def sampler(
     config: ModelConfig,
-    length: int,
-    temperature: float,
+    how: Sampling,
     *,
-    group: int = 1,
     ends: bool = True,
     words: Tokeniser = tokenizer.TOKENISER,
 ) -> Callable[..., Drawn]:
-    """Function (params, prompt [M, P], key, budget) -> `group` completions of at most `length` tokens of each prompt,
-    which is read once; a loop of decode steps.
+    """Function (params, prompt [M, P], keys [M * group], budget) -> a group of completions of each prompt, which is
+    read once; a loop of decode steps. A completion depends on its prompt and key alone.
 
     `budget` int32: most steps of each; it has no effect for `words` without steps and answers. The loop ends with the
-    longest completion; without `ends`, with the last allowed token.
+    longest completion; without `ends`, with the last allowed token. Raises FieldError for an impossible `how`.
     """
-    if temperature < 0.0:
-        raise ValueError(f"temperature is {temperature}; it must be at least 0")
-    pad = words.pad
+    check(how)
+    pad, length, group, rule = words.pad, how.length, how.group, how.rule
 
-    def sample(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
+    def sample(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array) -> Drawn:
         rows, room = group * prompt.shape[0], prompt.shape[1]
         hidden, kept = transformer.trunk(config, params, prompt, prompt != pad, keeps=True)
         assert kept is not None
@@ -210,19 +212,20 @@ def sampler(
         kept = jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), kept)
         prompt = jnp.repeat(prompt, group, axis=0)
         nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
-        blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
+        zero = jnp.zeros((length, rows))
+        blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, zero, zero)
         cache = decode.begin(kept, prompt != pad, room + length)
         zeros = jnp.zeros(rows, jnp.int32)
         begun = _Decoding(jnp.int32(0), cache, logits, blank, zeros, zeros, none, none)
         kernels = decode.prepare(config, params, room + length)
-        keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
+        uniforms = jax.vmap(lambda key: prng.uniform(key, (length, 2)), out_axes=1)(keys)
 
         def one(now: _Decoding) -> _Decoding:
-            token, log_prob = chosen(now.logits, temperature, keys[now.t], pad)
+            token, *log_probs = draw.chosen(now.logits, uniforms[now.t], rule, pad)
             forced = (now.steps >= budget) & ~now.answering
             token = jnp.where(now.ended, pad, jnp.where(forced, words.answer, token))
             taken = ~now.ended & ~forced
-            row = Drawn(token, ~now.ended, taken, jnp.where(taken, log_prob, 0.0))
+            row = Drawn(token, ~now.ended, taken, *(jnp.where(taken, x, 0.0) for x in log_probs))
             drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, now.t, 0), now.drawn,
                                  row)  # fmt: skip
             answering = now.answering | (token == words.answer)
@@ -254,15 +257,13 @@ def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
 def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
     """Sampler that decodes at most about `wave` prompts at a time."""
 
-    def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array) -> Drawn:
+    def some(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array) -> Drawn:
         rows = prompt.shape[0]
         count = next(n for n in range(-(-rows // wave), rows + 1) if rows % n == 0)
         if count == 1:
-            return sample(params, prompt, key, budget)
-        parts = prompt.reshape(count, rows // count, -1)
-        drawn = jax.lax.map(
-            lambda each: sample(params, each[0], each[1], budget), (parts, jax.random.split(key, count))
-        )
+            return sample(params, prompt, keys, budget)
+        parts = prompt.reshape(count, rows // count, -1), keys.reshape(count, -1)
+        drawn = jax.lax.map(lambda each: sample(params, *each, budget), parts)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn)
 
     return some
@@ -291,7 +292,7 @@ def log_probs(
     @jax.checkpoint
     def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         inner, token = part
-        scores = scored(transformer.unembed(config, params, inner), temperature, pad=config.pad)
+        scores = draw.scored(transformer.unembed(config, params, inner), temperature, pad=config.pad)
         fixed = jax.lax.stop_gradient(scores)
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
@@ -383,10 +384,7 @@ def collector(
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
-    sample = in_waves(
-        sampler(config, sampling.length, sampling.temperature, group=sampling.group, words=words),
-        max(1, sampling.wave // sampling.group),
-    )
+    sample = in_waves(sampler(config, sampling, words=words), max(1, sampling.wave // sampling.group))
     count = problems.prompt.shape[0]
     gated = gated and count >= APART
 
@@ -402,7 +400,8 @@ def collector(
         reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
         which = unseen(key, rows, reach) if gated else jax.random.randint(key, (rows,), 0, reach)
         written = text[which] != words.pad
-        return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
+        nothing = jnp.zeros(written.shape)
+        return which, Drawn(text[which], written, written, nothing, nothing)
 
     def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
@@ -412,7 +411,7 @@ def collector(
             looked = jnp.where(looked < count, looked, APART - 1)
             which = jnp.where(speaker.look == 1, looked, which)
             which = jnp.where(speaker.lesson == OWN, unseen(key_which, prompts, count), which)
-        drawn = sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+        drawn = sample(speaker.params, problems.prompt[which], prng.split(key_sample, rows), jnp.int32(UNBOUNDED))
         return jnp.repeat(which, sampling.group), drawn
 
     lessons = (
@@ -429,8 +428,8 @@ def collector(
         solution, text, nothing = problems.solution[which], drawn.token, jnp.zeros(rows)
         lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
-            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, nothing, nothing, lesson, made,
-            which.astype(jnp.int32), jnp.zeros(rows, bool),
+            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, drawn.behaviour, nothing, nothing,
+            lesson, made, which.astype(jnp.int32), jnp.zeros(rows, bool),
         )  # fmt: skip
         marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
         known, sums = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)

@@ -7,6 +7,7 @@ takes them in order, so that differences come from the rule alone and not from t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -199,14 +200,14 @@ ROOM, ROWS = 8, 64
 def drawing(
     config: ModelConfig,
     params: Params,
+    how: Sampling,
     *,
-    length: int,
-    temperature: float = 1.0,
     max_reasoning_steps: int = UNBOUNDED,
     seed: int = 0,
     words: Tokeniser = tokenizer.TOKENISER,
 ) -> Draw:
-    """Sampler of completions of at most `length` tokens and `max_reasoning_steps` steps, different in each call.
+    """Sampler of completions of at most `max_reasoning_steps` steps, different in each call; of `how` neither group nor
+    wave matters.
 
     Prompts go in batches of few shapes, so that few programs are compiled. After as many steps the answer's mark is
     inserted. Raises ValueError for a text with unknown characters, and for a
@@ -216,8 +217,9 @@ def drawing(
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
     if max_reasoning_steps < UNBOUNDED and words.answer == tokenizer.NONE:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
-    sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), ROWS))
-    on = turns.continuing(config, length, temperature, ROWS, words)
+    how = dataclasses.replace(how, group=1, wave=ROWS)
+    sample = jax.jit(in_waves(sampler(config, how, words=words), ROWS))
+    on = turns.continuing(config, how, words)
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
@@ -227,11 +229,11 @@ def drawing(
         rows = 1 << (len(encoded) - 1).bit_length()  # a power of two
         padded = [[words.pad] * (room - len(each)) + each for each in encoded]
         padded += [padded[0]] * (rows - len(padded))
-        key = jax.random.fold_in(jax.random.key(seed), calls)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), calls), rows)
         calls += 1
-        drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), key,
+        drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), keys,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
-        drawn = on(params, padded, drawn, key)
+        drawn = on(params, padded, drawn, keys)
         return texts(drawn, count, words)[: len(prompts)]
 
     return draw

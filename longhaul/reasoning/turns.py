@@ -8,6 +8,7 @@ A later turn reads prompt and completion so far, by one program of the shape of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,21 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.sampler import UNBOUNDED, Drawn, in_waves, sampler
+from longhaul.reasoning.sampler import UNBOUNDED, Drawn, Sampling, in_waves, sampler
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Key, Params
 
 Continue = Callable[[Params, Any, Drawn, Key], Drawn]
-"""(params, prompts [B, P], first turns, key) -> whole completions; NumPy's arrays."""
+"""(params, prompts [B, P], first turns, keys [B]) -> whole completions; NumPy's arrays."""
 
 
-def continuing(config: ModelConfig, length: int, temperature: float, wave: int, words: Tokeniser) -> Continue:
-    """Function that takes completions of at most `length` tokens through their later turns."""
+def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue:
+    """Function that takes completions through their later turns, whose keys are folds of the given ones."""
     if not words.replies:
-        return lambda params, prompt, drawn, key: drawn
-    sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), wave))
+        return lambda params, prompt, drawn, keys: drawn
+    length = how.length
+    sample = jax.jit(in_waves(sampler(config, dataclasses.replace(how, group=1), words=words), how.wave))
 
-    def whole(params: Params, prompt: Any, drawn: Drawn, key: Key) -> Drawn:
+    def whole(params: Params, prompt: Any, drawn: Drawn, keys: Key) -> Drawn:
         made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
         prompt = np.asarray(prompt)
         begun, turn = np.zeros(len(prompt), int), 0
@@ -42,8 +44,8 @@ def continuing(config: ModelConfig, length: int, temperature: float, wave: int, 
                 said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
                 so_far[row, -len(said) :] = said
             so_far[~going] = so_far[np.flatnonzero(going)[0]]  # any: the program has one shape
-            key_turn = jax.random.fold_in(key, turn)
-            more = jax.device_get(sample(params, jnp.asarray(so_far), key_turn, jnp.int32(UNBOUNDED)))
+            of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
+            more = jax.device_get(sample(params, jnp.asarray(so_far), of_turn, jnp.int32(UNBOUNDED)))
             for row in np.flatnonzero(going):
                 begun[row] = filled[row]
                 for old, new in zip(made, more, strict=True):

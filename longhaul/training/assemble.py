@@ -169,8 +169,7 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
     """Collector of completions for `prompts` problems of a bank."""
     config, task = run.algorithm, run.environment
     assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
-    how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
-    words = reasoning_setup.words(run)
+    how, words = reasoning_setup.sampling(run), reasoning_setup.words(run)
     return sampler.collector(
         config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact, gated=config.gate.threshold > 0.0
     )

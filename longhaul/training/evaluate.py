@@ -166,7 +166,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
         reasoning_setup.words(run),
     )
     bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
-    how = sampler.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
+    how = reasoning_setup.sampling(run, SAMPLES)
     evaluate = quality.evaluate_reasoning(config.model, how) if task.exact else (
         quality.evaluate_on_host(held_out, asked, config.model, how, words)
     )  # fmt: skip

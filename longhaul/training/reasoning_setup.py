@@ -14,7 +14,7 @@ from longhaul.config.run import Run
 from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer, turns
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
-from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Speaker, marking
+from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Sampling, Speaker, marking
 from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
@@ -58,6 +58,15 @@ def loaded(run: Run, state: PyTree) -> PyTree:
     return state._replace(params=params, reference=jax.tree.map(jnp.copy, params) if state.reference else ())
 
 
+def sampling(run: Run, group: int | None = None) -> Sampling:
+    """Settings of a resolved run's sampling, for groups of another size if given."""
+    task, config = both(run)
+    return Sampling(
+        run.num_steps, config.group if group is None else group, config.temperature, task.wave, config.top_k,
+        config.top_p, config.min_p,
+    )  # fmt: skip
+
+
 def bank(run: Run) -> Bank:
     """Problems of a resolved run in the device's format. Raises RunError if there are too few."""
     task, _ = both(run)
@@ -90,12 +99,13 @@ def finisher(run: Run) -> Finish | None:
     assert run.evaluation_episodes is not None
     asked, known = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes), words(run)
     mark = marking(problem_sets.task(task), asked, known, config.group)
-    on = turns.continuing(config.model, run.num_steps, config.temperature, task.wave, known)
+    on = turns.continuing(config.model, sampling(run), known)
 
     def finish(speaker: Speaker, key: Key, data: Completions, sums: Metrics) -> tuple[Completions, Metrics]:
         if speaker.lesson in (SAMPLED, OWN):
-            drawn = Drawn(data.token, data.written, data.taken, data.log_prob)
-            data = data._replace(**on(speaker.params, data.prompt, drawn, key)._asdict())
+            drawn = Drawn(*(getattr(data, name) for name in Drawn._fields))
+            keys = jax.random.split(key, len(data.token))
+            data = data._replace(**on(speaker.params, data.prompt, drawn, keys)._asdict())
         return mark(data, sums)
 
     return finish

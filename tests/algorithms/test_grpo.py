@@ -46,7 +46,8 @@ def completions() -> tuple[Any, sampler.Completions]:
     token = np.where(written, token, tokenizer.PAD)
     log_prob = judge(params, prompt, token)
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
-    arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
+    acted = jnp.where(taken, log_prob, 0.0)
+    arrays = map(jnp.asarray, (prompt, token, written, taken, acted, acted, reward))
     zero = jnp.zeros(ROWS, jnp.int32)
     return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero, zero > 0)
 
@@ -123,6 +124,19 @@ def test_the_first_gradient_is_that_of_reinforce(name: str) -> None:
     near(found, reinforce(params, data, LOSSES[name]), 2e-5)
     assert float(parts["clip_fraction"]) == 0.0
     assert abs(float(parts["approx_kl"])) < 1e-6
+
+
+@pytest.mark.slow
+def test_truncated_draws_count_by_the_probability_that_was_left() -> None:
+    """A draw from q = p / 0.5 on the tokens that are left counts half, the importance weight p / q, unless corrections
+    are off."""
+    params, data = completions()
+    halved = data._replace(behaviour=data.log_prob - jnp.log(0.5))
+    whole, _ = first(config(), data, params)
+    for correction, factor in (("truncate", 0.5), ("none", 1.0)):
+        found, parts = first(config(top_p=0.5, correction=correction), halved, params)
+        near(found, jax.tree.map(lambda x, by=factor: by * x, whole), 2e-6)
+        assert float(parts["clip_fraction"]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["dapo", pytest.param("gspo", marks=pytest.mark.slow)])
@@ -218,7 +232,7 @@ def test_two_shards_are_one_batch() -> None:
     parts = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.mean_over_data))
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
-    specs = sampler.Completions(*[P("data")] * 11)
+    specs = sampler.Completions(*[P("data")] * 12)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
     (_, one), (_, two) = quick(whole.learn)(state, data, jax.random.key(0)), quick(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):

@@ -1,4 +1,4 @@
-"""Decode steps are the full forward: of every family, behind padding, in bfloat16; draws are JAX's."""
+"""Decode steps are the full forward: of every family, behind padding, in bfloat16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import decode, sampler, tokenizer, transformer
+from longhaul.reasoning import decode, transformer
 from longhaul.reasoning.config import ModelConfig
 from tests.helpers import reference_logits as reference
 from tests.helpers.quick import quick
@@ -82,15 +82,3 @@ def test_attention_is_the_same_by_products_and_written_out(monkeypatch: pytest.M
         monkeypatch.setattr(decode, "PIECE", piece)
         found = quick(lambda *x: decode.written_out(*x))(query, key, value, seen)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_token_is_drawn_as_jax_draws_it() -> None:
-    key, logits = jax.random.key(3), jax.random.normal(jax.random.key(4), (512, 23))
-    never = jnp.arange(23) == tokenizer.PAD
-    scores = jax.nn.log_softmax(jnp.where(never[None], transformer.NEVER, logits / 0.7))
-    token, log_prob = sampler.chosen(logits.T, 0.7, key)
-    np.testing.assert_array_equal(token, jax.random.categorical(key, scores))
-    np.testing.assert_allclose(log_prob, scores[jnp.arange(512), token], rtol=1e-5)
-    token, log_prob = sampler.chosen(logits.T, 0.0, key)
-    np.testing.assert_array_equal(token, 1 + jnp.argmax(logits[:, 1:], axis=1))
-    assert not np.any(log_prob)

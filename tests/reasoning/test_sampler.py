@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import sampler, tasks, tokenizer, transformer, verifier
+from longhaul.reasoning import draw, sampler, tasks, tokenizer, transformer, verifier
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
+from longhaul.runtime.errors import FieldError
 from tests.helpers.quick import quick
 
 CONFIG = ModelConfig(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
@@ -37,12 +38,14 @@ def params() -> Any:
     return transformer.init(jax.random.key(0), CONFIG)
 
 
-SAMPLE = quick(sampler.sampler(CONFIG, LENGTH, 0.7))
+HOW = sampler.Sampling(LENGTH, 1, 0.7)
+SAMPLE = quick(sampler.sampler(CONFIG, HOW))
+KEYS = jax.random.split(jax.random.key(1), 64)
 
 
 @functools.cache
 def drawn(budget: int) -> sampler.Drawn:
-    return SAMPLE(params(), drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(budget))
+    return SAMPLE(params(), drawn_problems()[1].prompt, KEYS, jnp.int32(budget))
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling
@@ -91,13 +94,24 @@ def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int)
     np.testing.assert_array_equal(token[same], np.asarray(free.token)[same])
 
 
-def test_waves_change_no_number_at_temperature_0() -> None:
-    sample, prompt = sampler.sampler(CONFIG, LENGTH, 0.0), drawn_problems()[1].prompt[:12]
-    arguments = params(), prompt, jax.random.key(2), jnp.int32(sampler.UNBOUNDED)
-    whole, waves = (quick(sampler.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
-    np.testing.assert_array_equal(whole.token, waves.token)
+def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
+    """Not on its batch, its place there, its group or its wave; by the likeliest token and by truncated draws."""
+    bank, order = drawn_problems()[1], np.random.default_rng(0).permutation(16)
+    prompt = bank.prompt[:8].repeat(2, axis=0)
+    for rule in ((0.0, {}), (0.9, {"top_k": 12, "top_p": 0.9, "min_p": 0.05})):
+        one = sampler.sampler(CONFIG, dataclasses.replace(HOW, temperature=rule[0], **rule[1]))
+        two = sampler.sampler(CONFIG, dataclasses.replace(HOW, temperature=rule[0], group=2, **rule[1]))
+        never = jnp.int32(sampler.UNBOUNDED)
+        grouped = quick(sampler.in_waves(two, 3))(params(), bank.prompt[:8], KEYS[:16], never)  # four waves
+        single = quick(one)(params(), prompt[order], KEYS[order], never)
+        for name in ("token", "written", "taken"):
+            np.testing.assert_array_equal(getattr(grouped, name)[order], getattr(single, name))
+        np.testing.assert_allclose(grouped.behaviour[order], single.behaviour, atol=2e-5)
     logits = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
-    np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
+    scores = jax.nn.log_softmax(logits[:, -1].at[:, tokenizer.PAD].set(-jnp.inf) / 0.9)
+    first = grouped.token[:, 0]
+    np.testing.assert_allclose(grouped.log_prob[:, 0], scores[jnp.arange(16), first], atol=2e-5)
+    assert (grouped.behaviour[:, 0] > grouped.log_prob[:, 0]).all()
 
 
 def test_a_model_on_two_devices_samples_what_one_does() -> None:
@@ -106,8 +120,8 @@ def test_a_model_on_two_devices_samples_what_one_does() -> None:
     laid = jax.device_put(params(), partition.shardings(params(), mesh))
     assert laid["layers"]["gate"].sharding.shard_shape((1, 32, 48)) == (1, 32, 24)
     nowhere = jax.sharding.PartitionSpec()
-    sample = meshes.per_shard(sampler.sampler(CONFIG, LENGTH, 0.7), mesh, (nowhere,) * 4, nowhere)
-    arguments = drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(1)
+    sample = meshes.per_shard(sampler.sampler(CONFIG, HOW), mesh, (nowhere,) * 4, nowhere)
+    arguments = drawn_problems()[1].prompt, KEYS, jnp.int32(1)
     found, one = quick(sample)(laid, *meshes.everywhere(arguments, mesh)), drawn(1)
     np.testing.assert_array_equal(found.token, one.token)
     np.testing.assert_allclose(found.log_prob, one.log_prob, atol=2e-5)
@@ -159,7 +173,8 @@ def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: py
             rows = np.array([written[bytes(np.asarray(each))] for each in prompt]).repeat(4)
             kinds = jnp.arange(len(rows))[:, None] % 4  # of a group: lucky, sound, sound, wrong
             text = jnp.select([kinds == 0, kinds == 3], [lucky[rows], wrong[rows]], bank.solution[rows])
-            return sampler.Drawn(text, text != tokenizer.PAD, text != tokenizer.PAD, jnp.zeros(text.shape))
+            nothing = jnp.zeros(text.shape)
+            return sampler.Drawn(text, text != tokenizer.PAD, text != tokenizer.PAD, nothing, nothing)
 
         return sample
 
@@ -175,6 +190,16 @@ def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: py
     assert own.taken.any(axis=1).reshape(8, 4).tolist() == [[False, True, False, False]] * 8
     assert own.taught.all()
     assert sampled.taken.any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [("temperature", -0.5, "at least 0"), ("top_k", -1, "at least 0"), ("top_p", 0.0, "above 0 and at most 1"),
+     ("top_p", 1.5, "above 0 and at most 1"), ("min_p", -0.1, "at least 0"), ("min_p", 2.0, "at most 1")],
+)  # fmt: skip
+def test_an_impossible_draw_is_refused(name: str, value: float, remedy: str) -> None:
+    with pytest.raises(FieldError, match=f"{name} is {value}; it must be {remedy}"):
+        sampler.sampler(CONFIG, dataclasses.replace(HOW, **{name: value}))  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_a_bank_is_named() -> None:
@@ -243,11 +268,11 @@ def test_a_completion_ends_with_the_text_that_stops_it() -> None:
     prompt = jnp.asarray([list(b"x?")] * 64, jnp.int32)
     few = [ord("a"), ord("b")]
     bias = jnp.where(jnp.isin(jnp.arange(words.size), jnp.array(few)), 0.0, transformer.NEVER)
-    real = sampler.chosen
-    sample = sampler.sampler(model, 8, 1.0, words=words)
+    real, keys = draw.chosen, jax.random.split(jax.random.key(0), 64)
+    sample = sampler.sampler(model, sampler.Sampling(8, 1), words=words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "chosen", lambda logits, *rest: real(logits + bias[:, None], *rest))
-        drawn = quick(sample)(forced, prompt, jax.random.key(0), jnp.int32(sampler.UNBOUNDED))
+        patch.setattr(draw, "chosen", lambda logits, *rest: real(logits + bias[:, None], *rest))
+        drawn = quick(sample)(forced, prompt, keys, jnp.int32(sampler.UNBOUNDED))
     texts = ["".join(chr(c) for c in row if c >= 0) for row in np.asarray(drawn.token).tolist()]
     assert any(text.startswith("aab") for text in texts)  # a false start is no start
     for text in texts:

@@ -132,7 +132,9 @@ def test_a_prompt_says_what_the_problem_is(task: tasks.Task) -> None:
 def test_a_model_draws_within_its_budget_and_others_each_time() -> None:
     config = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
     params = transformer.init(jax.random.key(0), config)
-    draw: Callable[..., list[list[tuple[str, float]]]] = drawing(config, params, length=12, max_reasoning_steps=1)
+    draw: Callable[..., list[list[tuple[str, float]]]] = drawing(
+        config, params, sampler.Sampling(12), max_reasoning_steps=1
+    )
     one, two = draw([PROMPT, "1+1="], 3)
     assert [len(one), len(two)] == [3, 3]
     texts = [text for text, _ in one + two]
@@ -163,7 +165,7 @@ def scripted(*_: Any) -> Any:
         rows = [tokenizer.encode(text) for text in texts]
         token = jnp.array([row + [tokenizer.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
         written = token != tokenizer.PAD
-        drawn = sampler.Drawn(token, written, written, jnp.zeros(token.shape))
+        drawn = sampler.Drawn(token, written, written, *[jnp.zeros(token.shape)] * 2)
         return evaluate.quality(bank, drawn, GROUP), drawn
 
     return evaluated

@@ -36,10 +36,11 @@ def completions(words: Tokeniser) -> tuple[transformer.Params, np.ndarray, Drawn
     """(parameters, prompts, first turns, all turns)."""
     params = transformer.init(jax.random.key(0), MODEL)
     prompt = np.array([[-1, *spell("ab")], spell("cab")] * (ROWS // 2), np.int32)
-    first = jax.jit(sampler.sampler(MODEL, LENGTH, 1.0, words=words))
-    drawn = jax.device_get(first(params, prompt, jax.random.key(1), jnp.int32(UNBOUNDED)))
-    on = turns.continuing(MODEL, LENGTH, 1.0, ROWS, words)
-    return params, prompt, drawn, on(params, prompt, drawn, jax.random.key(2))
+    how = sampler.Sampling(LENGTH, 1, wave=ROWS)
+    first, keys = jax.jit(sampler.sampler(MODEL, how, words=words)), jax.random.split(jax.random.key(1), ROWS)
+    drawn = jax.device_get(first(params, prompt, keys, jnp.int32(UNBOUNDED)))
+    on = turns.continuing(MODEL, how, words)
+    return params, prompt, drawn, on(params, prompt, drawn, keys)
 
 
 @pytest.mark.slow

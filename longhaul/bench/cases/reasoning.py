@@ -8,15 +8,14 @@ new tokens alone, a gradient cut to the same norm, and Adam. Weights are random,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul import prng
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.algorithms.run_context import RunContext
@@ -35,8 +34,10 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
     asked = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
     if what == "sample":
         arguments: tuple[Any, ...] = transformer.init(jax.random.key(0), config), asked
-        sample = sampler.sampler(config, length, 1.0, ends=False)
-        program: Callable[..., Any] = functools.partial(sample, budget=jnp.int32(sampler.UNBOUNDED))
+        sample = sampler.sampler(config, sampler.Sampling(length, 1), ends=False)
+
+        def program(params: Any, asked: jax.Array, key: jax.Array) -> sampler.Drawn:
+            return sample(params, asked, prng.split(key, rows), jnp.int32(sampler.UNBOUNDED))
     else:
         learner = grpo.grpo(
             None, GRPOConfig(model=config, num_minibatches=1), RunContext(updates=1, mean=meshes.identity)
@@ -44,9 +45,10 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
         token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
         written, nothing, zero = jnp.ones(token.shape, bool), jnp.zeros(token.shape), jnp.zeros(rows, jnp.int32)
         reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
-        data = sampler.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero, zero > 0)
+        drawn = sampler.Drawn(token, written, written, nothing, nothing)
+        data = sampler.Completions(asked, *drawn, reward, reward, zero, zero, zero, zero > 0)
         arguments = jax.jit(learner.init)(jax.random.key(0)), data
-        program = learner.learn
+        program = learner.learn  # type: ignore[assignment]
     began = time.perf_counter()
     compiled = jax.jit(program).lower(*arguments, jax.random.key(0)).compile()
     seconds = time.perf_counter() - began
