@@ -69,9 +69,10 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
 def shares(run: Run, assembly: Assembly) -> bool:
     """True where the actors of a language model hold its fixed arrays together with the learner: in threads beside it,
     on its device."""
-    rule = config.rule(run.acting, assembly.updates, assembly.origin.updates)
-    beside = run.topology == "actors" and run.acting.actor_kind == "thread" and not rule.pinned
-    return beside and isinstance(run.environment, Reasoning) and assembly.mesh.size == 1
+    if run.topology != "actors" or run.acting.actor_kind != "thread" or not isinstance(run.environment, Reasoning):
+        return False
+    pinned = config.rule(run.acting, assembly.updates, assembly.origin.updates).pinned
+    return not pinned and assembly.mesh.size == 1
 
 
 def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
