@@ -182,7 +182,8 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
     task = run.get("environment")
     if isinstance(task, dict) and isinstance(gate := algorithm.get("gate"), dict):
         in_words = str(task.get("task")).startswith((QUESTIONS, GYM))
-        algorithm = algorithm | {"gate": {"verdict": in_words} | gate}
+        algorithm = {"resample": 0} | algorithm | {"gate": {"verdict": in_words} | gate}
+        algorithm |= {"model": {"frozen": "fp32"} | algorithm["model"]}
         run = run | {"environment": {"tools": ""} | task}
     if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
         simulator = {"reward": None, "speed_limit": False} | task["simulator"]

@@ -211,6 +211,7 @@ def test_a_run_file_from_before_the_network_was_nested_is_read(recipe: str) -> N
     written["algorithm"] |= {name: value for name, value in network.items() if name in flags}
     if gate := written["algorithm"].get("gate"):  # from before a gate on words, and tools
         assert gate.pop("verdict") is False and written["environment"].pop("tools") == ""
+        assert written["algorithm"].pop("resample") == 0 and written["algorithm"]["model"].pop("frozen") == "fp32"
         if run.environment.in_words:
             looks = dataclasses.replace(run.algorithm.gate, verdict=True)
             run = dataclasses.replace(run, algorithm=dataclasses.replace(run.algorithm, gate=looks))
