@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+import subprocess
+import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +48,44 @@ def test_the_receiver_bounds_the_size_that_a_sender_names(given: bool, monkeypat
             until(lambda: bool(receiver.errors))
             assert f"a budget of {1000 if given else 75:,} bytes" in receiver.errors[0]
             assert receiver.served is None and receiver.peak_bytes == 0
+
+
+def test_a_name_is_taken_over_from_a_killed_sender_alone(tmp_path: Path) -> None:
+    name = str(tmp_path / "weights")
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(name)  # nobody listens any more
+    with closing(shared_memory.serve(name)):
+        assert stat.S_IMODE(os.stat(name).st_mode) == 0o600
+    with ExitStack() as held, socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(name)
+        stopped.listen(0)
+        with suppress(BlockingIOError):
+            while True:  # until its queue is full
+                waiting = held.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(name)
+        with pytest.raises(ValueError, match="another sender serves there"):
+            shared_memory.serve(name)
+    os.unlink(name)
+    Path(name).write_text("mine")
+    with pytest.raises(ValueError, match="something else is there"):
+        shared_memory.serve(name)
+    assert Path(name).read_text() == "mine"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_neither_gets_nor_gives_a_version() -> None:
+    name = f"@longhaul-{os.getpid()}-users"
+    path = "\0" + name[1:]
+    other = "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX)"
+    asks = f"{other}; s.connect({path!r}); print(s.recv(1))"
+    with Publisher("run", transports=[shared_memory.serve(name)]):
+        assert subprocess.check_output([sys.executable, "-S", "-c", asks], timeout=20) == b"b''\n"
+    serves = f"{other}; s.bind({path!r}); s.listen(); print(); input()"
+    command = [sys.executable, "-S", "-u", "-c", serves]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        with pytest.raises(PermissionError, match="is served by another user"):
+            shared_memory.connect(name, "one")
+        server.kill()
