@@ -51,6 +51,9 @@ MOST_OPEN = 16
 MOST_CONNECTIONS, MOST_SILENT = 512, 32
 """Connections at a time, of which so many may have asked nothing yet; a new one ends the oldest of these."""
 
+MOST_HEAD = 1 << 16
+"""Bytes from one request to the next."""
+
 SILENCE = 10.0
 """Seconds that a connection may take for its first request."""
 
@@ -484,6 +487,8 @@ def bounded(protocol: type[Any]) -> type[Any]:
     silent: dict[Any, None] = {}  # the oldest first
 
     class Bounded(protocol):
+        heard = 0  # bytes since the last request
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if len(self.connections) > MOST_CONNECTIONS:
@@ -495,14 +500,18 @@ def bounded(protocol: type[Any]) -> type[Any]:
                 next(iter(silent)).end()
 
         def data_received(self, data: bytes) -> None:
+            before = self.cycle
             super().data_received(data)
-            if self.cycle is not None and self in silent:
+            self.heard = self.heard + len(data) if self.cycle is before else 0
+            if self.heard > MOST_HEAD:
+                self.end()
+            elif self.cycle is not None and self in silent:
                 del silent[self]
                 self.late.cancel()
 
         def end(self) -> None:
-            silent.pop(self, None)
-            self.late.cancel()
+            if silent.pop(self, 0) is None:
+                self.late.cancel()
             self.transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
