@@ -215,9 +215,13 @@ class Store:
         self._objects: Objects = Cloud(url) if url.partition(":")[0] in CLOUDS else Fsspec(url)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Bytes of each object whose name begins with the folder `prefix`, by name."""
+        """Bytes of each object whose name begins with the folder `prefix`, by name.
+
+        Those whose name as a path leads out of its folder are left out.
+        """
         with self._asking():
-            return self._objects.sizes(prefix)
+            found = self._objects.sizes(prefix)
+        return {name: size for name, size in found.items() if not {"", ".", ".."} & set(name.split("/"))}
 
     def has(self, name: str) -> bool:
         with self._asking():

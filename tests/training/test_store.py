@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -131,6 +132,16 @@ def test_a_damaged_object_costs_its_checkpoint_alone(tmp_path: Path, capsys: pyt
     max(parts, key=lambda path: path.stat().st_size).write_bytes(data)
     assert resumable(url, "run") == (1, 2)
     assert "checkpoint 2 in" in capsys.readouterr().err
+
+
+def test_objects_whose_names_lead_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/paths/run/run.json", b"{}")
+    names = [f"run/{tmp_path}/evil", f"run/{'../' * 30}{tmp_path}/evil", "run/../evil", "run/./evil"]
+    files.store |= {f"/paths/{name}": files.store["/paths/run/run.json"] for name in names}
+    folder = store.fetched(Store("memory://paths"), "run")
+    assert [path for path in tmp_path.rglob("*") if "evil" in path.name] == []
+    assert (folder / "run.json").read_bytes() == b"{}"
 
 
 def test_a_folder_that_is_as_new_as_the_store_stays(tmp_path: Path) -> None:
