@@ -32,6 +32,9 @@ SHARD_BYTES = 5_000_000_000
 MOST_JSON = 64 << 20
 """Bytes of memory of a config.json or an index; an index of a hundred thousand arrays takes a third of it."""
 
+MOST_TEMPLATE = 1 << 20
+"""Bytes of a chat template; the longest known ones have some 20 kB."""
+
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 LAYER = {
@@ -493,6 +496,9 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     try:
         fields = bounded_json.read(path, MOST_JSON) if path.exists() else {}
         apart = folder / "chat_template.jinja"
+        if apart.exists() and (length := apart.stat().st_size) > MOST_TEMPLATE:
+            path = apart
+            raise ValueError(f"it has {length:,} bytes; a chat template has at most {MOST_TEMPLATE:,}")
         source = apart.read_text(encoding="utf-8") if apart.exists() else fields.get("chat_template")
     except (OSError, ValueError) as error:
         raise HubError(f"{path}: {error}") from error

@@ -144,3 +144,12 @@ def test_a_template_that_will_not_do_is_one_line(tmp_path: Path, template: str |
     with pytest.raises(huggingface.HubError, match=words) as caught:
         huggingface.tokeniser(tmp_path, chat=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    small_chat.write(tmp_path, "{{ messages }}")
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate(1 << 30)  # takes no room
+    with pytest.raises(huggingface.HubError, match=r"chat_template.jinja: it has 1,073,741,824 bytes; .* at most"):
+        huggingface.tokeniser(tmp_path)
