@@ -21,7 +21,7 @@ def rewarded(*rewards: str, lesson: int = SAMPLED, problem: int = 0) -> Completi
     rows, flags = len(reward), np.ones((len(reward), 1), bool)
     numbers, nothing = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.float32)
     return Completions(
-        numbers, numbers, flags, flags, nothing, reward, reward, np.full(rows, lesson, np.int32),
+        numbers, numbers, flags, flags, nothing, nothing, reward, reward, np.full(rows, lesson, np.int32),
         np.zeros(rows, np.int32), np.full(rows, problem, np.int32), np.zeros(rows, bool),
     )  # fmt: skip
 
