@@ -12,7 +12,7 @@ from longhaul.sum_tree import FANOUT
 from tests.helpers.quick import quick
 
 
-@pytest.mark.parametrize("n", [1, FANOUT, FANOUT + 1, 5000, 300_000])
+@pytest.mark.parametrize("n", [1, FANOUT, FANOUT + 1, 5000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_weights_are_chances(n: int) -> None:
     """Chi-square of 200,000 draws over at most 100 groups of places, whose weights span three decades."""
     draw = np.random.default_rng(n)
@@ -34,6 +34,7 @@ def test_weights_are_chances(n: int) -> None:
     assert found[~there].sum() == 0 and chi < free + 5.0 * math.sqrt(2.0 * max(free, 1))
 
 
+@pytest.mark.slow
 def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
     """Weights set in places and in rows, a quarter of a million of each: leaves equal NumPy's, sums are theirs."""
     n, rounds, k = 10_000, 50, 5000

@@ -48,7 +48,7 @@ def told(probe: Probe) -> Probe:
 CELLS = [
     *(pytest.param(name, {}, marks=pytest.mark.slow) for name in
       ("constant", "terminal_reward", "two_step", "action", "agents")),
-    ("masked", {}),
+    pytest.param("masked", {}, marks=pytest.mark.slow),
     ("successor", {"replay_precision": "bf16"}),
     # Not with XLA's older emitters of fusions (QUICK_COMPILE of conftest.py): they take 24 GB and more for it.
     pytest.param("time_limit", {"replay_precision": "bf16"}, marks=pytest.mark.slow),

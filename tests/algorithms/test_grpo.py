@@ -116,7 +116,7 @@ def near(found: Any, wanted: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("grpo", "gspo") else pytest.mark.slow) for name in LOSSES]
+    "name", [pytest.param(name, marks=() if name == "grpo" else pytest.mark.slow) for name in LOSSES]
 )
 def test_the_first_gradient_is_that_of_reinforce(name: str) -> None:
     params, data = completions()
@@ -313,6 +313,7 @@ def test_long_completions_lose_reward_and_cut_ones_can_be_left_out() -> None:
     assert (kept[1], left[1], left[0]) == (True, False, True)
 
 
+@pytest.mark.slow
 def test_lora_moves_its_factors_alone() -> None:
     model = dataclasses.replace(TINY, lora=2)
     settings = config(model=model, lr=1e-2, warmup=0, num_minibatches=1, kl_coef=0.1)

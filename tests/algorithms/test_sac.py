@@ -123,6 +123,7 @@ def test_vectors_bootstrap_from_the_true_successor(name: str) -> None:
     learnt(probe, config(probe))
 
 
+@pytest.mark.slow
 def test_a_swapped_successor_is_seen() -> None:
     """The test above can fail: of the next episode's first observation, the value is that of the mean, 0."""
 

@@ -37,6 +37,7 @@ def test_without_noise_the_law_is_found_exactly() -> None:
     assert found.error < 1e-6
 
 
+@pytest.mark.slow
 def test_noise_moves_the_exponents_little_and_the_intervals_cover_them() -> None:
     covered = 0
     for seed in range(6):

@@ -83,6 +83,7 @@ def test_self_play_drives_further_than_it_began(tmp_path: Path) -> None:
     assert "Estimate" in lines[3] and lines[4].startswith("longhaul render runs/")
 
 
+@pytest.mark.slow
 def test_a_server_of_a_policy_gives_its_actions_and_answers_bad_requests(tmp_path: Path) -> None:
     small = {"num_envs": 4, "num_steps": 8, "total_steps": 64, "evaluation_episodes": 2, "hidden_dim": 8}
     result = longhaul.train("cartpole", runs_dir=tmp_path, **small)

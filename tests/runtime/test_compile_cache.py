@@ -90,6 +90,7 @@ def test_two_processes_fill_a_store_at_once(cold: tuple[Path, dict[str, Any]], t
     assert [path.name for path in entries(tmp_path / "store")] == [path.name for path in entries(cold[0])]
 
 
+@pytest.mark.slow
 def test_what_is_found_again_gives_the_same_numbers(cold: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Every program is found, the one compiled ahead too; nothing is warned of, of the processor's features neither."""
     store, before = cold
@@ -104,6 +105,7 @@ def test_what_is_found_again_gives_the_same_numbers(cold: tuple[Path, dict[str, 
     assert any(path.name.startswith("jit_run-") for path in files), "the update itself is among them"
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_update_once(cold: tuple[Path, dict[str, Any]]) -> None:
     """Five updates in calls of two: the last call is a part of one, and as with resumes, n is an argument."""
     store, result = cold
@@ -112,6 +114,7 @@ def test_a_run_compiles_its_update_once(cold: tuple[Path, dict[str, Any]]) -> No
     assert sum("run" in name for name in names) == 2, names  # the update, and the evaluation's episodes
 
 
+@pytest.mark.slow
 def test_with_other_threads_programs_are_others(cold: tuple[Path, dict[str, Any]]) -> None:
     """JAX's key does not tell them apart, and a program's sums depend on their number."""
     assert compile_cache.part(1, on_cpu=True) != compile_cache.part(2, on_cpu=True)

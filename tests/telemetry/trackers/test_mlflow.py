@@ -101,6 +101,7 @@ def children() -> list[int]:
     return [int(pid) for pid in listed if b"longhaul.telemetry.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 def test_what_a_finished_run_lacks_is_sent_by_hand(tmp_path: Path, store: Any) -> None:
     folder = tracked_folder(tmp_path, tracker="mlflow")
     lines = sinks.jsonl(folder / "metrics.jsonl")
@@ -137,6 +138,7 @@ def test_settings_are_flat_and_metrics_are_numbers() -> None:
     assert json.dumps(found) == '{"a/b_": 1.5, "update": 3.0}'
 
 
+@pytest.mark.slow
 def test_a_run_from_python_is_tracked(tmp_path: Path, store: Any) -> None:
     settings = {"num_envs": 4, "num_steps": 8, "total_steps": 256, "evaluation_episodes": 2, "log_interval": 1}
     result = longhaul.train("ppo", env=Corridor, runs_dir=tmp_path, track="mlflow", project="mine", **settings)
