@@ -189,22 +189,15 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
         with own(port, home) as found:
             yield found
         return
-    with (home / "log").open("wb") as log, connections.running(port if port != "board" else "launch", home, log) as run:
-        if port == "board":
-            words = [sys.executable, "-m", "longhaul", "board", str(home), "--port", "0"]
-            with started(words) as (process, line):
-                where = int(line.rpartition(":")[2].split("/")[0])
-                requests = [("GET /api/runs", None), ("GET /api/run/launch/curves", None), ("POST /player/launch", {}),
-                            ("GET /api/compare?run=launch&axis=agent_steps", None), ("GET /", None)]  # fmt: skip
-                yield Listener(process, [where], lambda draw: http(draw, requests), lambda: answers(where, "/api/runs"))
-            return
-        rng = np.random.default_rng(0)
-        assert not isinstance(run.address, str)
-        where = run.address[1]
+    with (home / "log").open("wb") as log, connections.running(port, home, log) as run:
+        rng, address = np.random.default_rng(0), run.address
+        assert not isinstance(address, str)
+        where = address[1]
+        requests = [("GET /api/runs", None), ("GET /api/run/board/curves", None), ("POST /player/board", {}),
+                    ("GET /api/compare?run=board&axis=agent_steps", None), ("GET /", None)]  # fmt: skip
 
         def follows() -> bool:
-            token = getattr(connections, "TOKEN", None)
-            with follow([f"tcp:127.0.0.1:{where}"], token=token) as receiver:
+            with follow([f"tcp:127.0.0.1:{where}"], token=connections.TOKEN) as receiver:
                 return receiver.wait(0, 60.0)
 
         def trains() -> bool:
@@ -212,8 +205,13 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
             time.sleep(10.0)
             return connections.steps(run.folder) > before
 
-        made = sync_frame if port == "publish" else lambda draw: grpc(draw, rng)
-        yield Listener(run.listening, [where], made, follows if port == "publish" else trains)
+        made = {
+            "board": lambda draw: http(draw, requests),
+            "publish": sync_frame,
+            "central": lambda draw: grpc(draw, rng),
+        }
+        serves = {"board": lambda: answers(where, "/api/runs"), "publish": follows, "central": trains}
+        yield Listener(run.listening, [where], made[port], serves[port])
 
 
 @contextmanager
