@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
+from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUN, RUNS_DIR
 from longhaul.reasoning import huggingface, problem_sets
@@ -35,6 +36,8 @@ BACKLOG = 2048
 
 FLAGS = (
     RUN._replace(help="a run's name or folder; or the folder of a language model in Hugging Face's files"),
+    MEMBER,
+    STEP,
     Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond loopback only with TLS, and a token or --tls-ca"),
     Flag("port", INT, 8009, "the port to listen at; 0 finds a free one", least=0, most=65535),
     Flag("token-file", flags.optional(PATH), None, "a file with the token to ask for", shown="LONGHAUL_TOKEN, if set"),
@@ -131,8 +134,10 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
     folder = find_folder(Path(values["runs-dir"]), values["RUN"])
     where, token = _followed(values, folder)
     steps = files.checkpoint_steps(folder)
-    version = str(steps[-1]) if steps else "0"
-    run, params, _ = restore_policy(folder)
+    version = str(steps[-1] if steps else 0) if values["step"] is None else str(values["step"])
+    if values["follow"] is not None and (values["member"], values["step"]) != (None, None):
+        raise FlagError("--follow serves the newest weights of a single run; leave --member and --step out")
+    run, params, _ = restore_policy(folder, values["member"], values["step"])
 
     def follow(convert: Callable[[Any], Any]) -> Follow:
         return lambda take: live_weights.follow(where, token, convert, take, tables.progress)
