@@ -50,11 +50,10 @@ def completions(given: argparse.Namespace, vocabulary: int) -> Completions:
     rng, rows, shape = np.random.default_rng(0), given.completions, (given.completions, given.length)
     texts = [rng.integers(0, vocabulary, (rows, length), np.int32) for length in (given.prompt, given.length)]
     flags, rewards = np.ones(shape, bool), (np.arange(rows) % 2).astype(np.float32)
-    whole = np.zeros(rows, np.int32)
+    whole, log_prob = np.zeros(rows, np.int32), np.full(shape, -np.log(vocabulary), np.float32)
     return Completions(
-        np.repeat(texts[0][:: given.group], given.group, axis=0), texts[1], flags, flags,
-        np.full(shape, -np.log(vocabulary), np.float32), rewards, rewards, whole + SAMPLED, whole, whole,
-        np.zeros(rows, bool),
+        np.repeat(texts[0][:: given.group], given.group, axis=0), texts[1], flags, flags, log_prob, log_prob, rewards,
+        rewards, whole + SAMPLED, whole, whole, np.zeros(rows, bool),
     )  # fmt: skip
 
 
