@@ -22,7 +22,7 @@ from longhaul.envs import external, suite_adapters
 from longhaul.envs import registry as environments
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.registry import spec_stub
-from longhaul.reasoning import huggingface, problem_sets, tokenizer, tools
+from longhaul.reasoning import huggingface, problem_sets, rollout_servers, tokenizer, tools
 from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.replay import Sizes
@@ -262,8 +262,40 @@ def _check_reasoning(run: Run) -> None:
     assert isinstance(run.algorithm, GRPOConfig)
     if run.algorithm.resample and run.topology != "actors":
         raise RunError(f"--resample is {run.algorithm.resample}, and actors sample again; give --topology actors")
+    if run.acting.rollout_servers:
+        _check_rollout_servers(run, run.environment, run.algorithm)
     if not run.environment.exact and run.topology != "actors":
         raise RunError(f"--task {run.environment.task} is checked on the host; give --topology actors")
+
+
+def _check_rollout_servers(run: Run, task: Reasoning, config: GRPOConfig) -> None:
+    """Raises RunError where completions of servers do not fit the run's other settings."""
+    acting = run.acting
+    for wrong, why in (
+        (run.topology != "actors" or acting.actor_kind != "thread", "needs --topology actors --actor-kind thread"),
+        (process_group.together(), "is for a run of one process; leave longhaul launch out"),
+        (not task.in_words, f"asks servers with a model's own vocabulary, and --task {task.task} has another"),
+        (config.taught > 0 or config.gate.threshold > 0.0, "samples all completions; leave --taught and "
+         "--gate-threshold at 0"),
+        (bool(task.tools), "has no later turns; leave --tools out"),
+        (config.resample > 0, "samples a group once; leave --resample at 0"),
+        (config.temperature != 1.0, "takes log-probabilities as servers give them, without a temperature; leave "
+         "--temperature at 1"),
+        ((config.top_k, config.top_p, config.min_p) != (0, 1.0, 0.0), "draws from all tokens; leave --top-k, --top-p "
+         "and --min-p out"),
+        (acting.pin, "has the newest weights alone; leave --pin out"),
+        (acting.rollout_updates == "plugin" and acting.rollout_api != "vllm", f"and --rollout-api {acting.rollout_api}"
+         ": longhaul's backend is for vLLM; give --rollout-updates folder or none"),
+        (acting.rollout_updates == "folder" and acting.rollout_api == "completions", "and --rollout-updates folder: "
+         "only vLLM and SGLang load folders; give --rollout-api vllm or sglang"),
+    ):  # fmt: skip
+        if wrong:
+            raise RunError(f"--rollout-servers {why}")
+    for address in acting.rollout_servers:
+        try:
+            rollout_servers.Server(address)
+        except ValueError as error:
+            raise RunError(f"--rollout-servers: {error}") from error
 
 
 def _check_expert(run: Run) -> None:

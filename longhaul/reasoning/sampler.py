@@ -362,6 +362,11 @@ def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: in
     return mark
 
 
+def chosen_problems(key: Key, prompts: int, count: int) -> jax.Array:
+    """Places int32 [prompts] in a bank of `count` problems: those of a rollout."""
+    return jax.random.randint(key, (prompts,), 0, count)
+
+
 def collector(
     config: ModelConfig,
     problems: Bank,
@@ -405,7 +410,7 @@ def collector(
 
     def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
-        which = jax.random.randint(key_which, (prompts,), 0, count)
+        which = chosen_problems(key_which, prompts, count)
         if gated:
             looked = which // APART * APART + APART - 1
             looked = jnp.where(looked < count, looked, APART - 1)

@@ -102,6 +102,19 @@ def stopped(
     return words._replace(decode=decode, stop=table, replies=replies)
 
 
+def ended_at(numbers: Sequence[int], words: Tokeniser) -> int:
+    """Number of a completion's tokens up to and with the one that ends it; all of them where none does."""
+    state = 0
+    for place, number in enumerate(numbers):
+        if number in words.ends:
+            return place + 1
+        if words.stop is not None:
+            state = int(words.stop[state, number])
+            if state == len(words.stop):
+                return place + 1
+    return len(numbers)
+
+
 BYTE_END = 256
 
 

@@ -35,7 +35,7 @@ from longhaul.topologies.actor_learner import config, host_rollout, learner
 from longhaul.topologies.actor_learner.actor import Collect
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import LIVE
-from longhaul.training import reasoning_setup
+from longhaul.training import reasoning_setup, rollout_servers
 from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
@@ -61,6 +61,8 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
         parts = learner.parted(policy, assembly.algorithm, shared=True)
         held = parts, parts.split(assembly.algorithm.policy(progress.state))[1]
     acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context), held)
+    if run.acting.rollout_servers:
+        acting = rollout_servers.specification(acting, policy)
     together = sampler.together if isinstance(run.environment, Reasoning) else join
     update = learner.compiled(assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors)
     return CompiledActorLearner(update, acting)
@@ -68,8 +70,10 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
 
 def shares(run: Run, assembly: Assembly) -> bool:
     """True where the actors of a language model hold its fixed arrays together with the learner: in threads beside it,
-    on its device."""
+    on its device. Servers that sample are sent all of them."""
     if run.topology != "actors" or run.acting.actor_kind != "thread" or not isinstance(run.environment, Reasoning):
+        return False
+    if run.acting.rollout_servers:
         return False
     pinned = config.rule(run.acting, assembly.updates, assembly.origin.updates).pinned
     return not pinned and assembly.mesh.size == 1
@@ -143,13 +147,15 @@ class Opened(NamedTuple):
 
 def opened(
     run: Run,
+    folder: Path,
     assembly: Assembly,
     prepared: CompiledActorLearner,
     progress: Progress,
     closed: ExitStack,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Opened:
-    """Start a run's actors; closing `closed` stops them. Once `leaving`, calls end instead of waiting for actors."""
+    """Start the actors of the run in `folder`; closing `closed` stops them. Once `leaving`, calls end instead of
+    waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     assert run.acting.actors is not None
     own = learner.own_places(run.acting.actors)
@@ -157,14 +163,18 @@ def opened(
     def make(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
             return learner.placed(_acting(run, assembly.algorithm, policy).collect, own.start)
-        return learner.placed(prepared.acting.collect, own.start)
+        collect = prepared.acting.collect if served is None else served.collecting(lambda: pool.beat(actor))
+        return learner.placed(collect, own.start)
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
     rule = rule._replace(places=len(own))
     making = make if kind == "thread" else functools.partial(process, to_dict(run), own.start)
     if kind == "ray":
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
+    served = _served(run, folder, prepared.acting, policy, closed, lambda line: pool.news.append(line))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
+    if served is not None:
+        closed.callback(served.leave)
     shared = prepared.acting.shared
     calls = learner.actors(
         prepared.update, assembly.mesh, pool, progress,
@@ -172,6 +182,33 @@ def opened(
         parts=learner.parted(progress.state, assembly.algorithm, shared=shared),
     )  # fmt: skip
     return Opened(pool, calls)
+
+
+class Served(NamedTuple):
+    """Servers that sample a run's completions."""
+
+    collecting: Callable[[Callable[[], object]], Collect]  # of an actor's sign of life
+    leave: Callable[[], None]  # ends the rollouts that are under way
+
+
+def _served(
+    run: Run,
+    folder: Path,
+    acting: learner.CompiledActor,
+    policy: PyTree,
+    closed: ExitStack,
+    note: Callable[[str], None],
+) -> Served | None:
+    """Servers of a run in `folder`; None for a run that samples itself."""
+    if not run.acting.rollout_servers:
+        return None
+    bank, words, mark = reasoning_setup.bank(run), reasoning_setup.words(run), reasoning_setup.marker(run)
+    fleet = rollout_servers.opened(run, folder, closed, note, words)
+
+    def collecting(beat: Callable[[], object]) -> Collect:
+        return rollout_servers.collecting(run, bank, words, mark, fleet, acting, policy, beat)
+
+    return Served(collecting, fleet.servers.close)
 
 
 def calls(
@@ -188,7 +225,7 @@ def calls(
     with ExitStack() as closed:
         if process_group.index() == 0:
             closed.callback((folder / LIVE).unlink, missing_ok=True)
-        pool, updates = opened(run, assembly, prepared, progress, closed, leaving)
+        pool, updates = opened(run, folder, assembly, prepared, progress, closed, leaving)
         written = 0.0
         for progress, n, rows in updates:
             while pool.news:

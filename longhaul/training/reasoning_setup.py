@@ -14,7 +14,7 @@ from longhaul.config.run import Run
 from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer, turns
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
-from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Sampling, Speaker, marking
+from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Marking, Sampling, Speaker, marking
 from longhaul.reasoning.tokenizer import Budget, Tokeniser
 from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
@@ -90,15 +90,21 @@ def world(run: Run, made: Bank) -> World:
     return World(spec(run), made)
 
 
+def marker(run: Run) -> Marking:
+    """Verifier of a resolved run's completions, on the host."""
+    task, config = both(run)
+    assert run.evaluation_episodes is not None
+    asked = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
+    return marking(problem_sets.task(task), asked, words(run), config.group)
+
+
 def finisher(run: Run) -> Finish | None:
     """Host's part of collecting for a resolved run: later turns of its completions, and their verifier; None if the
     device verifies."""
     if not isinstance(run.environment, Reasoning) or run.environment.exact:
         return None
-    task, config = both(run)
-    assert run.evaluation_episodes is not None
-    asked, known = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes), words(run)
-    mark = marking(problem_sets.task(task), asked, known, config.group)
+    _, config = both(run)
+    mark, known = marker(run), words(run)
     on = turns.continuing(config.model, sampling(run), known)
 
     def finish(speaker: Speaker, key: Key, data: Completions, sums: Metrics) -> tuple[Completions, Metrics]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -130,7 +132,9 @@ class Worker:
         self._on_commit(self.version)
 
     def shutdown(self) -> None:
-        """Idempotent."""
+        """Gives up an update that was started, and leaves the sender. Idempotent."""
+        if self.phase is Phase.STARTED:
+            self._finish()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -169,13 +173,29 @@ class Engine(Protocol):
     def resume(self) -> None: ...
 
 
+class Reloading(Protocol):
+    """Server that loads a version's folder by its own loader: `Http`, or `sglang.Http`."""
+
+    def pause(self) -> None: ...
+
+    def reload(self, folder: str, weight_version: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class EngineError(RuntimeError):
+    """Call that an engine refused, or that failed there; one line."""
+
+
 class Rollout:
     """Trainer's end: `update(version, tensors)` publishes, and updates the engine by the four phases.
 
     The engine serves until all workers hold the verified version, and is paused while they load it: requests keep their
-    places. `paused` is how many seconds the last pause took.
+    places. After an error in these phases it stays paused, since layers of two versions may be loaded, until a later
+    update succeeds. `paused` is how many seconds the last pause took.
 
     `publisher` has quorum "all", or the number of workers; `addresses` are its transports as workers reach them.
+    Several engines have one publisher and a `Rollout` each: `offer` once, then each `load`.
     """
 
     def __init__(
@@ -184,30 +204,42 @@ class Rollout:
         self._publisher, self._engine, self.paused = publisher, engine, 0.0
         engine.init_weight_transfer_engine({"addresses": list(addresses), "token": token})
 
-    def update(self, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE) -> None:
-        """Updates the engine to a version. TimeoutError where the version does not count in time.
+    def update(
+        self, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE, label: str | None = None
+    ) -> None:
+        """Updates the engine to a version, which its answers call `label`. TimeoutError where the version does not
+        count in time.
 
         An engine's error is passed on; then a later version may be sent, which a failed engine loads whole.
         """
-        if not self._publisher.publish(version, tensors, patience=seconds):
-            raise TimeoutError(f"no memory came free for version {version}; raise the publisher's budget")
-        if not self._publisher.wait(version, seconds):
-            raise TimeoutError(
-                f"version {version} was not taken in {seconds:g} s: {self._publisher.status()['dropped']}"
-            )
+        offer(self._publisher, version, tensors, seconds)
+        self.load(version, sizes_of(tensors), seconds, label)
+
+    def load(self, version: int, sizes: Sequence[int], seconds: float = PATIENCE, label: str | None = None) -> None:
+        """Loads the version that was offered last, whose tensors have these bytes."""
         root = self._publisher.status()["root"]
-        sizes = [int(each.size) * int(each.dtype.itemsize) for each in tensors.values()]
         began = time.monotonic()
         self._engine.pause()
-        try:
-            self._engine.start_weight_update()
-            for begin, end in chunks(sizes, CHUNK):
-                told = Announced(version, root, begin, end, end == len(sizes), seconds)
-                self._engine.update_weights(told._asdict())
-            self._engine.finish_weight_update(str(version))
-        finally:
-            self._engine.resume()
-            self.paused = time.monotonic() - began
+        self._engine.start_weight_update()
+        for begin, end in chunks(sizes, CHUNK):
+            told = Announced(version, root, begin, end, end == len(sizes), seconds)
+            self._engine.update_weights(told._asdict())
+        self._engine.finish_weight_update(label or str(version))
+        self._engine.resume()
+        self.paused = time.monotonic() - began
+
+
+def sizes_of(tensors: Mapping[str, Any]) -> list[int]:
+    """Bytes of each tensor."""
+    return [int(each.size) * int(each.dtype.itemsize) for each in tensors.values()]
+
+
+def offer(publisher: Publisher, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE) -> None:
+    """Publishes a version, and waits until all workers hold it. TimeoutError where that takes longer."""
+    if not publisher.publish(version, tensors, patience=seconds):
+        raise TimeoutError(f"no memory came free for version {version}; raise the publisher's budget")
+    if not publisher.wait(version, seconds):
+        raise TimeoutError(f"version {version} was not taken in {seconds:g} s: {publisher.status()['dropped']}")
 
 
 def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -223,25 +255,50 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class Http:
-    """vLLM's routes of the same names, which its server has in development mode (VLLM_SERVER_DEV_MODE=1)."""
+    """vLLM's routes of the same names, which its server has in development mode (VLLM_SERVER_DEV_MODE=1).
 
-    def __init__(self, url: str, seconds: float = 300.0) -> None:
+    `token` is that of `vllm serve --api-key`. A failure is an EngineError.
+    """
+
+    def __init__(self, url: str, seconds: float = 300.0, token: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no address of a server; write http://HOST:PORT")
         self._url, self._seconds = url.rstrip("/"), seconds
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self._post("start_weight_update", {})
+        """Starts an update; one that a trainer left open, which was killed, is given up first."""
+        try:
+            self._post("start_weight_update", {})
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            with suppress(EngineError):  # vLLM forgets an update when this fails, and by nothing else
+                self.update_weights(Announced(-1, "", 0, 0, True, 0.0)._asdict())
+            self._post("start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version})
-        self._post("reset_prefix_cache", {})  # cached values are those of the version before
+        self._forget()
+
+    def reload(self, folder: str, weight_version: str) -> None:
+        """Loads a version's folder by vLLM's own loader, without this package at the server."""
+        self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        self._post("update_weight_version", {"new_version": weight_version})
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops all keys and values, which are of the version before. Requests under way are computed again with the
+        new weights, and their tokens stay; vLLM 0.32 does so at a pause, too."""
+        told = self._post("reset_prefix_cache?reset_running_requests=true", {})
+        if isinstance(told, dict) and told.get("success") is False:
+            raise EngineError(f"{self._url} keeps the cached values of the version before: {told!r:.200}")
 
     def pause(self) -> None:
         self._post("pause?mode=keep", {})
@@ -249,11 +306,15 @@ class Http:
     def resume(self) -> None:
         self._post("resume", {})
 
-    def _post(self, route: str, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        asked = urllib.request.Request(f"{self._url}/{route}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
-            answer.read()
+    def _post(self, route: str, body: dict[str, Any]) -> Any:
+        asked = urllib.request.Request(f"{self._url}/{route}", json.dumps(body).encode(), self._headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
+                text = answer.read(1 << 20)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(4096).decode(errors="replace").split())
+            raise EngineError(f"{self._url}/{route} failed with {error.code}: {said}") from None
+        return json.loads(text) if text.startswith(b"{") else None
 
 
 def register() -> None:

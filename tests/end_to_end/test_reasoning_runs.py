@@ -27,7 +27,16 @@ from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.reasoning import evaluate as quality
-from longhaul.reasoning import huggingface, problem_sets, sampler, tasks, tokenizer, transformer, verifier
+from longhaul.reasoning import (
+    huggingface,
+    problem_sets,
+    rollout_servers,
+    sampler,
+    tasks,
+    tokenizer,
+    transformer,
+    verifier,
+)
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
@@ -38,6 +47,7 @@ from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.publish import Publishing
 from longhaul.weight_sync.transports import safetensors_files
 from tests.helpers import small_chat
+from tests.helpers.rollout_server import RolloutServer
 from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, stop
 
 TASK = Reasoning(problems=64, most=3)
@@ -292,6 +302,54 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, 
     assert not np.array_equal(trained.params["embedding"], untrained.params["embedding"])
 
 
+def serving(files: Path) -> RolloutServer:
+    """A server of vLLM's routes whose model is ours, and which loads folders of versions."""
+    words, held = huggingface.tokeniser(files), [huggingface.load(files)[1]]
+    draw = jax.jit(sampler.sampler(READER, sampler.Sampling(SHORT, 8), words=words))
+
+    def sample(prompt: list[int], count: int, most: int, seed: int) -> list[tuple[list[int], list[float], str]]:
+        assert (count, most) == (8, SHORT)
+        asked = np.full((1, 8), -1, np.int32)
+        asked[0, -len(prompt) :] = prompt
+        keys = jax.random.split(jax.random.key(seed), 8)
+        drawn = jax.device_get(draw(held[0], asked, keys, jnp.int32(sampler.UNBOUNDED)))
+        return [
+            (token[on].tolist(), probs[on].tolist(), "stop" if 0 in token[on] else "length")
+            for token, probs, on in zip(drawn.token, drawn.log_prob, drawn.written, strict=True)
+        ]
+
+    return RolloutServer(sample, lambda folder: held.__setitem__(0, huggingface.load(folder)[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
+    staleness: int, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers load each version from a folder. Without staleness the learner finds their log-probabilities again,
+    so they sampled with its newest weights. One fails from its 100th request on, for a while."""
+    monkeypatch.setattr(rollout_servers, "LONGEST_REST", 0.05)
+    with serving(files) as one, serving(files) as other:
+        one.fault = lambda route: "die" if 100 < len(one.asked) < 110 else None
+        acting = ActorConfig(1, "thread", staleness, rollout_servers=(one.address, other.address),
+                             rollout_updates="folder", rollout_requests=2)  # fmt: skip
+        assert begin(asking(files, acting=acting), tmp_path / "run").code == 0
+        asked = one.asks("/inference/v1/generate") + other.asks("/inference/v1/generate")
+        assert len({json.dumps(body) for body in asked}) == 60 * 8  # each once, but for those that failed
+        versions = [body["new_version"] for body in other.asks("/update_weight_version")]
+    found = records(tmp_path / "run")
+    rewards = [row["episode/return"] for row in found]
+    assert np.mean(rewards[:5]) < 0.35 < 0.55 < np.mean(rewards[-10:])
+    assert max(row["actors/staleness_max"] for row in found) <= staleness
+    assert max(row["grpo/staleness"] for row in found) <= staleness
+    if staleness == 0:
+        assert max(row["grpo/mismatch"] for row in found) < 1e-4
+        assert [int(each.partition("-")[2]) for each in versions] == list(range(60))
+    assert sum(row["actors/moved_requests"] for row in found) >= 1
+    told = capfd.readouterr().err
+    assert f"{one.address} gets no requests" in told and f"{one.address} is back" in told
+
+
 @pytest.mark.slow
 def test_a_run_two_updates_behind_ends_no_lower_than_one_that_is_not(files: Path, tmp_path: Path) -> None:
     """From rewards alone, two threads, two seeds each; but for noise, of which so few questions make much."""
@@ -391,6 +449,26 @@ def test_bytes_are_the_words_of_a_model_without_files(files: Path) -> None:
 def test_what_can_not_be_asked_is_one_line(files: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RunError, match=words):
         asking(files, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "acting", "words"),
+    [
+        ({}, {"actor_kind": "process"}, "needs --topology actors --actor-kind thread"),
+        ({}, {"rollout_servers": ("127.0.0.1:8000",)}, "'127.0.0.1:8000' is no address of a server; write http://"),
+        ({"algorithm": GRPOConfig(group=8, taught=3)}, {}, "leave --taught and --gate-threshold at 0"),
+        ({"algorithm": GRPOConfig(group=8, temperature=0.5)}, {}, "leave --temperature at 1"),
+        ({}, {"pin": True, "staleness": 1}, "leave --pin out"),
+        ({}, {"rollout_api": "sglang"}, "longhaul's backend is for vLLM; give --rollout-updates folder or none"),
+        ({}, {"rollout_api": "completions", "rollout_updates": "folder"}, "give --rollout-api vllm or sglang"),
+    ],
+)
+def test_servers_that_do_not_fit_a_run_are_one_line(
+    files: Path, changes: dict[str, Any], acting: dict[str, Any], words: str
+) -> None:
+    asked = ActorConfig(1, **{"actor_kind": "thread", "rollout_servers": ("http://127.0.0.1:8000",)} | acting)
+    with pytest.raises(RunError, match=f"--rollout-servers.* {words}"):
+        asking(files, **{"algorithm": GRPOConfig(group=8)} | changes, acting=asked)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
             fake.finish_weight_update()
         rollout.update(4, filled(4), 20)  # all of it is loaded anew
         assert loaded(fake, 4) and [worker.version for worker in fake.workers] == [4, 4]
-        assert fake.calls == 4 * ["pause", "resume"]
+        assert fake.calls == [*2 * ["pause", "resume"], "pause", "pause", "resume"]  # paused after the failure
 
 
 @pytest.mark.usefixtures("plain_tensors")
@@ -167,7 +167,9 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
         worker.receive_weights(Announced(1, root, 0, 4, False))
         with pytest.raises(PhaseError, match="already loaded"):
             worker.receive_weights(Announced(1, root, 3, 5, True))
-        worker.shutdown()
+        worker.start_weight_update()
+        worker.shutdown()  # the next trainer, after one that was killed
+        assert len(closed) == 6
         got.clear()
     assert worker.phase is Phase.CLOSED and worker.version == -1
 
@@ -197,7 +199,7 @@ def test_the_routes_are_those_of_vllm() -> None:
         thread.join()
     assert [route for route, _ in asked] == [
         *("/init_weight_transfer_engine", "/start_weight_update", "/pause?mode=keep", "/update_weights"),
-        *("/finish_weight_update", "/reset_prefix_cache", "/resume"),
+        *("/finish_weight_update", "/reset_prefix_cache?reset_running_requests=true", "/resume"),
     ]
     told = {"version": 1, "root": "ab", "begin": 0, "end": 5, "last": True, "seconds": 60.0}
     assert asked[3][1] == {"update_info": told} and asked[4][1] == {"weight_version": "1"}
@@ -205,6 +207,43 @@ def test_the_routes_are_those_of_vllm() -> None:
         Http("127.0.0.1:8000")
     with pytest.raises(ValueError, match="vLLM"):
         vllm.register()
+
+
+def test_an_update_that_a_killed_trainer_left_open_is_given_up_first() -> None:
+    """As vLLM 0.32 answers: it forgets an open update when update_weights fails, and only then."""
+    asked: list[str] = []
+    active = [True]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            wrong = active[0]
+            kept = b'{"success": false}'  # as vLLM answers while requests hold cached values
+            if self.path == "/update_weights":
+                assert body["update_info"]["root"] == ""
+                active[0] = False
+            said = b"start_weight_update called while a weight update is already active." if wrong else kept
+            self.send_response(500 if wrong else 200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        Http(f"http://127.0.0.1:{server.server_port}").start_weight_update()
+        with pytest.raises(vllm.EngineError, match="keeps the cached values of the version before"):
+            Http(f"http://127.0.0.1:{server.server_port}").finish_weight_update("1")
+        del asked[3:]
+        active[0] = True
+        with pytest.raises(vllm.EngineError, match=r"pause\?mode=keep failed with 500: start_weight_update called"):
+            Http(f"http://127.0.0.1:{server.server_port}").pause()
+        server.shutdown()
+        thread.join()
+    assert asked == ["/start_weight_update", "/update_weights", "/start_weight_update", "/pause?mode=keep"]
 
 
 def test_chunks_cut_a_row_by_bytes() -> None:

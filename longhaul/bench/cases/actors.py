@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def actors(
     prepared = actor_learner.prepare(made, assembly, context, progress)
     compiled = time.perf_counter() - began
     closed = ExitStack()
-    calls = actor_learner.opened(made, assembly, prepared, progress, closed)
+    calls = actor_learner.opened(made, Path(), assembly, prepared, progress, closed)
     found: list[Any] = []
 
     def work(_: Any) -> dict[str, float]:

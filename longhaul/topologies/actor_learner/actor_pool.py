@@ -285,6 +285,10 @@ class ActorPool:
         turns = [turn - len(given) - 1 for turn, given in zip(self.book.turn, self.book.given)]
         return self.shared.carry(turns)
 
+    def beat(self, actor: int) -> None:
+        """Sign of life of an actor in a thread here, whose rollout waits for others."""
+        self.shared.at(actor, buffers.ACTS)
+
     @property
     def queue(self) -> int:
         """Finished rollouts that wait for the learner."""

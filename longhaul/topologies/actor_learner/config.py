@@ -25,6 +25,10 @@ LIVE = "live.json"
 """File of a run's folder with the actors' current state; removed when the run ends."""
 
 
+APIS, UPDATES = ("vllm", "sglang", "completions"), ("plugin", "folder", "none")
+"""APIs of servers that sample completions, and ways in which they get new weights."""
+
+
 @dataclass(frozen=True)
 class ActorConfig:
     """Options of the topology `actors`; `decided` resolves None."""
@@ -61,6 +65,31 @@ class ActorConfig:
         "HOST:PORT of the cluster of --actor-kind ray; auto: RAY_ADDRESS, or one here; local: a new one",
         resume=FREE,
         topologies=DISTRIBUTED,
+    )
+    rollout_servers: tuple[str, ...] = setting(
+        (), "servers that sample the completions, as http://HOST:PORT; none: the run samples itself", resume=FREE,
+        topologies=("actors",),
+    )  # fmt: skip
+    rollout_api: str = setting(
+        "vllm", "API of these servers: vLLM's, SGLang's, or completions with token ids, as of longhaul serve",
+        choices=APIS, resume=FREE, topologies=("actors",),
+    )  # fmt: skip
+    rollout_updates: str = setting(
+        "plugin", "way of new weights to them: longhaul's backend in vLLM, folders that they load, or none where they "
+        "follow the run", choices=UPDATES, resume=FREE, topologies=("actors",),
+    )  # fmt: skip
+    rollout_weights: str | None = setting(
+        None, "address where they take weights, tcp:HOST:PORT or shm:@NAME; with --rollout-updates folder, the folder; "
+        "none: one on this machine", resume=FREE, topologies=("actors",),
+    )  # fmt: skip
+    rollout_requests: int = setting(
+        32, "requests of an actor that a server has at once", least=1, most=4096, resume=FREE, topologies=("actors",)
+    )
+    rollout_timeout: float = setting(
+        120.0, "seconds of a request, after which it counts as failed", above=0, resume=FREE, topologies=("actors",)
+    )
+    rollout_token_file: str | None = setting(
+        None, "file with the token that these servers ask for", path=True, resume=FREE, topologies=("actors",)
     )
 
 

@@ -145,6 +145,13 @@ def _zeros(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
+def key_of(key: np.ndarray, ticket: Ticket) -> Key:
+    """Key of a ticket's rollout, from that of the run: the one with which `acting` collects."""
+    words = jax.random.key_data(jax.random.key(0)).size
+    own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+    return jax.random.split(jax.random.fold_in(own, ticket.place))[0]
+
+
 def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
     """Shapes of the arrays that travel, from those of the pytrees. NumPy leaves keep 64 bits; JAX would use 32."""
 
