@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.run_context import RunContext
-from longhaul.reasoning import tokenizer, transformer
+from longhaul.reasoning import rollout_servers, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.training.api import Policy
@@ -99,6 +99,21 @@ def test_completions_of_a_batch_that_grows_are_those_of_the_full_forward(engine:
     alone.done.result(60.0)
     assert [row.tokens for row in alone.rows] == [row.tokens for row in jobs[8].rows]  # the others changed nothing
     assert len({tuple(row.tokens) for each in jobs for row in each.rows if each.temperature}) > 4
+
+
+def test_a_rollout_is_asked_for_and_read_as_a_run_does(asked: Any) -> None:
+    """Its requests have no field that is refused, and its answers all that a learner needs."""
+    dialect, prompt = rollout_servers.DIALECTS["completions"], WORDS.encode("3+4=")
+    rules = rollout_servers.Rules(8, 1.0, WORDS.ends, (";",), CONFIG.vocabulary)
+    answer = asked.post(dialect.route, json=dialect.body(rollout_servers.Ask(tuple(prompt), 3, 7), rules, "tiny"))
+    assert answer.status_code == 200, answer.text
+    assert int(asked.get(dialect.version_route).json()["weight_version"]) == 3
+    group = [rollout_servers.checked(choice, rules, int, 3) for choice in dialect.read(answer.json())]
+    assert len(group) == 3
+    for each in group:
+        known = np.take_along_axis(oracle(prompt, list(each.token)), np.array(each.token)[:, None], 1)[:, 0]
+        np.testing.assert_allclose(each.log_prob, known, atol=2e-4)
+        assert set(each.version) == {3}
 
 
 def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
