@@ -22,7 +22,8 @@ from longhaul.weight_sync.sharded import Coordinator, Outcome, Receiver, Sender,
 from longhaul.weight_sync.transports.sockets import Wire
 
 SHAPES = {"a": ((64, 48), "bfloat16"), "b": ((33,), "float32"), "c": ((7, 12, 30), "bfloat16"), "d": ((), "int32")}
-SECONDS = 30.0
+SECONDS = 120.0
+"""Deadline of a round: the first changes compile their kernels."""
 
 
 def mesh(rows: int, columns: int) -> Layout:
