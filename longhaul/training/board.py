@@ -473,7 +473,7 @@ def server(app: App) -> uvicorn.Server:
 
     # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
     config = uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off",
+        app, log_config=None, log_level="error", access_log=False, timeout_graceful_shutdown=1, lifespan="off",
         ws="none",
     )  # fmt: skip
     config.load()
