@@ -27,6 +27,7 @@ from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import files, process_group
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
@@ -49,6 +50,9 @@ TRAFFIC = Flag(
     "the others around the ego; with self, the policy drives all that can be driven", shown="as in the run",
 )  # fmt: skip
 
+SAFETY = Flag("safety", flags.SWITCH, None, "check the policy's commands, and replace those that lead into a collision",
+              shown="as in the run")  # fmt: skip
+
 WORST = ("html", "gif")
 
 PAST = Flag("past-violations", flags.ALONE, False, "drawn episodes go on after a collision, off the road, past a red")
@@ -62,6 +66,7 @@ FLAGS = (
     Flag("policy", choice(WHO), "run", "the run's policy, the untrained one, the shipped one, or a driver"),
     DATA,
     TRAFFIC,
+    SAFETY,
     Flag("episodes", INT, None, "scenarios; of shards a sample, of raw logs the first", shown="as in the run", least=1),
     Flag("seed", INT, 0, "seed of the sample that --episodes draws", least=0),
     Flag("devices", INT, None, "devices that drive at once; no result depends on it", shown="as in the run", least=1),
@@ -125,6 +130,7 @@ def evaluate(words: Sequence[str]) -> int:
         prepare_devices(parsed["devices"] or process_group.count())
         jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
+    run = checked(run, parsed["safety"], folder)
     if parsed["cross-play"]:
         return _cross_play(folder, parsed, run, acting)
     if isinstance(run.environment, Driving):
@@ -181,7 +187,9 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             sought = True
         elif word == "untrained":
             partners.append(
-                cross_play.Partner(word, policy=restore_policy(folder, parsed["member"], parsed["step"])[2])
+                cross_play.Partner(
+                    word, policy=restore_policy(folder, parsed["member"], parsed["step"])[2], checked=False
+                )
             )
         else:
             name, _, step = word.partition("@")
@@ -232,6 +240,15 @@ def policy_of(folder: Path, who: str, member: int | None = None, step: int | Non
         raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
     loop.prepare_devices(run.all_devices, run.threads)
     return run, None
+
+
+def checked(run: Run, safety: bool | None, folder: Path) -> Run:
+    """`run` with its commands checked or not, as --safety says; None: as in the run."""
+    if safety is None:
+        return run
+    if not isinstance(run.environment, Driving):
+        raise FlagError(f"--safety is for driving, and run {folder.name} is {named_task(run)}; leave it out")
+    return replaced(run, safety=safety)
 
 
 def named_task(run: Run) -> str:
@@ -344,10 +361,12 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
     """Content of --json. With several agents a scenario has as many entries."""
     estimates = result.estimates
     known = {name: m.value[m.valid] for name, m in result.scores.metrics.items() if m.valid.any()}
+    task = None if result.drives is None else result.drives.run.environment
     report = {
         "run": run_id,
         "policy": parsed["policy"],
         "traffic": parsed["traffic"],
+        "safety": isinstance(task, Driving) and task.simulator.safety and driver_of(parsed["policy"]) == "policy",
         "episodes": len(result.scores.names),
         "mean": {name: float(np.mean(values)) for name, values in known.items()},
         "std": {name: float(np.std(values)) for name, values in known.items()},
@@ -407,7 +426,7 @@ def render(words: Sequence[str]) -> int:
     id_flag = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
     count = Flag("episodes", INT, 1, "scenarios, the first ones, where none is named", least=1)
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, PAST, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
     parsed = shipped(flags.parse("render", about, groups, words).values)
     who = parsed["policy"]
@@ -420,7 +439,7 @@ def render(words: Sequence[str]) -> int:
         if not isinstance(load_run(folder).environment, Driving):
             return _draw_other(folder, parsed)
         found = [policy_of(folder, each, parsed["member"], parsed["step"]) for each in who]
-        run, acting = found[0][0], [policy for _, policy in found]
+        run, acting = checked(found[0][0], parsed["safety"], folder), [policy for _, policy in found]
     elif {"run", "untrained"} & {*who}:
         raise FlagError("whose drive? give a RUN, or --policy pretrained, idm, log or constant")
     else:

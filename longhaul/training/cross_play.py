@@ -58,6 +58,7 @@ class Partner(NamedTuple):
     pace: float = 1.0  # of REACTING, factors
     headway: float = 1.0
     yields: bool = True
+    checked: bool = True  # if the ego's commands are (`sim.safety`), those of DRIVEN too
 
 
 RULES = {
@@ -122,8 +123,9 @@ def arena(drives: Drives) -> Play:
     def play(ego: Params, partner: Partner) -> Scores:
         policies = ego, ego if partner.policy is None else partner.policy, partner.draws
         partners = Partners(
-            jnp.int32(partner.kind), jnp.float32(partner.pace), jnp.float32(partner.headway), jnp.bool_(partner.yields)
-        )
+            jnp.int32(partner.kind), jnp.float32(partner.pace), jnp.float32(partner.headway), jnp.bool_(partner.yields),
+            jnp.bool_(partner.checked),
+        )  # fmt: skip
         rows = []
         with opened() as batches:
             for batch in batches:

@@ -186,9 +186,10 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         algorithm |= {"model": {"frozen": "fp32"} | algorithm["model"]}
         run = run | {"environment": {"tools": ""} | task}
     if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
-        simulator = {"reward": None, "speed_limit": False} | task["simulator"]
+        simulator = {"reward": None, "speed_limit": False, "safety": False} | task["simulator"]
         former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0}
-        run = run | {"environment": task | {"simulator": simulator | {"weights": former | simulator["weights"]}}}
+        simulator = simulator | {"weights": former | simulator["weights"]}
+        run = run | {"environment": {"bank_by_host": False} | task | {"simulator": simulator}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     begun |= {"evaluation_interval": 0, "fsdp": False}
     return begun | run | {"algorithm": algorithm}

@@ -52,6 +52,8 @@ ACTIONS = ("discrete", "continuous", "joint")
 TRAFFICS = ("log", "idm", "constant")
 DRIVERS = ("policy", "log", "idm", "constant")
 EXPERTS = ("log", "idm")
+CHECKED = ("bicycle", "steering")
+"""Dynamics whose commands `Config.safety` can replace: they hold an acceleration."""
 DYNAMICS = ("bicycle", "steering", "delta", "jerk")
 
 
@@ -76,6 +78,7 @@ class Config:
     """"discrete": an index for each number of a command; "joint": one for all; "continuous": all within [-1, 1]."""
     terminations: tuple[str, ...] = setting(EVENTS, "events that end an episode", choices=EVENTS)
     goal: str = setting("remove", "fate of an agent at its goal: removed, stopped, or given a new one", choices=GOALS)
+    safety: bool = setting(False, "commands that would lead into a collision or over a red light replaced, by `safety`")
     crash: str = setting("remove", "fate of an agent that ends by another event: removed, or stopped", choices=CRASHES)
     conditioning: bool = setting(False, "reward weights drawn per driver, and observed by it")
     reward: str | None = setting(None, "your own reward in place of the weighted terms, module:name")
@@ -121,4 +124,6 @@ def check_settings(config: Config) -> None:
         raise FieldError("driver", repr(config.driver), f"it must be one of {', '.join(DRIVERS)}")
     if len(config.observation_noise) != 3:
         raise FieldError("observation_noise", config.observation_noise, "give three deviations: m, rad, m/s")
+    if config.safety and config.dynamics not in CHECKED:
+        raise FieldError("dynamics", repr(config.dynamics), f"safety checks the commands of {', '.join(CHECKED)} alone")
     config_fields.check(config)

@@ -42,14 +42,14 @@ def acceleration(speed: jax.Array, desired: jax.Array, hindrance: jax.Array) -> 
     return jnp.clip(ACCELERATION * (1.0 - free - hindrance), -MAX_ACCELERATION, ACCELERATION)
 
 
-def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray) -> jax.Array:
-    """The speed from which comfortable braking meets every bend of a way ahead, m/s.
+def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray, lateral: float = BEND) -> jax.Array:
+    """The speed from which comfortable braking meets every bend of a way ahead with at most `lateral` m/s^2, m/s.
 
     `headings` [..., M] of points `spacing` apart, the first of them `offset` [M] metres ahead.
     """
     span = max(int(4.0 / spacing), 1)
     turn = jnp.abs(wrap(headings[..., span:] - headings[..., :-span])) / (span * spacing)
-    square = BEND / jnp.maximum(turn, 1e-3)
+    square = lateral / jnp.maximum(turn, 1e-3)
     ramp = np.broadcast_to(2.0 * 0.5 * BRAKING * offset[:-span], turn.shape)
     return jnp.sqrt(jnp.min(square + ramp, axis=-1))
 

@@ -233,12 +233,20 @@ def approach(x: jax.Array, y: jax.Array, vx: jax.Array, vy: jax.Array) -> tuple[
     return x + when * vx, y + when * vy, when
 
 
+def nearby(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
+    """Indices [K] of the `count` others that are nearest, now and at their closest approach; whether each is seen."""
+    others = features.others
+    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
+    now, then = jnp.sqrt(others.x * others.x + others.y * others.y), jnp.sqrt(then_x * then_x + then_y * then_y)
+    near = features.seen & (now < RANGE)
+    chosen = nearest(jnp.where(near, now + then, FREE), count)
+    return chosen, pick(near, chosen)
+
+
 def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
     """Float32 [K, NEIGHBOUR]: the `count` that are nearest, now and at their closest approach."""
     f, others = features, features.others
-    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
-    now, then = jnp.sqrt(others.x * others.x + others.y * others.y), jnp.sqrt(then_x * then_x + then_y * then_y)
-    chosen = nearest(jnp.where(f.seen & (now < RANGE), now + then, FREE), count)
+    chosen, there = nearby(f, count)
     # first choose, then count: most are not seen
     known = (others.x, others.y, others.vx, others.vy, f.blocks, here.kind)
     x, y, vx, vy, blocks, kind = (pick(values, chosen) for values in known)
@@ -265,5 +273,5 @@ def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
         jnp.ones_like(now),
     ]
     # stacked along the major axis: along the minor one it is several times as slow on a CPU
-    table = jnp.where((pick(f.seen, chosen) & (now < RANGE))[None], jnp.stack(values), 0.0).T
+    table = jnp.where(there[None], jnp.stack(values), 0.0).T
     return jnp.concatenate([table, jnp.zeros((count - table.shape[0], NEIGHBOUR), jnp.float32)])

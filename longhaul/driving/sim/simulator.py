@@ -38,7 +38,7 @@ import numpy as np
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.sim import device_bank, dynamics, idm, metrics, reward, traffic
+from longhaul.driving.sim import device_bank, dynamics, idm, metrics, reward, safety, traffic
 from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
@@ -175,9 +175,12 @@ class Simulator:
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
         last = tables.steps[state.scenario] - 1
         state, held = self._put_back(state)
-        if config.driver == "idm" or state.reactive is not None:
+        checked = config.safety and config.driver == "policy"
+        if config.driver == "idm" or state.reactive is not None or checked:
             before = self._scene(state)
         drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
+        if checked:
+            drive = self._check(state, before, drive, dt, key)
         if held is not None:
             drive = hold(held, state.motion, drive)
         reactive = state.reactive
@@ -348,6 +351,23 @@ class Simulator:
             return dynamics.arc(now, zeros, zeros, VEHICLE, dt)
         limits = self._limits(state.scenario)
         return dynamics.act(now, action, limits, dt, config.dynamics, config.actions)
+
+    def _check(self, state: State, here: Scene, drive: Drive, dt: jax.Array, key: Key) -> Drive:
+        """`drive` as `safety` leaves it, for each agent by what it perceives before the step."""
+        config = self.config
+
+        def one(agent: Agent, drive: Drive, limits: Limits, key: Key | None) -> Drive:
+            seen = here if config.perfect else perceive(config, here, agent, key)
+            features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
+            return safety.keep_safe(features, seen, agent, drive, limits, dt, config.neighbours)
+
+        keys = prng.split(key, config.agents) if config.draws else None
+        limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
+        safe = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(self._agents(state), drive, limits, keys)
+        if state.partners is None:
+            return safe
+        counts = state.partners.checked | (jnp.arange(config.agents) == 0)
+        return jax.tree.map(lambda new, old: jnp.where(counts, new, old), safe, drive)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""

@@ -89,6 +89,7 @@ class Partners(NamedTuple):
     pace: jax.Array  # of the logged speed, that a reactive vehicle strives for
     headway: jax.Array  # of IDM's
     yields: jax.Array  # bool: it gives way to who crosses
+    checked: jax.Array  # bool: `Config.safety` holds for all that are driven, not for the ego alone
 
     def of(self, kind: int) -> jax.Array:
         """bool scalar."""

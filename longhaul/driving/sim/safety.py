@@ -1,0 +1,191 @@
+"""Safety check of commands: a driver keeps a way out, and is smooth while it has one.
+
+A command is safe if one of a few manoeuvres that follow it, along the own route, meets nobody within HORIZON seconds
+and passes no red light: braking firmly, holding the speed, or hurrying on; and if the speed after it still allows for
+the bends of that route. Others keep their velocity; those that drive along the route follow its bends, and those ahead
+on it brake from now on. Without such a manoeuvre the driver is in a state of inevitable collision (Fraichard and Asama,
+"Inevitable collision states", 2004), as far as this model of the world goes. An unsafe command is replaced by the safe
+acceleration that is nearest to it; where none is safe, by the one that comes to a conflict last, and by the hardest
+braking if that is near. The steering stays. This is the shield of Alshiekh et al., "Safe reinforcement learning via
+shielding", 2018, with a model of motion in place of an automaton.
+
+Braking firmly is less than what the brakes hold, so that a driver whose last way out it was still has the rest.
+
+While it is safe, an acceleration changes by at most JERK: the choices of a discrete policy lie farther apart than what
+passengers like in a step. Hard braking that the policy asks for itself is not held back.
+
+Nothing is looked at but what an observation is made of: the nearest others that the agent perceives, with their size
+and velocity now, the next light of its route and its colour now, and the route. Who comes from behind does not count:
+the one behind keeps the distance.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from longhaul.driving.datasets.log import PEDESTRIAN
+from longhaul.driving.scenario.scenario import RED, ROUTE_SPACING
+from longhaul.driving.sim.device_bank import AHEAD, BEHIND
+from longhaul.driving.sim.dynamics import Drive, Limits, arc, travel
+from longhaul.driving.sim.features import Agent, Features
+from longhaul.driving.sim.geometry import FREE, Relative, into, pick, project, separation, wrap
+from longhaul.driving.sim.idm import bend_speed
+from longhaul.driving.sim.observation import nearby
+from longhaul.driving.sim.traffic import Scene
+
+HORIZON, STEP = 3.0, 0.25
+"""s: how far ahead is looked, and how often on the way."""
+
+ACCELERATIONS = np.array([-6.0, -3.5, 1.5], np.float32)
+"""m/s^2, choices in place of an unsafe command: as hard as these, or as soft as EASING."""
+
+EASING = np.array([-0.4, -0.8, -1.6], np.float32)
+"""m/s^2, changes of acceleration in a step."""
+
+FIRM, HURRIED = -4.5, 1.5
+"""m/s^2: the braking and the pushing of the manoeuvres that follow."""
+
+OTHERS_BRAKE = 3.0
+"""m/s^2, of those ahead on the own route."""
+
+SWEPT = 0.25
+"""Share of the way from one look to the next by which a box is longer at either end."""
+
+MARGIN = 0.2
+"""m to be kept of others; less where they are nearer already."""
+
+JERK = 4.0
+"""m/s^3, below nuPlan's limit of comfort (4.13)."""
+
+HARD, RELEASED = -4.0, -1.5
+"""m/s^2: braking that is not held back, and to which it may be released at once."""
+
+IMMINENT = 1.75
+"""s to a conflict that nothing avoids, below which the brakes are used as far as they go."""
+
+BLEND = 6.0
+"""m of the way on which an agent that is beside its route comes back to it."""
+
+ALONG, BESIDE = 0.9, 10.0
+"""Cosine of the angle to the own route, and m beside it, within which others are taken to follow its bends."""
+
+BEND, SLOWING = 4.0, -2.5
+"""m/s^2: the lateral acceleration with which a bend of the own route is met, and the braking that is enough for it."""
+
+LINE = 0.3
+"""m kept before a stop line."""
+
+
+def keep_safe(
+    features: Features, here: Scene, agent: Agent, drive: Drive, limits: Limits, dt: jax.Array, count: int
+) -> Drive:
+    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration.
+
+    `features` and `here` are what it perceives before the step, `count` of the others are looked at.
+    """
+    now = agent.drive
+    wanted, before = drive.acceleration, now.acceleration
+    change = JERK * dt
+    release = jnp.maximum(before + change, RELEASED)
+    smooth = jnp.where(wanted <= HARD, wanted, jnp.clip(wanted, before - change, release))
+    choices = jnp.concatenate([smooth[None], before + EASING, jnp.asarray(ACCELERATIONS)])
+    choices = jnp.maximum(choices, -limits.braking)
+    free = time_to_conflict(features, here, agent, choices, limits, dt, count)
+    safe = free >= HORIZON
+    # safe ones first, the nearest to what was wanted; else the latest conflict: if it is near, the hardest braking
+    near = -jnp.abs(choices - smooth)
+    rank = jnp.where(safe, near, -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near))
+    chosen = jnp.where(safe[0], smooth, choices[jnp.argmax(rank)])
+    return arc(now, chosen, drive.curvature, limits, dt)
+
+
+def time_to_conflict(
+    features: Features, here: Scene, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, count: int
+) -> jax.Array:
+    """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre;
+    HORIZON where there is none."""
+    times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
+    way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
+    # held back from fusion: a CPU would work out a pose anew for each of the others
+    mine, boxes = lax.optimization_barrier((poses(features, way), others_at(features, here, times, count)))
+    x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, K] from here on
+    other_x, other_y, other_cos, other_sin = (value[None, None] for value in boxes[:4])
+    half_length, half_width, least = (value.reshape(1, 1, 1, -1) for value in boxes[4:])
+    dx, dy = into(other_x - x, other_y - y, cos, sin)
+    turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
+    # longer by what is swept half way to the next look, so that no corner is cut between two
+    own_length, own_width = features.others.own
+    moved = jnp.diff(way, axis=-1, prepend=0.0)[..., None]
+    own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
+    gap = separation(Relative(dx, dy, turn_cos, turn_sin, own, (half_length, half_width)))
+    stop = features.light_distance
+    stoppable = jnp.square(agent.drive.motion.speed) < 2.0 * limits.braking * stop
+    red = (features.light_state == RED) & stoppable
+    hit = jnp.any(gap < least, axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
+    before = (times - np.float32(STEP)).reshape(1, 1, -1)
+    free = jnp.max(jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1), axis=-1)
+    bend = bend_speed(features.route[2, BEHIND:], ROUTE_SPACING, np.arange(AHEAD, dtype=np.float32), BEND)
+    fast = (travel(agent.drive.motion.speed, choices, dt, limits.speed)[1] > bend) & (choices > SLOWING)
+    return jnp.where(fast, jnp.minimum(free, HORIZON - STEP), free)
+
+
+def distances(speed: jax.Array, choices: jax.Array, times: np.ndarray, limits: Limits, dt: jax.Array) -> jax.Array:
+    """Metres [C, F, T] driven after `times` [T] with each of `choices` [C] for `dt` and each manoeuvre from then on."""
+    begun, then = travel(speed, choices, dt, limits.speed)
+    manoeuvres = jnp.asarray([FIRM, 0.0, HURRIED])[None, :, None]
+    left = jnp.maximum(times - dt, 0.0)[None, None]
+    return begun[:, None, None] + travel(then[:, None, None], manoeuvres, left, limits.speed)[0]
+
+
+def on_route(features: Features, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, y and heading of the own route at arc lengths `s` [...]; beyond its window it goes straight on."""
+    place = s / ROUTE_SPACING - features.route_first.astype(jnp.float32)
+    index = jnp.clip(place.astype(jnp.int32), 0, BEHIND + AHEAD - 2)
+    part = place - index.astype(jnp.float32)
+    (x, y, low), (next_x, next_y, high) = ([pick(row, i) for row in features.route] for i in (index, index + 1))
+    return x + part * (next_x - x), y + part * (next_y - y), low + jnp.clip(part, 0.0, 1.0) * wrap(high - low)
+
+
+def poses(features: Features, way: jax.Array) -> tuple[jax.Array, ...]:
+    """x, y, cosine and sine along the own route after `way` [...] metres, coming back to it from beside it."""
+    x, y, along = on_route(features, features.s + way)
+    slope = jnp.tan(jnp.clip(features.heading_error, -0.8, 0.8))
+    fade, growth = jnp.exp(-way / BLEND), slope + features.lateral / BLEND
+    aside = features.lateral + growth * way
+    heading = along + jnp.arctan((growth - aside / BLEND) * fade)
+    return x - aside * fade * jnp.sin(along), y + aside * fade * jnp.cos(along), jnp.cos(heading), jnp.sin(heading)
+
+
+def others_at(features: Features, here: Scene, times: np.ndarray, count: int) -> tuple[jax.Array, ...]:
+    """Boxes of the nearest others at `times` [T]: x, y, cosine and sine [T, K]; half length and half width [K], and
+    the gap [K], m, below which there is a conflict: -FREE for who does not count."""
+    chosen, there = nearby(features, count)
+    known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
+    x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
+    behind = pick(features.others.x, chosen) + half_length < -features.others.own[0]
+    same = pick(features.others.cos, chosen) > 0.7
+    least = jnp.minimum(MARGIN, 0.7 * pick(features.separation, chosen))
+    least = jnp.where(there & ~(behind & same), least, -FREE)
+    s, lateral, heading = jax.vmap(lambda x, y: project(features.route, features.route_first, x, y))(x, y)
+    route_cos, route_sin = jnp.cos(heading), jnp.sin(heading)
+    pace, facing = vx * route_cos + vy * route_sin, cos * route_cos + sin * route_sin
+    first = features.route_first.astype(jnp.float32)
+    within = (s > first + 0.5) & (s < first + np.float32(BEHIND + AHEAD - 2))
+    follows = within & (jnp.abs(facing) > ALONG) & (jnp.abs(lateral) < BESIDE) & (kind != PEDESTRIAN)
+    time = times[:, None]
+    braked = jnp.minimum(time, jnp.maximum(pace, 0.0)[None] / OTHERS_BRAKE)
+    slowing = pace[None] * braked - 0.5 * OTHERS_BRAKE * braked * braked
+    bent_s = s[None] + jnp.where((facing > 0.0)[None], slowing, pace[None] * time)
+    bent_x, bent_y, bent = on_route(features, bent_s)
+    turn_cos, turn_sin = jnp.cos(bent - heading[None]), jnp.sin(bent - heading[None])
+    places = (
+        (bent_x - lateral[None] * jnp.sin(bent), x[None] + vx[None] * time),
+        (bent_y + lateral[None] * jnp.cos(bent), y[None] + vy[None] * time),
+        (cos[None] * turn_cos - sin[None] * turn_sin, jnp.broadcast_to(cos[None], bent.shape)),
+        (sin[None] * turn_cos + cos[None] * turn_sin, jnp.broadcast_to(sin[None], bent.shape)),
+    )
+    swept = half_length + SWEPT * STEP * jnp.hypot(vx, vy)
+    return *(jnp.where(follows[None], a, b) for a, b in places), swept, half_width, least

@@ -1,0 +1,92 @@
+"""The safety check: what it stops in time and by which law, and what it leaves alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
+from longhaul.driving.sim import safety
+from tests.helpers.driving_scenarios import DT, STRAIGHT, Trip, line, scenario, trip
+
+T, SPEED = 71, 12.0
+EGO = line((0, 0), (SPEED, 0), T)
+PUSH = (6, 6)
+"""The discrete action of the strongest acceleration, 4 m/s^2."""
+
+
+def both(made: Scenario, actions: tuple[int, int] = STRAIGHT) -> tuple[Trip, Trip]:
+    """The same trip without and with the check."""
+    ends = ("collision", "offroad", "red_light")
+    return (
+        trip(made, actions, terminations=ends),
+        trip(made, actions, terminations=ends, safety=True),
+    )
+
+
+def test_who_would_hit_a_wall_brakes_firmly_before_it_and_no_sooner() -> None:
+    wall = 60.0
+    free, checked = both(scenario([EGO, line((wall, 0), (0, 0), T)]))
+    assert free.metrics["collision"] == [1.0]
+    assert checked.metrics["collision"] == [0.0]
+    speed, x = checked.states.motion.speed[:, 0], checked.states.motion.x[:, 0]
+    braking = int(np.argmax(speed < SPEED - 1e-3))
+    gap = wall - 4.0 - x[braking - 1]
+    needed = SPEED**2 / (2.0 * -safety.FIRM)  # v^2 / 2a of the last way out
+    assert needed < gap < needed + safety.MARGIN + SPEED * (2 * DT + safety.STEP)
+    assert speed[-1] < 0.1
+    assert 0.0 < wall - 4.0 - x[-1] < 3.0
+
+
+def test_a_bend_is_met_slowly_enough() -> None:
+    radius, away = 12.0, 40.0
+    made = scenario([EGO])
+    s = np.arange(made.route.shape[1], dtype=np.float32)
+    angle = np.maximum(s - away, 0.0) / radius
+    x = np.where(s < away, s, away + radius * np.sin(angle))
+    made.route[0] = np.stack([x, radius * (1.0 - np.cos(angle)), angle], -1)
+    checked = trip(made, terminations=(), safety=True)
+    speed, there = checked.states.motion.speed[:, 0], checked.states.motion.x[:, 0]
+    assert speed[there < 3.0].min() == pytest.approx(SPEED)  # not before it must
+    assert speed[int(np.argmax(there > away - 1.0))] <= np.sqrt(safety.BEND * radius) + 0.5
+
+
+def test_a_red_light_holds_whoever_would_pass_it() -> None:
+    stop = 50.0
+    free, checked = both(scenario([EGO], lights=[(stop, [RED] * T)]), PUSH)
+    assert (free.metrics["red_light"], checked.metrics["red_light"]) == ([1.0], [0.0])
+    assert checked.states.s[-1, 0] + 2.0 <= stop
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([line((60, -30), (0, 6), T)], id="somebody crosses"),
+        pytest.param([line((20, 0), (4, 0), T)], id="a slow leader"),
+        pytest.param([line((90, 0), (-3, 0), T)], id="somebody comes the wrong way"),
+    ],
+)
+def test_collisions_that_a_driver_can_avoid_are_avoided(others: list[np.ndarray]) -> None:
+    free, checked = both(scenario([EGO, *others]))
+    assert (free.metrics["collision"], checked.metrics["collision"]) == ([1.0], [0.0])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(scenario([EGO]), id="empty"),
+        pytest.param(scenario([EGO, line((0, 3.0), (SPEED, 0), T)]), id="beside"),
+        pytest.param(scenario([EGO, line((-60, 0), (SPEED + 6, 0), T)], lights=[(60.0, [GREEN] * T)]), id="behind"),
+        pytest.param(scenario([EGO, line((60, -45), (0, 2), T)]), id="somebody crosses after it"),
+    ],
+)
+def test_safe_commands_are_left_alone(made: Scenario) -> None:
+    checked = trip(made, terminations=(), safety=True)
+    np.testing.assert_allclose(checked.states.motion.speed[:, 0], SPEED, atol=1e-5)
+
+
+def test_a_choice_of_acceleration_is_approached_within_the_limit_of_jerk() -> None:
+    checked = trip(scenario([line((0, 0), (3, 0), T)]), PUSH, terminations=(), safety=True)
+    felt = checked.states.acceleration[:, 0].astype(np.float64)
+    assert np.abs(np.diff(felt)).max() <= safety.JERK * DT + 0.01
+    assert felt[:12].max() == pytest.approx(4.0, abs=0.01)  # there after 4 / JERK seconds
