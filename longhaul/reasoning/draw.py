@@ -107,14 +107,15 @@ def _least(mass: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Arr
 
     `enough`: flags [V, B] -> bool [B].
     """
-    bits = jax.lax.bitcast_convert_type(mass, jnp.int32)
 
-    def bit(number: jax.Array, least: jax.Array) -> jax.Array:
-        more = least | (jnp.int32(1) << (HIGHEST - number))
-        return jnp.where(enough(bits >= more[None]), more, least)
+    def number(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
-    found = jax.lax.fori_loop(0, HIGHEST + 1, bit, jnp.zeros(mass.shape[1], jnp.int32))
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
+    def bit(place: jax.Array, least: jax.Array) -> jax.Array:
+        more = least | (jnp.int32(1) << (HIGHEST - place))
+        return jnp.where(enough(mass >= number(more)[None]), more, least)
+
+    return number(jax.lax.fori_loop(0, HIGHEST + 1, bit, jnp.zeros(mass.shape[1], jnp.int32)))
 
 
 HIGHEST = 29
