@@ -44,8 +44,8 @@ STOPPABLE = """    from longhaul.runtime.signals import listening
 
 
 def test_workers_make_what_one_process_makes() -> None:
+    alone = scenario_source.generated(3, 17, agents=2, horizon=40, workers=1)  # first: it compiles for all
     by_workers = scenario_source.generated(3, 17, agents=2, horizon=40, workers=2)
-    alone = scenario_source.generated(3, 17, agents=2, horizon=40, workers=1)
     assert [s.id for s in by_workers] == [s.id for s in alone]
     _same(by_workers, alone)
 
