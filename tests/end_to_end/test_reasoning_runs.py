@@ -327,14 +327,15 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
     staleness: int, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two servers load each version from a folder. Without staleness the learner finds their log-probabilities again,
-    so they sampled with its newest weights. One fails from its 100th request on, for a while."""
+    so they sampled with its newest weights. One fails three requests, from its 40th on."""
     monkeypatch.setattr(rollout_servers, "LONGEST_REST", 0.05)
+    route = "/inference/v1/generate"
     with serving(files) as one, serving(files) as other:
-        one.fault = lambda route: "die" if 100 < len(one.asked) < 110 else None
+        one.fault = lambda asked: "die" if asked == route and 40 <= len(one.asks(route)) < 43 else None
         acting = ActorConfig(1, "thread", staleness, rollout_servers=(one.address, other.address),
                              rollout_updates="folder", rollout_requests=2)  # fmt: skip
         assert begin(asking(files, acting=acting), tmp_path / "run").code == 0
-        asked = one.asks("/inference/v1/generate") + other.asks("/inference/v1/generate")
+        asked = one.asks(route) + other.asks(route)
         assert len({json.dumps(body) for body in asked}) == 60 * 8  # each once, but for those that failed
         versions = [body["new_version"] for body in other.asks("/update_weight_version")]
     found = records(tmp_path / "run")
