@@ -348,9 +348,9 @@ def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
     run_dir.save_run(tmp_path, run, {})
     assert run_dir.load_run(tmp_path) == run
     kept = run_flags.resumed(tmp_path, recipe, flags.parse("train", "", run_flags.table(recipe), []))
-    assert kept.mesh == (3, 2)
+    assert kept.mesh == (3, 2, False)
     alone = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3"])
-    assert run_flags.resumed(tmp_path, recipe, alone).mesh == (3, 1)
+    assert run_flags.resumed(tmp_path, recipe, alone).mesh == (3, 1, False)
 
 
 @pytest.mark.slow
