@@ -101,8 +101,10 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "pre
 
 
 def _of_vllm(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
+    """Body without a seed: with one, vLLM 0.32 on a CPU ends at a prompt that it reads in parts ("CPU Generator does
+    not use offset")."""
     sampling = PLAIN | {
-        "n": ask.group, "seed": ask.seed, "max_tokens": rules.length, "temperature": rules.temperature, "logprobs": 0,
+        "n": ask.group, "max_tokens": rules.length, "temperature": rules.temperature, "logprobs": 0,
         "stop": list(rules.stops), "stop_token_ids": list(rules.ends),
     }  # fmt: skip
     return {"token_ids": list(ask.prompt), "sampling_params": sampling}

@@ -336,7 +336,7 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
                              rollout_updates="folder", rollout_requests=2)  # fmt: skip
         assert begin(asking(files, acting=acting), tmp_path / "run").code == 0
         asked = one.asks(route) + other.asks(route)
-        assert len({json.dumps(body) for body in asked}) == 60 * 8  # each once, but for those that failed
+        assert len(asked) >= 60 * 8 + 3  # each once, but for those that failed
         versions = [body["new_version"] for body in other.asks("/update_weight_version")]
     found = records(tmp_path / "run")
     rewards = [row["episode/return"] for row in found]

@@ -13,7 +13,7 @@ from typing import Any
 
 PLAIN: dict[str, Any] = {"top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float,
                          "presence_penalty": float, "frequency_penalty": float}  # fmt: skip
-VLLM = PLAIN | {"n": int, "seed": int, "max_tokens": int, "temperature": float, "logprobs": int, "stop": list,
+VLLM = PLAIN | {"n": int, "max_tokens": int, "temperature": float, "logprobs": int, "stop": list,
                 "stop_token_ids": list}  # fmt: skip
 SGLANG = PLAIN | {"n": int, "sampling_seed": int, "max_new_tokens": int, "temperature": float, "stop": list,
                   "stop_token_ids": list}  # fmt: skip
@@ -127,7 +127,7 @@ class RolloutServer:
             return {"success": True, "message": "Succeeded to update model weights."}
         if route == "/inference/v1/generate":
             how = body["sampling_params"]
-            made = self.sample(body["token_ids"], how["n"], how["max_tokens"], how["seed"])
+            made = self.sample(body["token_ids"], how["n"], how["max_tokens"], len(self.asked))
             return {"choices": [self._choice(i, *each) for i, each in reversed(list(enumerate(made)))]}
         if route == "/v1/completions":
             made = self.sample(body["prompt"], body["n"], body["max_tokens"], body["seed"])
