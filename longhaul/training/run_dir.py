@@ -28,6 +28,7 @@ from longhaul.runtime.errors import FieldError, ModuleError, RunError
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
 from longhaul.telemetry.trackers import wandb, wandb_artifacts
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import hub, store
 
 RUNS = Path("runs")
@@ -192,6 +193,9 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         run = run | {"environment": {"bank_by_host": False} | task | {"simulator": simulator}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     begun |= {"evaluation_interval": 0, "fsdp": False}
+    if isinstance(acting := run.get("acting"), dict):
+        of_servers = {name: value for name, value in to_dict(ActorConfig()).items() if name.startswith("rollout_")}
+        run = run | {"acting": of_servers | acting}
     return begun | run | {"algorithm": algorithm}
 
 
