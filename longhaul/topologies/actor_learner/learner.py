@@ -232,9 +232,10 @@ def whole_carry(carry: PyTree, mesh: Mesh) -> PyTree:
     """Carry of a checkpoint: with several learners the states of all their environments, as arrays of all processes."""
     if not mesh.is_multi_process:
         return carry
-    if isinstance(carry, PinnedCarry):
-        return PinnedCarry(_from_processes(carry.carry, mesh), meshes.everywhere(carry.weights, mesh))
-    return _from_processes(carry, mesh)
+    copied = jax.tree.map(np.array, carry)  # the arrays of a CPU would be the actors' memory, which goes on to change
+    if isinstance(copied, PinnedCarry):
+        return PinnedCarry(_from_processes(copied.carry, mesh), meshes.everywhere(copied.weights, mesh))
+    return _from_processes(copied, mesh)
 
 
 def _from_processes(tree: PyTree, mesh: Mesh) -> PyTree:
