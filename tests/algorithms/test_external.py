@@ -129,6 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("own")
 
 
+@pytest.mark.slow
 def test_one_around_ours_has_our_bits_and_so_has_its_run_that_is_stopped_and_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

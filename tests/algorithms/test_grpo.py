@@ -192,6 +192,7 @@ def log_probs(params: Any) -> jax.Array:
     return judge(params, data.prompt, data.token)
 
 
+@pytest.mark.slow
 def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -> None:
     state, ((after, told), *_), learn = learnt()
     params, data = completions()

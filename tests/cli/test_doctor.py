@@ -103,6 +103,7 @@ def test_bad_words_are_one_line_and_exit_code_2(longhaul: Any, words: tuple[str,
     assert said in err
 
 
+@pytest.mark.slow
 def test_a_recipe_that_passes(longhaul: Any) -> None:
     sizes = ("--num-envs", "4", "--num-steps", "32", "--hidden-dim", "4", "--mesh", "data=2")
     code, out, _ = longhaul("doctor", "cartpole", "--quick", *sizes, "--json", "found.json")

@@ -120,6 +120,7 @@ def test_removal_asks_and_keeps_what_trains_and_what_others_began_from(
     assert [path.name for path in Path("runs").iterdir()] == ["busy"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("filmed")
 def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: Any) -> None:
     words = "--total-steps 4096 --num-envs 16 --num-steps 32 --save-interval 4 --evaluation-episodes 4 --run-name a"

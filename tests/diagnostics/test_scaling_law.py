@@ -127,6 +127,7 @@ def cell_of(folder: Path) -> Cell:
     return next(cell for cell in grids.cells(tiny()) if cell.name == folder.name)
 
 
+@pytest.mark.slow
 def test_a_grid_that_was_stopped_goes_on_where_it_was(trainer: Trainer, tmp_path: Path) -> None:
     names = [cell.name for cell in grids.cells(tiny())]
     assert names[:4] == ["0.03M-4-seed0", "0.03M-8-seed0", "0.03M-16-seed0", "0.1M-4-seed0"]

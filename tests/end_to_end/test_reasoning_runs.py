@@ -288,6 +288,7 @@ def asking(files: Path, **changes: Any) -> Run:
     return runs.resolve(Run("small-questions", **(settings | changes)))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, tmp_path: Path) -> None:
     """Six are trained on, two held out. It begins with the files' weights, and learns which number answers what."""
     run = asking(files, seed=1)

@@ -221,6 +221,7 @@ def test_a_signal_before_a_run_is_one_leaves_nothing_to_resume(tmp_path: Path, m
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stopped_at_each_save_it_ends_the_same(whole: Path, tmp_path: Path) -> None:
     """Ten resumes, each one save further; also where the last update is made when the signal comes."""
     folder = tmp_path / "run"

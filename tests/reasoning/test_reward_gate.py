@@ -106,6 +106,7 @@ def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
     assert int(scaffolded.imitated) == 3
 
 
+@pytest.mark.slow
 def test_own_chains_are_imitated_where_there_are_enough() -> None:
     """STaR: of 8 completions 3 are verified chains and learnt, whatever the others are; 2 are too few."""
     params, data = completions()

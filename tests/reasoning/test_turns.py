@@ -93,6 +93,7 @@ def test_a_reply_stands_behind_each_mark_and_is_not_the_policys() -> None:
     assert (first.token != whole.token).any()
 
 
+@pytest.mark.slow
 def test_a_budget_of_steps_puts_the_answers_mark_behind_the_last() -> None:
     for most in (1, 2):
         made = tokenizer.stopped(WORDS, replies={"c": Budget(most, "c", "eb").reply})

@@ -39,6 +39,7 @@ def test_all_of_progress_is_donated(made: Program) -> None:
     assert need.arguments - need.donated == device_memory.held(made.context) + 4, "the bank, and the number of updates"
 
 
+@pytest.mark.slow
 def test_parts_are_those_of_one_device(made: Program) -> None:
     progress = made.start(0)
     parts = device_memory.parts(made.assembly.algorithm, progress, made.context)

@@ -123,6 +123,7 @@ def test_a_memory_is_given_and_comes_back() -> None:
     jax.tree.map(lambda one, many: np.testing.assert_allclose(one, many[0], rtol=1e-5, atol=1e-6), after, memory)
 
 
+@pytest.mark.slow
 def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path) -> None:
     result = longhaul.train("ppo", env=own.GymCorridor, runs_dir=folder, run_name="gym", actors=1, **SMALL)
     assert result.run.topology == "actors" and result.run.environment == api.Named(f"single/{HERE}:GymCorridor")

@@ -293,6 +293,7 @@ WHO: list[str] = []
 """The threads that compiled the program of updates of `whole`."""
 
 
+@pytest.mark.slow
 def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
     assert [f"{loop.THREAD}_0"] == WHO
 

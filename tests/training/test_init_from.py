@@ -53,6 +53,7 @@ def frozen(folder: Path, name: str, **changes: Any) -> longhaul.Result:
     return longhaul.train("cartpole", runs_dir=folder, run_name=name, **(SMALL | {"lr": 0.0, "seed": 5} | changes))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_parameters_of_another(
     source: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
     assert "\n" not in str(caught.value) and not (folder / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_on_to_a_later_end(
     source: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

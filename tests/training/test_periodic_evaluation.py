@@ -47,6 +47,7 @@ def test_they_come_at_their_updates_and_change_nothing_that_is_learnt(tmp_path: 
     assert records == small_runs.records(tmp_path / "without")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_once(tmp_path: Path, quick: None) -> None:
     whole, cut = (small_runs.small(evaluation_interval=10) for _ in range(2))
     small_runs.begin(whole, tmp_path / "whole")

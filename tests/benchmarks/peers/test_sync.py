@@ -31,6 +31,7 @@ def test_a_way_brings_what_was_sent(name: str) -> None:
     assert found["peer"] == name and found["wall_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_is_there_and_tells_what_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_speeding_costs_its_share() -> None:
     assert unknown["speed_limit"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_conduct_that_the_scores_judge_is_paid_for_as_it_is_judged() -> None:
     """2 m/s above the limit all the way, and from 1 s on a jerk beyond nuPlan's; the ego sees the limit beside its
     other numbers."""

@@ -138,6 +138,7 @@ def test_far_away_and_without_a_road() -> None:
     assert far.distance[1].min() == pytest.approx(0.7, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_each_scenario_of_a_bank_has_its_own_road() -> None:
     roads = [case(name)[1].road for name in ("generated 3", "generated 8")]

@@ -49,6 +49,7 @@ def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
 TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
 
 
+@pytest.mark.slow
 def test_the_return_is_made_of_the_terms() -> None:
     driven = trip(scenario([EGO]), weights=TERMS, terminations=())
     there = int(np.argmax(driven.steps.reward[:, 0]))
@@ -67,6 +68,7 @@ def one_number(step: reward.Step) -> jax.Array:
     return jnp.sum(step.metres)
 
 
+@pytest.mark.slow
 def test_a_reward_of_the_users_own_takes_the_place_of_the_terms() -> None:
     still = replace(TERMS, collision=0.0, offroad=0.0, red_light=0.0, haste=0.0)
     terms, own = (trip(scenario([EGO]), terminations=(), **how) for how in (

@@ -55,6 +55,7 @@ def test_who_stops_at_its_goal_is_met_by_who_follows() -> None:
     assert not driven.steps.reward[20:, 0].any()
 
 
+@pytest.mark.slow
 def test_who_begins_anew_is_paid_for_each_goal() -> None:
     # 50 steps: goals in the 20th and, after a step in which it is put back, the 41st
     driven = trip(pair(0.0, 25.0, second=90.0), **RESPAWN)

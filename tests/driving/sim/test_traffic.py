@@ -57,6 +57,7 @@ def test_a_reactive_vehicle_stops_behind_a_standing_ego_where_replay_would_colli
     assert careful.states.reactive.speed[-1, 1] < 1.0
 
 
+@pytest.mark.slow
 def test_a_reactive_vehicle_waits_where_its_log_waits() -> None:
     """It comes to the place where its log stood still, as if at a light, and leaves when the log does."""
     speed = np.where(np.arange(T) < 20, 6.0, np.where(np.arange(T) < 45, 0.0, 6.0))

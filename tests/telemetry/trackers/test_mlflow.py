@@ -56,6 +56,7 @@ def history(store: Any, run: Any, metric: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in store.get_metric_history(run.info.run_id, metric)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_own_and_no_step_comes_twice(tmp_path: Path, store: Any) -> None:
     folder, notes = tracked_folder(tmp_path, tracker="mlflow"), []
     write(folder, range(1, 6), notes=notes, stopped=True)

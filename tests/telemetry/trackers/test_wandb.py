@@ -243,6 +243,7 @@ def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> No
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.slow
 @NEEDS_WANDB
 def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What metrics.jsonl has, and nothing else, is in wandb's file."""

@@ -122,6 +122,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory, stopped: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_ends_at_the_same_total_and_no_update_is_missing_or_repeated(resized: Path) -> None:
     found = records(resized)
     updates, steps = ([r[name] for r in found] for name in ("update", "agent_steps"))
