@@ -38,6 +38,7 @@ def test_who_would_hit_a_wall_brakes_firmly_before_it_and_no_sooner() -> None:
     assert 0.0 < wall - 4.0 - x[-1] < 3.0
 
 
+@pytest.mark.slow
 def test_a_bend_is_met_slowly_enough() -> None:
     radius, away = 12.0, 40.0
     made = scenario([EGO])
