@@ -231,7 +231,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
 
 
 def draw_beside(rng: np.random.Generator, world: World, scene: Scene, start: np.ndarray) -> Bystanders:
-    """Those nearest to the ego's `start` [1, 3] of all who are beside the road, as many as there is room for."""
+    """Bystanders nearest to the ego's `start` [1, 3], as many as there is room for."""
     found = bystanders.draw_beside(rng, world, STEPS)
     away = np.hypot(*(found.pose[:, CURRENT, :2] - start[:, :2]).T)
     room = min(int((away < NEAR).sum()), MOST_TRACKS - len(scene.kind) - len(scene.walkers.kind))
@@ -262,7 +262,7 @@ def draw_sizes(rng: np.random.Generator, role: np.ndarray) -> tuple[np.ndarray, 
 
 
 def beside(net: traffic.Network, path: int, s: float) -> np.ndarray:
-    """How far, m to the left, those lanes lie beside place `s` of a path that run along it there and 30 m on."""
+    """Distances, m to the left, of the lanes beside place `s` of a path that run along it there and 30 m on."""
     found = []
     for ahead in (0.0, 30.0):
         place = traffic.pose(net, np.array([path]), np.array([s + ahead]))[0]
@@ -506,7 +506,7 @@ def within_reach(rng: np.random.Generator, bodies: Bodies) -> np.ndarray:
 def tell_lights(
     rng: np.random.Generator, world: World, lights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a log tells of the lights: paths [L] that have one, its states [L, T] and whether they are known [L, T].
+    """Lights as a log tells of them: paths [L] that have one, its states [L, T] and whether they are known [L, T].
 
     Some logs have none of them; in others, a part of the states are unknown, throughout or for a while. Those for turns
     are arrows in many. Lights at a junction that goes by priority flash.

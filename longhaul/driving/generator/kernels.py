@@ -70,8 +70,8 @@ def bend(x, y, dx, dy, end_x, end_y, end_dx, end_dy):
 
 @jit
 def tables(points, starts, most, limit, lateral, slowing):
-    """Of paths, path p the points[starts[p] : starts[p + 1]] [K, 2]: places [P, most, 2] a metre apart, headings and
-    speeds [P, most], lengths [P]; see `traffic.Network`."""
+    """Places [P, most, 2] a metre apart, headings and speeds [P, most] and lengths [P] of paths, where path p is
+    points[starts[p] : starts[p + 1]] [K, 2]; see `traffic.Network`."""
     paths = len(starts) - 1
     xy, heading, speed = np.empty((paths, most, 2)), np.empty((paths, most)), np.empty((paths, most))
     length = np.zeros(paths)

@@ -476,7 +476,7 @@ def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unlike_stored(path: Path, targets: Mapping[str, np.ndarray]) -> str:
-    """What is wrong with arrays that are to be read, or "". Orbax takes the form that its own files say."""
+    """Difference of stored arrays from those to be read, or "". Orbax takes the form that its own files say."""
     import orbax.checkpoint as ocp
 
     if (size := sum(math.prod(each.shape) * each.dtype.itemsize for each in targets.values())) > most_of_a_file():

@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
 
 class QueueFull(RuntimeError):
-    """As many completions wait as may."""
+    """Queue with as many waiting completions as it may have."""
 
 
 @dataclass
