@@ -37,6 +37,18 @@ def board(words: Sequence[str]) -> int:
     if token is None and host not in board.LOOPBACK:
         token = secrets.token_urlsafe(16)
     app = board.application(folder, token)
+    listener = bound(host, port)
+    name = f"[{host}]" if listener.family == socket.AF_INET6 else host
+    query = f"?token={token}" if token else ""
+    print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
+    tables.progress(f"shows the runs in {folder}; Ctrl-C ends it")
+    with contextlib.suppress(KeyboardInterrupt):
+        board.server(app).run(sockets=[listener])
+    return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Socket at the address, which does not listen yet. Raises FlagError where the address is taken or unknown."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,10 +57,4 @@ def board(words: Sequence[str]) -> int:
     except OSError as error:
         listener.close()
         raise FlagError(f"--host {host} --port {port}: {error.strerror}; give another, 0 finds a free port") from error
-    name = f"[{host}]" if family == socket.AF_INET6 else host
-    query = f"?token={token}" if token else ""
-    print(f"http://{name}:{listener.getsockname()[1]}/{query}", flush=True)
-    tables.progress(f"shows the runs in {folder}; Ctrl-C ends it")
-    with contextlib.suppress(KeyboardInterrupt):
-        board.server(app).run(sockets=[listener])
-    return 0
+    return listener

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
+from longhaul.cli.board import bound
 from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUN, RUNS_DIR
@@ -70,7 +71,7 @@ def serve(words: Sequence[str]) -> int:
     known = _credentials(values)
     if values["RUN"] is None:
         raise FlagError("which run? longhaul serve RUN")
-    listener = _listener(values["host"], values["port"])
+    listener = bound(values["host"], values["port"])
     try:
         name, answers, follow = _served(values)
         with contextlib.ExitStack() as closed:
@@ -108,18 +109,6 @@ def _credentials(values: Mapping[str, Any]) -> Credentials:
                 "or listen at 127.0.0.1"
             )
     return known
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise FlagError(f"--host {host} --port {port}: {error.strerror}; give another, 0 finds a free port") from error
-    return listener
 
 
 Follow = Callable[[live_weights.Take], Any]

@@ -66,7 +66,7 @@ Stage = Callable[[str], None]
 
 
 class Standing(StrEnum):
-    """What a receiver has decided about a version."""
+    """Decision of a receiver about a version."""
 
     STAGING = "staging"
     READY = "ready"  # it waits for the coordinator's verdict

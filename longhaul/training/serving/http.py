@@ -90,7 +90,7 @@ class Bounds(NamedTuple):
 
 
 class Engine(Protocol):
-    """What both engines have."""
+    """Engine of a served run: completions of a language model, or actions of a policy."""
 
     @property
     def version(self) -> str: ...
