@@ -56,7 +56,10 @@ class Reasoning:
     most: int = setting(4, "most operations or digits; numbers of countdown", least=1, most=64)
     held_out_fewest: int = setting(2, "fewest operations of a held-out problem, on which a run is evaluated", least=1)
     problems: int = setting(16_384, "problems to train on", least=1, most=2**24)
-    wave: int = setting(128, "completions that are sampled together; affects speed", least=1, most=2**20)
+    wave: int = setting(
+        128, "completions that are written at a time; where one ends, the next begins; affects speed", least=1,
+        most=2**20,
+    )  # fmt: skip
     questions: str = setting(
         "", "file of --task questions: JSONL with a question and an answer a line, in GSM8K's format"
     )

@@ -1,10 +1,15 @@
 """Decode steps: `transformer.forward` for a single token, with rows along the minor axis.
 
 A decode step is small products and much besides, so its speed depends on the layout. Here x is [width, B], and the keys
-and values of a layer are [S, kv_heads, head_dim, B]: those of a token are one block, every product reads its factors in
-place, and all rows are computed side by side between the products. Work that does not depend on the token is done
-before the loop: kernels are transposed, those of one input joined, LoRA's factors merged. Layers are compiled one by
-one, because a loop over them would copy its part of the cache out and in again for each token.
+and values of a layer are [P + R, kv_heads, head_dim, B]: those of a token are one block, every product reads its
+factors in place, and all rows are computed side by side between the products. Work that does not depend on the token is
+done before the loop: kernels are transposed, those of one input joined, LoRA's factors merged. Layers are compiled one
+by one, because a loop over them would copy its part of the cache out and in again for each token.
+
+A row begins at any time: its prompt has the first P slots, its own tokens a ring of R slots, into which all rows write
+at the same place. So a token is one block whatever each row's length, and an old row's tokens are hidden by a count.
+On a CPU attention reads pieces of the cache, the used ones alone, with a running maximum (Milakov and Gimelshein 2018,
+arXiv 1805.02867).
 
 Mathematics and parameters are those of transformer.py; a test compares the two. The price is a second copy of the
 kernels while sampling.
@@ -12,8 +17,9 @@ kernels while sampling.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +36,7 @@ FEATURES = -2
 """Axis of the features: rows lie along the last one."""
 
 PIECE = 64
-"""Slots whose values are added up in one step; larger caches have a multiple of it."""
+"""Slots that attention reads at a time; of larger caches prompts and ring have a multiple of it."""
 
 
 class Kernels(NamedTuple):
@@ -44,13 +50,14 @@ class Kernels(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of earlier tokens, for S slots, of which `index` are filled in all rows."""
+    """Keys and values of earlier tokens of B rows, in P slots of prompts and R of their own tokens."""
 
-    key: tuple[jax.Array, ...]  # of each layer [S, kv_heads, head_dim, B]
+    key: tuple[jax.Array, ...]  # of each layer [P + R, kv_heads, head_dim, B]
     value: tuple[jax.Array, ...]
-    filled: jax.Array  # bool [S, B]: a slot holds a token, or will hold one, and not padding
-    lengths: jax.Array  # int32 [B]: a row's own tokens, without padding
-    index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
+    asked: jax.Array  # bool [P, B]: a slot holds a prompt's token, not padding
+    lengths: jax.Array  # int32 [B]: a row's tokens, without padding
+    own: jax.Array  # int32 [B]: those behind its prompt, the last of the ring
+    place: jax.Array  # int32: of the next tokens in the ring
 
 
 def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
@@ -70,19 +77,73 @@ def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
                    (jnp.cos(angles), jnp.sin(angles)))  # fmt: skip
 
 
-def begin(kept: transformer.KeyValue, mask: jax.Array, slots: int) -> Cache:
-    """Cache of at least `slots` slots after prompts with `mask` bool [B, P] and these keys and values of all layers."""
-    slots = slots if slots <= PIECE else -(-slots // PIECE) * PIECE
+def room(prompt: int, length: int) -> tuple[int, int]:
+    """(P, R): slots for prompts and for own tokens, of at most so many."""
+    if prompt + length <= PIECE:
+        return prompt, length
+    return -(-prompt // PIECE) * PIECE, -(-length // PIECE) * PIECE
+
+
+def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
+    """Cache of rows that have read prompts with `mask` bool [B, P] and these keys and values of all layers, for
+    `length` more tokens of each."""
+    asked, own = room(mask.shape[1], length)
+    short = asked - mask.shape[1]
 
     def moved(x: jax.Array) -> tuple[jax.Array, ...]:
         x = jnp.transpose(x, (0, 2, 3, 4, 1))
-        return tuple(jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0), (0, 0))))
+        return tuple(jnp.pad(x, ((0, 0), (short, own), (0, 0), (0, 0), (0, 0))))
 
-    room = mask.shape[1]
-    filled = jnp.pad(mask.T, ((0, slots - room), (0, 0)), constant_values=True)
-    lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
     key, value = map(moved, kept)
-    return Cache(key, value, filled, lengths, jnp.int32(room))
+    lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    return Cache(key, value, jnp.pad(mask.T, ((short, 0), (0, 0))), lengths, jnp.zeros_like(lengths), jnp.int32(0))
+
+
+def renew(cache: Cache, row: jax.Array, kept: transformer.KeyValue, mask: jax.Array) -> Cache:
+    """Cache whose row of that number has read another prompt, with `mask` bool [P] and keys and values [L, P, ...]."""
+    short = len(cache.asked) - len(mask)
+    key, value = (
+        tuple(
+            jax.lax.dynamic_update_slice(old, new[..., None], (short, 0, 0, row))
+            for old, new in zip(olds, news, strict=True)
+        )
+        for olds, news in zip((cache.key, cache.value), kept, strict=True)
+    )
+    here = jnp.arange(len(cache.own)) == row
+    asked = jnp.where(here[None], jnp.pad(mask, (short, 0))[:, None], cache.asked)
+    lengths = jnp.where(here, jnp.sum(mask, dtype=jnp.int32), cache.lengths)
+    return Cache(key, value, asked, lengths, jnp.where(here, 0, cache.own), cache.place)
+
+
+def of_rows(cache: Cache, rows: jax.Array) -> Cache:
+    """Cache of the rows with these numbers."""
+    of_each: Cache = jax.tree.map(lambda x: x[..., rows] if x.ndim else x, cache)
+    return of_each
+
+
+class _Used(NamedTuple):
+    """Slots that the next tokens attend to."""
+
+    seen: jax.Array  # bool [P + R, B]
+    first: jax.Array  # int32 [N]: first slot of each piece that is read
+    pieces: jax.Array  # int32: number of these
+
+
+def _used(cache: Cache) -> _Used:
+    asked, own = len(cache.asked), len(cache.key[0]) - len(cache.asked)
+    age = (cache.place - jnp.arange(own)) % own
+    seen = jnp.concatenate([cache.asked, age[:, None] <= cache.own[None]])
+    if asked + own <= PIECE:
+        return _Used(seen, jnp.zeros(1, jnp.int32), jnp.int32(1))
+    pieces, ring = asked // PIECE, own // PIECE
+    begun: Any = 0
+    if asked:
+        begun = jnp.where(jnp.any(cache.asked), jnp.argmax(jnp.any(cache.asked, axis=1)) // PIECE, pieces)
+    last, oldest = cache.place // PIECE, (cache.place - jnp.max(cache.own)) // PIECE
+    number = jnp.arange(pieces + ring)
+    of_ring = pieces + (last - (number - (pieces - begun))) % ring
+    first = jnp.where(number < pieces - begun, begun + number, of_ring) * PIECE
+    return _Used(seen, first.astype(jnp.int32), pieces - begun + jnp.minimum(last - oldest + 1, ring))
 
 
 def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -91,24 +152,25 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     A row that has ended may have any token; its logits mean nothing.
     """
     turn = tuple(part[cache.lengths].T[None] for part in kernels.turns)  # [1, head_dim / 2, B]
-    seen = cache.filled & (jnp.arange(cache.filled.shape[0]) <= cache.index)[:, None]
+    used, here = _used(cache), len(cache.asked) + cache.place
     x = kernels.embedding[token].T
     keys, values = [], []
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
         query, new_key, new_value = _heads(config, own, rms_norm(x, own["attention_norm"], config.eps, FEATURES), turn)
         key, value = (
-            jax.lax.dynamic_update_slice(old, new[None], (cache.index, 0, 0, 0))
+            jax.lax.dynamic_update_slice(old, new[None], (here, 0, 0, 0))
             for old, new in ((key, new_key), (value, new_value))
         )
         keys.append(key)
         values.append(value)
         query = query.reshape(config.kv_heads, -1, *query.shape[1:])
-        mixed = jax.lax.platform_dependent(query, key, value, seen, cpu=written_out, default=multiplied)
+        mixed = jax.lax.platform_dependent(query, key, value, used, cpu=written_out, default=multiplied)
         x = x + own["out"] @ mixed.reshape(-1, x.shape[1])
         gate, up = jnp.split(own["gated"] @ rms_norm(x, own["mlp_norm"], config.eps, FEATURES), 2)
         x = x + own["narrow"] @ (jax.nn.silu(gate) * up)
     x = rms_norm(x, kernels.final_norm, config.eps, FEATURES).astype(jnp.float32)
-    after = Cache(tuple(keys), tuple(values), cache.filled, cache.lengths + 1, cache.index + 1)
+    place = (cache.place + 1) % (len(cache.key[0]) - len(cache.asked))
+    after = Cache(tuple(keys), tuple(values), cache.asked, cache.lengths + 1, cache.own + 1, place)
     return kernels.unembedding @ x, after
 
 
@@ -127,36 +189,42 @@ def _heads(
     return transformer.turned(query, turn, 1), transformer.turned(key, turn, 1), value
 
 
-def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
+def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used) -> jax.Array:
     """Attention [kv_heads, group, head_dim, B] of one token of each row: a query of that shape to the slots that are
-    `seen` [S, B], by batched products; key and value [S, kv_heads, head_dim, B]."""
+    `used`, by batched products over all of them; key and value [P + R, kv_heads, head_dim, B]."""
     scores = jnp.einsum("kgdb,skdb->skgb", query, key, preferred_element_type=jnp.float32)
-    return jnp.einsum("skgb,skdb->kgdb", _shares(scores, seen, query.shape[2]).astype(value.dtype), value)
+    scores = jnp.where(used.seen[:, None, None], scores / math.sqrt(query.shape[2]), transformer.NEVER)
+    return jnp.einsum("skgb,skdb->kgdb", jax.nn.softmax(scores, axis=0).astype(value.dtype), value)
 
 
-def written_out(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention like `multiplied`, by sums written out term by term.
+def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used) -> jax.Array:
+    """Attention like `multiplied`, to the used pieces alone, by sums written out term by term.
 
     On a CPU XLA does not multiply or add along an outer axis for all rows at once by itself; written out, each of these
     sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `multiplied` takes 1.0, sums by `jnp.sum`
-    11. Values of many slots are added up piece by piece.
+    11.
     """
-    slots, size = key.shape[0], key.shape[2]
-    key = key.astype(jnp.float32)
-    scores = sum((query[None, :, :, d] * key[:, :, None, d] for d in range(size)), jnp.zeros((), jnp.float32))
-    weights = _shares(scores, seen, size).astype(value.dtype)
+    slots, size = min(len(key), PIECE), query.shape[2]
+    shape = (*query.shape[:2], query.shape[3])
 
-    def piece(first: jax.Array | int, total: jax.Array) -> jax.Array:
-        count = min(slots, PIECE)
-        share, of = (jax.lax.dynamic_slice_in_dim(x, first, count) for x in (weights, value))
-        return sum((share[s, :, :, None] * of[s, :, None] for s in range(count)), total)
+    def piece(number: jax.Array | int, so_far: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        highest, whole, total = so_far
+        parts = (key, value, used.seen)
+        keys, values, seen = (jax.lax.dynamic_slice_in_dim(x, used.first[number], slots) for x in parts)
+        keys = keys.astype(jnp.float32)
+        score = sum((query[None, :, :, d] * keys[:, :, None, d] for d in range(size)), jnp.float32(0.0))
+        score = jnp.where(seen[:, None, None], score / math.sqrt(size), transformer.NEVER)
+        score = jax.lax.optimization_barrier(score)
+        top = functools.reduce(jnp.maximum, score, highest)
+        share, before = jnp.exp(score - top[None]), jnp.exp(highest - top)
+        whole = functools.reduce(jnp.add, share, whole * before)
+        share = share.astype(value.dtype)
+        added = sum((share[s, :, :, None] * values[s, :, None] for s in range(slots)), jnp.float32(0.0))
+        return top, whole, total * before[:, :, None] + added
 
-    nothing = jnp.zeros(query.shape, value.dtype)
-    if slots <= PIECE:
-        return piece(0, nothing)
-    return jax.lax.fori_loop(0, slots // PIECE, lambda i, total: piece(i * PIECE, total), nothing)
-
-
-def _shares(scores: jax.Array, seen: jax.Array, size: int) -> jax.Array:
-    """Softmax over slots of scores [S, kv_heads, group, B] of heads of `size`."""
-    return jax.nn.softmax(jnp.where(seen[:, None, None], scores / math.sqrt(size), transformer.NEVER), axis=0)
+    begun = jnp.full(shape, transformer.NEVER), jnp.zeros(shape), jnp.zeros(query.shape, jnp.float32)
+    if len(key) <= PIECE:
+        _, whole, total = piece(0, begun)
+    else:
+        _, whole, total = jax.lax.fori_loop(0, used.pieces, piece, begun)
+    return (total / whole[:, :, None]).astype(value.dtype)

@@ -19,7 +19,7 @@ import numpy as np
 from longhaul import prng
 from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
+from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, sampler
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, answers, checked, ended, marks
@@ -74,14 +74,10 @@ def scores(known: Marks, ends: Any, written: Any, leaders: Any, samples: int) ->
     )
 
 
-def _waves(config: ModelConfig, how: Sampling, words: Tokeniser) -> Callable[..., Drawn]:
-    return in_waves(sampler(config, how, words=words), max(1, how.wave // how.group))
-
-
 def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
     """Compiled function (params, problems, key, budget of steps) -> (quality of `sampling.group` completions of each,
     completions). The default budget is unbounded."""
-    sample = _waves(config, sampling, tokenizer.TOKENISER)
+    sample = sampler(config, sampling)
 
     @jax.jit
     def evaluate(
@@ -117,7 +113,7 @@ def evaluate_on_host(
     task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
-    sample = jax.jit(_waves(config, how, words))
+    sample = jax.jit(sampler(config, how, words=words))
     on = turns.continuing(config, how, words)
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:

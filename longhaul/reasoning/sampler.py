@@ -13,8 +13,8 @@ Each completion has a key of its own: its tokens depend on neither its batch nor
 truncated (top-k, top-p, min-p) both log-probabilities are recorded, before and after; the learner's ratio is to the
 former.
 
-Where we differ from engines for large models: all completions of a wave take the slots of the longest allowed one, so
-that shapes are static and memory never grows.
+Where we differ from engines for large models: each row has the slots of the longest allowed completion and of its
+prompt, so that shapes are static and memory never grows.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sampling:
     length: int = 34  # most tokens of a completion
     group: int = 16  # completions of a problem
     temperature: float = 1.0  # 0: always the likeliest token
-    wave: int = 64  # rows decoded together; on a CPU fewer stay in its cache
+    wave: int = 64  # completions written at a time; on a CPU fewer stay in its cache
     top_k: int = 0  # most tokens to draw from; 0: all
     top_p: float = 1.0  # probability of the likeliest tokens, from which alone one is drawn
     min_p: float = 0.0  # least probability of a token, as a share of the likeliest one's
@@ -175,17 +175,58 @@ class Drawn(NamedTuple):
     behaviour: jax.Array
 
 
-class _Decoding(NamedTuple):
-    """State between two tokens."""
+class _Flow(NamedTuple):
+    """Progress of completions."""
 
-    t: jax.Array
-    cache: decode.Cache
-    logits: jax.Array  # [V, B], of the next token
-    drawn: Drawn  # [N, B], time first, so that one token of all rows is one block
-    steps: jax.Array  # int32 [B], written so far
+    tokens: jax.Array  # int32 [B], written so far
+    steps: jax.Array  # int32 [B]
     matched: jax.Array  # int32 [B]: characters of the stop text with which a row ends
     answering: jax.Array  # bool [B]: the mark is written
     ended: jax.Array  # bool [B]
+
+
+class _Written(NamedTuple):
+    """Tokens of completions."""
+
+    token: jax.Array  # int32 [B]
+    taken: jax.Array  # bool [B]
+    log_prob: jax.Array  # float32 [B]
+    behaviour: jax.Array  # float32 [B]
+
+
+class _Asked(NamedTuple):
+    """Prompts that have been read, C of them from number `first` on, whose completions begin next."""
+
+    first: jax.Array  # int32
+    kept: transformer.KeyValue  # of all layers
+    mask: jax.Array  # bool [C, P]
+    logits: jax.Array  # float32 [V, C]
+
+
+class _Decoding(NamedTuple):
+    """State between two tokens of S rows, in which N completions are written one after another."""
+
+    t: jax.Array  # int32: decode steps so far
+    cache: decode.Cache
+    token: jax.Array  # int32 [S], the last
+    flow: _Flow
+    number: jax.Array  # int32 [S], of a row's completion
+    begun: jax.Array  # int32: completions that have begun
+    asked: _Asked
+    row: jax.Array  # int32 [N]: a completion's row
+    since: jax.Array  # int32 [N]: the step that reads its first token
+    first: _Written  # [N], their first tokens
+    log: tuple[jax.Array, _Written]  # [steps, S]: number of the completion of a step's tokens, N for none; the tokens
+
+
+READ = 256
+"""Tokens of prompts that are read together while other completions are written."""
+
+FEWER = 4
+"""Factor by which there are fewer rows once no completion waits and no more are left."""
+
+LARGE = 2**24
+"""Parameters of a model whose steps are worth a second program, for fewer rows."""
 
 
 def sampler(
@@ -195,56 +236,143 @@ def sampler(
     ends: bool = True,
     words: Tokeniser = tokenizer.TOKENISER,
 ) -> Callable[..., Drawn]:
-    """Function (params, prompt [M, P], keys [M * group], budget) -> a group of completions of each prompt, which is
-    read once; a loop of decode steps. A completion depends on its prompt and key alone.
+    """Function (params, prompt [M, P], keys [M * group], budget, most) -> a group of completions of each prompt, which
+    is read once; a loop of decode steps of `how.wave` rows. A completion depends on its prompt and key alone.
 
-    `budget` int32: most steps of each; it has no effect for `words` without steps and answers. The loop ends with the
-    longest completion; without `ends`, with the last allowed token. Raises FieldError for an impossible `how`.
+    A row whose completion has ended begins the next one before the next step (continuous batching: Yu et al., "Orca",
+    OSDI 2022); the last completions of a large model are written by fewer rows. `budget` int32: most steps of each; it
+    has no effect for `words` without steps and answers. `most` int32 [M * group]: most tokens of each, if given.
+    Without `ends` a completion ends with the last allowed token alone. Raises FieldError for an impossible `how`.
     """
     check(how)
     pad, length, group, rule = words.pad, how.length, how.group, how.rule
 
-    def sample(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array) -> Drawn:
-        rows, room = group * prompt.shape[0], prompt.shape[1]
-        hidden, kept = transformer.trunk(config, params, prompt, prompt != pad, keeps=True)
-        assert kept is not None
-        logits = jnp.repeat(transformer.unembed(config, params, hidden[:, -1]), group, axis=0).T
-        kept = jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), kept)
-        prompt = jnp.repeat(prompt, group, axis=0)
-        nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
-        zero = jnp.zeros((length, rows))
-        blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, zero, zero)
-        cache = decode.begin(kept, prompt != pad, room + length)
-        zeros = jnp.zeros(rows, jnp.int32)
-        begun = _Decoding(jnp.int32(0), cache, logits, blank, zeros, zeros, none, none)
-        kernels = decode.prepare(config, params, room + length)
-        uniforms = jax.vmap(lambda key: prng.uniform(key, (length, 2)), out_axes=1)(keys)
+    def accepted(
+        flow: _Flow, found: draw.Token, budget: jax.Array, most: jax.Array | int
+    ) -> tuple[_Flow, _Written]:
+        """(progress with one more token, the token); `most` tokens are allowed."""
+        forced = (flow.steps >= budget) & ~flow.answering
+        token = jnp.where(forced, words.answer, found.token)
+        answering = flow.answering | (token == words.answer)
+        steps = flow.steps + ((token == words.step) & ~flow.answering)
+        matched, stops = flow.matched, _any_of(token, words.ends)
+        if words.stop is not None:
+            matched = jnp.asarray(words.stop)[flow.matched, token]
+            stops |= matched == len(words.stop)
+        tokens = flow.tokens + 1
+        ended = flow.ended | stops & ends | (tokens >= most)
+        after = _Flow(tokens, steps, jnp.where(ended, 0, matched), answering, ended)
+        return after, _Written(token, ~forced, *(jnp.where(forced, 0.0, x) for x in found[1:]))
+
+    def sample(
+        params: Params, prompt: jax.Array, keys: Key, budget: jax.Array, most: jax.Array | None = None
+    ) -> Drawn:
+        number = group * len(prompt)
+        rows, together = min(how.wave, number), min(max(READ // prompt.shape[1], 1), len(prompt))
+        kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], length)))
+        uniforms = jax.vmap(lambda key: prng.uniform(key, (length, 2)))(keys)  # [N, T, 2]
+
+        def allowed(numbers: jax.Array) -> jax.Array | int:
+            return length if most is None else jnp.minimum(most[numbers], length)
+
+        def read(first: jax.Array | int, count: int) -> _Asked:
+            asked = jax.lax.dynamic_slice_in_dim(prompt, first, count)
+            hidden, kept = transformer.trunk(config, params, asked, asked != pad, keeps=True)
+            assert kept is not None
+            return _Asked(jnp.int32(first), kept, asked != pad, transformer.unembed(config, params, hidden[:, -1]).T)
+
+        def of_nothing(count: int) -> _Flow:
+            zero, never = jnp.zeros(count, jnp.int32), jnp.zeros(count, bool)
+            return _Flow(zero, zero, zero, never, never)
+
+        def begin() -> _Decoding:
+            """Every row with a completion, and its first token."""
+            asked = read(0, -(-rows // group))
+            each = jnp.arange(rows) // group
+            cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
+            found = draw.chosen(asked.logits[:, each], uniforms[:rows, 0], rule, pad)
+            flow, written = accepted(of_nothing(rows), found, budget, allowed(jnp.arange(rows)))
+            here, zeros = jnp.arange(rows), jnp.zeros(number, jnp.int32)
+            first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
+            steps = length if rows == number else number * length // rows + length
+            log = jax.tree.map(lambda x: jnp.zeros((steps, rows), x.dtype), written)
+            none = jnp.full((steps, rows), number, jnp.int32)
+            return _Decoding(jnp.int32(0), cache, written.token, flow, here, jnp.int32(rows), unread(),
+                             zeros.at[:rows].set(here), zeros, first, (none, log))  # fmt: skip
+
+        def unread() -> _Asked:
+            """Nothing, in the place of prompts."""
+            shapes = jax.eval_shape(lambda: read(0, together))
+            nothing: _Asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return nothing._replace(first=jnp.int32(-together))
+
+        def waits(now: _Decoding) -> jax.Array:
+            return (now.begun < number) & jnp.any(now.flow.ended)
+
+        def next_one(now: _Decoding) -> _Decoding:
+            """A row that has ended begins the next completion, and has its first token."""
+            place, new, row = now.begun // group, now.begun, jnp.argmax(now.flow.ended)
+
+            def far(asked: _Asked) -> jax.Array:
+                return (place < asked.first) | (place >= asked.first + together)
+
+            # A loop of at most one turn: unlike a conditional it copies nothing.
+            asked = jax.lax.while_loop(far, lambda _: read(jnp.minimum(place, len(prompt) - together), together),
+                                       now.asked)  # fmt: skip
+            which = place - asked.first
+            kept, mask = jax.tree.map(lambda x: x[:, which], asked.kept), asked.mask[which]
+            found = draw.chosen(asked.logits[:, which][:, None], uniforms[new, :1], rule, pad)
+            flow, written = accepted(of_nothing(1), found, budget, allowed(new[None]))
+
+            def put(old: jax.Array, it: jax.Array) -> jax.Array:
+                return jnp.where(jnp.arange(rows) == row, it, old)
+
+            return now._replace(
+                cache=decode.renew(now.cache, row, kept, mask), token=put(now.token, written.token),
+                flow=jax.tree.map(put, now.flow, flow), number=put(now.number, new), begun=new + 1, asked=asked,
+                row=now.row.at[new].set(row), since=now.since.at[new].set(now.t),
+                first=jax.tree.map(lambda old, it: old.at[new].set(it[0]), now.first, written),
+            )  # fmt: skip
+
+        def goes_on(now: _Decoding, fewer: int = 0) -> jax.Array:
+            return (jnp.sum(~now.flow.ended) > fewer) | (now.begun < number)
 
         def one(now: _Decoding) -> _Decoding:
-            token, *log_probs = draw.chosen(now.logits, uniforms[now.t], rule, pad)
-            forced = (now.steps >= budget) & ~now.answering
-            token = jnp.where(now.ended, pad, jnp.where(forced, words.answer, token))
-            taken = ~now.ended & ~forced
-            row = Drawn(token, ~now.ended, taken, *(jnp.where(taken, x, 0.0) for x in log_probs))
-            drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, now.t, 0), now.drawn,
-                                 row)  # fmt: skip
-            answering = now.answering | (token == words.answer)
-            count = now.steps + ((token == words.step) & ~now.answering)
-            logits, cache = decode.step(config, kernels, token, now.cache)
-            matched, stops = now.matched, _any_of(token, words.ends)
-            if words.stop is not None:
-                matched = jnp.asarray(words.stop)[now.matched, token]
-                stops |= matched == len(words.stop)
-            ended = now.ended | stops & ends
-            matched = jnp.where(ended, 0, matched)
-            return _Decoding(now.t + 1, cache, logits, drawn, count, matched, answering, ended)
+            if rows < number and len(now.token) == rows:
+                now = jax.lax.while_loop(waits, next_one, now)
+            logits, cache = decode.step(config, kernels, now.token, now.cache)
+            at = jnp.minimum(now.flow.tokens, length - 1)
+            found = draw.chosen(logits, uniforms[now.number, at], rule, pad)
+            flow, written = accepted(now.flow, found, budget, allowed(now.number))
+            numbers = jnp.where(now.flow.ended, number, now.number)
+            log = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice(all_, new[None], (now.t, 0)), now.log,
+                               (numbers, written))  # fmt: skip
+            cache = cache._replace(own=jnp.where(flow.ended, 0, cache.own))
+            return now._replace(t=now.t + 1, cache=cache, token=written.token, flow=flow, log=log)
 
-        def goes_on(now: _Decoding) -> jax.Array:
-            return (now.t < length) & ~jnp.all(now.ended)
+        def in_fewer_rows(now: _Decoding, fewer: int) -> _Decoding:
+            """The same completions, without most rows that have ended."""
+            left = jnp.argsort(now.flow.ended, stable=True)[:fewer]
+            token, flow, of = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
+            return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=of,
+                                row=now.row.at[of].set(jnp.arange(fewer)))  # fmt: skip
 
+        fewer = rows // FEWER if transformer.size(config) >= LARGE else 0
         with jax.named_scope(INFERENCE):
-            drawn = jax.lax.while_loop(goes_on, one, begun).drawn
-        return jax.tree.map(jnp.transpose, drawn)
+            last = jax.lax.while_loop(functools.partial(goes_on, fewer=fewer), one, begin())
+            moved, row = last.t, last.row[:, None]
+            if fewer:
+                last = jax.lax.while_loop(goes_on, one, in_fewer_rows(last, fewer))
+        step = last.since[:, None] + jnp.arange(length)[None] - 1
+        row = jnp.where(step < moved, row, last.row[:, None])
+        begins = jnp.arange(length)[None] == 0
+        written = begins | (last.log[0][step, row] == jnp.arange(number)[:, None])
+
+        def whole(first: jax.Array, rest: jax.Array, nothing: Any) -> jax.Array:
+            return jnp.where(written, jnp.where(begins, first[:, None], rest[step, row]), nothing)
+
+        token, taken, *log_probs = map(whole, last.first, last.log[1], (pad, False, 0.0, 0.0))
+        return Drawn(token, written, taken, *log_probs)
 
     return sample
 
@@ -252,21 +380,6 @@ def sampler(
 def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
     """Flag of each token: it is one of `numbers`; bool."""
     return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
-
-
-def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
-    """Sampler that decodes at most about `wave` prompts at a time."""
-
-    def some(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array) -> Drawn:
-        rows = prompt.shape[0]
-        count = next(n for n in range(-(-rows // wave), rows + 1) if rows % n == 0)
-        if count == 1:
-            return sample(params, prompt, keys, budget)
-        parts = prompt.reshape(count, rows // count, -1), keys.reshape(count, -1)
-        drawn = jax.lax.map(lambda each: sample(params, *each, budget), parts)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn)
-
-    return some
 
 
 def log_probs(
@@ -389,7 +502,7 @@ def collector(
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
-    sample = in_waves(sampler(config, sampling, words=words), max(1, sampling.wave // sampling.group))
+    sample = sampler(config, sampling, words=words)
     count = problems.prompt.shape[0]
     gated = gated and count >= APART
 

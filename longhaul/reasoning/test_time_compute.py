@@ -21,7 +21,7 @@ import numpy as np
 from longhaul.reasoning import tokenizer, turns
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.evaluate import evaluate_on_host, evaluate_reasoning, quality, quality_on_host
-from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
+from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, sampler
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Key, Params
@@ -218,7 +218,7 @@ def drawing(
     if max_reasoning_steps < UNBOUNDED and words.answer == tokenizer.NONE:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
     how = dataclasses.replace(how, group=1, wave=ROWS)
-    sample = jax.jit(in_waves(sampler(config, how, words=words), ROWS))
+    sample = jax.jit(sampler(config, how, words=words))
     on = turns.continuing(config, how, words)
     calls = 0
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.sampler import UNBOUNDED, Drawn, Sampling, in_waves, sampler
+from longhaul.reasoning.sampler import UNBOUNDED, Drawn, Sampling, sampler
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Key, Params
 
@@ -30,7 +30,7 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
     if not words.replies:
         return lambda params, prompt, drawn, keys: drawn
     length = how.length
-    sample = jax.jit(in_waves(sampler(config, dataclasses.replace(how, group=1), words=words), how.wave))
+    sample = jax.jit(sampler(config, dataclasses.replace(how, group=1), words=words))
 
     def whole(params: Params, prompt: Any, drawn: Drawn, keys: Key) -> Drawn:
         made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to

@@ -15,7 +15,7 @@ from longhaul.reasoning.config import ModelConfig
 from tests.helpers import reference_logits as reference
 from tests.helpers.quick import quick
 
-PROMPT, WHOLE = 6, 10
+PROMPT, WHOLE, MORE = 6, 10, 7
 MASK = np.arange(WHOLE)[None, :] >= np.array([[0], [4]])
 """Two rows, of 10 and of 6 tokens behind 4 of padding."""
 ROWS = np.where(MASK, reference.TOKENS[:, :WHOLE], 0)
@@ -36,13 +36,13 @@ def both(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
         mask = jnp.asarray(MASK[:, :PROMPT])
         _, kept = transformer.trunk(config, params, jnp.asarray(ROWS[:, :PROMPT]), mask, keeps=True)
         assert kept is not None
-        kernels = decode.prepare(config, params, WHOLE + 3)  # more room than it takes
+        kernels = decode.prepare(config, params, sum(decode.room(PROMPT, MORE)))
 
         def one(now: decode.Cache, token: jax.Array) -> tuple[decode.Cache, jax.Array]:
             logits, now = decode.step(config, kernels, token, now)
             return now, logits
 
-        _, found = jax.lax.scan(one, decode.begin(kept, mask, WHOLE + 3), jnp.asarray(ROWS[:, PROMPT:].T))
+        _, found = jax.lax.scan(one, decode.begin(kept, mask, MORE), jnp.asarray(ROWS[:, PROMPT:].T))
         return whole[:, PROMPT:], jnp.transpose(found, (2, 0, 1))
 
     return run(reference.params(config))
@@ -71,14 +71,27 @@ def test_bfloat16_stays_near() -> None:
     assert 1e-5 < relative(rounded, exact) < 0.05
 
 
-def test_attention_is_the_same_by_products_and_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = jax.random.split(jax.random.key(0), 4)
+@pytest.mark.parametrize("piece", [64, 4])
+def test_attention_to_pieces_is_that_to_all_that_is_seen(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products and written out; around the ring's end; and pieces that no row uses are not read."""
+    monkeypatch.setattr(decode, "PIECE", piece)
+    keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (2, 3, 8, 5))
-    key, value = (jax.random.normal(each, (12, 2, 8, 5)) for each in keys[1:3])
-    seen = jnp.arange(12)[:, None] <= jnp.arange(5)[None] * 2
-    wanted = decode.multiplied(query, key, value, seen)
-    np.testing.assert_allclose(wanted[..., 0], jnp.repeat(value[0, :, None, :, 0], 3, axis=1), rtol=1e-6)
-    for piece in (64, 4):
-        monkeypatch.setattr(decode, "PIECE", piece)
-        found = quick(lambda *x: decode.written_out(*x))(query, key, value, seen)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    key, value = (jax.random.normal(each, (20, 2, 8, 5)) for each in keys[1:])
+    asked, own = np.arange(8)[:, None] >= np.array([5, 6, 7, 6, 5]), np.array([0, 5, 2, 4, 1])
+    hows = [quick(how) for how in (decode.multiplied, decode.written_out)]
+    for place, pieces in ((0, 4), (3, 3), (5, 3), (11, 3)):
+        zero = jnp.zeros(5, jnp.int32)
+        used = decode._used(
+            decode.Cache((key,), (value,), jnp.asarray(asked), zero, jnp.asarray(own), jnp.int32(place))
+        )
+        seen = np.concatenate([asked, np.zeros((12, 5), bool)])
+        for row, count in enumerate(own):
+            seen[8 + (place - np.arange(count + 1)) % 12, row] = True
+        np.testing.assert_array_equal(used.seen, seen)
+        assert used.pieces == (pieces if piece == 4 else 1)
+        scores = np.where(seen[:, None, None], np.einsum("kgdb,skdb->skgb", query, key) / np.sqrt(8.0), -np.inf)
+        shares = np.exp(scores - scores.max(axis=0))
+        wanted = np.einsum("skgb,skdb->kgdb", shares / shares.sum(axis=0), value)
+        for how in hows:
+            np.testing.assert_allclose(how(query, key, value, used), wanted, rtol=1e-5, atol=1e-6)

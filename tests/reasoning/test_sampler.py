@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import draw, sampler, tasks, tokenizer, transformer, verifier
+from longhaul.reasoning import decode, draw, sampler, tasks, tokenizer, transformer, verifier
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
@@ -94,19 +94,57 @@ def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int)
     np.testing.assert_array_equal(token[same], np.asarray(free.token)[same])
 
 
+def greedy(prompt: jax.Array) -> np.ndarray:
+    """Tokens [B, LENGTH] of the likeliest completions, each by the full forward of all before it."""
+    forward = quick(functools.partial(transformer.forward, CONFIG))
+    text, ended = np.full((len(prompt), LENGTH), tokenizer.PAD, np.int32), np.zeros(len(prompt), bool)
+    mask = jnp.concatenate([prompt != tokenizer.PAD, jnp.ones((len(prompt), LENGTH), bool)], axis=1)
+    for t in range(LENGTH):
+        logits = forward(params(), jnp.concatenate([prompt, jnp.asarray(text)], axis=1), mask)
+        likeliest = 1 + np.argmax(logits[:, prompt.shape[1] + t - 1, 1:], axis=-1)
+        text[:, t] = np.where(ended, tokenizer.PAD, likeliest)
+        ended |= np.isin(text[:, t], SOON)
+    return text
+
+
+SOON = (3, 12, 20, 21)
+"""Tokens that end a completion, so that lengths differ."""
+
+
+@pytest.mark.parametrize(("piece", "large"), [(64, 0), (4, 2**24)])
+def test_rows_that_are_filled_again_write_what_full_forwards_do(
+    piece: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 prompts, 2 completions of each by 5 rows: the likeliest tokens, exactly; the last by 2 rows where that is
+    worth it. Pieces of 4 slots are many."""
+    monkeypatch.setattr(decode, "PIECE", piece)
+    monkeypatch.setattr(sampler, "LARGE", large)
+    monkeypatch.setattr(sampler, "FEWER", 2)
+    monkeypatch.setattr(sampler, "READ", 40)  # prompts are read 3 at a time
+    prompt, words = drawn_problems()[1].prompt[:8], tokenizer.TOKENISER._replace(ends=SOON)
+    how, most = dataclasses.replace(HOW, temperature=0.0, group=2, wave=5), np.arange(16) % 2 * 9 + 7
+    sample = quick(sampler.sampler(CONFIG, how, words=words))
+    found = sample(params(), prompt, KEYS[:16], jnp.int32(sampler.UNBOUNDED), jnp.asarray(most))
+    wanted = np.where(np.arange(LENGTH)[None] < most[:, None], greedy(prompt).repeat(2, axis=0), tokenizer.PAD)
+    np.testing.assert_array_equal(found.token, wanted)
+    np.testing.assert_array_equal(found.written, wanted != tokenizer.PAD)
+    assert set(found.written.sum(axis=1).tolist()) >= {7, 16} and found.written.sum(axis=1).min() < 7
+
+
 def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
-    """Not on its batch, its place there, its group or its wave; by the likeliest token and by truncated draws."""
+    """Not on its batch, its place there, its group or its row."""
     bank, order = drawn_problems()[1], np.random.default_rng(0).permutation(16)
-    prompt = bank.prompt[:8].repeat(2, axis=0)
-    for rule in ((0.0, {}), (0.9, {"top_k": 12, "top_p": 0.9, "min_p": 0.05})):
-        one = sampler.sampler(CONFIG, dataclasses.replace(HOW, temperature=rule[0], **rule[1]))
-        two = sampler.sampler(CONFIG, dataclasses.replace(HOW, temperature=rule[0], group=2, **rule[1]))
-        never = jnp.int32(sampler.UNBOUNDED)
-        grouped = quick(sampler.in_waves(two, 3))(params(), bank.prompt[:8], KEYS[:16], never)  # four waves
-        single = quick(one)(params(), prompt[order], KEYS[order], never)
-        for name in ("token", "written", "taken"):
-            np.testing.assert_array_equal(getattr(grouped, name)[order], getattr(single, name))
-        np.testing.assert_allclose(grouped.behaviour[order], single.behaviour, atol=2e-5)
+    prompt, never = bank.prompt[:8].repeat(2, axis=0), jnp.int32(sampler.UNBOUNDED)
+    how = dataclasses.replace(HOW, temperature=0.9, top_k=12, top_p=0.9, min_p=0.05)
+    grouped = quick(sampler.sampler(CONFIG, dataclasses.replace(how, group=2, wave=5)))(
+        params(), bank.prompt[:8], KEYS[:16], never
+    )
+    single = quick(sampler.sampler(CONFIG, how))(params(), prompt[order], KEYS[order], never)
+    for name in ("token", "written", "taken"):
+        np.testing.assert_array_equal(getattr(grouped, name)[order], getattr(single, name))
+    np.testing.assert_allclose(grouped.behaviour[order], single.behaviour, atol=2e-5)
+    lengths = grouped.written.sum(axis=1)
+    assert len(np.unique(lengths)) > 3
     logits = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
     scores = jax.nn.log_softmax(logits[:, -1].at[:, tokenizer.PAD].set(-jnp.inf) / 0.9)
     first = grouped.token[:, 0]

@@ -34,7 +34,7 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
     asked = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
     if what == "sample":
         arguments: tuple[Any, ...] = transformer.init(jax.random.key(0), config), asked
-        sample = sampler.sampler(config, sampler.Sampling(length, 1), ends=False)
+        sample = sampler.sampler(config, sampler.Sampling(length, 1, wave=rows), ends=False)
 
         def program(params: Any, asked: jax.Array, key: jax.Array) -> sampler.Drawn:
             return sample(params, asked, prng.split(key, rows), jnp.int32(sampler.UNBOUNDED))

@@ -152,7 +152,7 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
     ) -> State:
         column, source, cache = joining.column, joining.source, state.cache
         room = kept[0].shape[2]
-        first = cache.index - room
+        first = cache.place - room
 
         def placed(old: jax.Array, new: jax.Array) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(old, first, room)
@@ -161,11 +161,8 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
 
         key, value = (tuple(map(placed, olds, news)) for olds, news in zip((cache.key, cache.value), kept, strict=True))
         own = lengths[source]
-        filled = jnp.arange(cache.filled.shape[0])[:, None] >= (cache.index - own)[None]
-        cache = decode.Cache(
-            key, value, cache.filled.at[:, column].set(filled, mode="drop"),
-            cache.lengths.at[column].set(own, mode="drop"), cache.index,
-        )  # fmt: skip
+        lengths, owns = (old.at[column].set(own, mode="drop") for old in (cache.lengths, cache.own))
+        cache = decode.Cache(key, value, cache.asked, lengths, owns, cache.place)
 
         def put(old: jax.Array, new: Any) -> jax.Array:
             return old.at[column].set(new, mode="drop")
@@ -186,7 +183,9 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
         for end in ends:
             ended |= token == end
         logits, cache = decode.step(config, kernels, token, state.cache)
-        return step + 1, state._replace(cache=cache, logits=logits, drawn=count, active=state.active & ~ended), drawn
+        active = state.active & ~ended
+        cache = cache._replace(own=jnp.where(active, cache.own, 0))
+        return step + 1, state._replace(cache=cache, logits=logits, drawn=count, active=active), drawn
 
     def run(kernels: decode.Kernels, state: State, live: jax.Array) -> tuple[State, Drawn]:
         rows = live.shape[0]
@@ -210,7 +209,8 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
 
         cache = state.cache
         key, value = (tuple(map(padded, each)) for each in (cache.key, cache.value))
-        cache = decode.Cache(key, value, padded(cache.filled), padded(cache.lengths), cache.index)
+        asked, lengths, own = map(padded, (cache.asked, cache.lengths, cache.own))
+        cache = decode.Cache(key, value, asked, lengths, own, cache.place)
         return State(cache, padded(state.logits), padded(state.key, 0), *map(padded, state[3:]))
 
     return Programs(
@@ -223,10 +223,10 @@ def blank(config: ModelConfig, slots: int, rows: int, index: int) -> State:
     """Batch without requests, whose next token goes into slot `index`."""
     dtype, shape = PRECISIONS[config.precision], (slots, config.kv_heads, config.head_dim, rows)
     key, value = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
-    lengths, drawn, most = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # each its own memory, which is donated
+    lengths, own, drawn, most = (jnp.zeros(rows, jnp.int32) for _ in range(4))  # each its own memory, which is donated
     temperature, top_p = (jnp.ones(rows) for _ in range(2))
     wanted, active = (jnp.zeros(rows, bool) for _ in range(2))
-    cache = decode.Cache(key, value, jnp.zeros((slots, rows), bool), lengths, jnp.int32(index))
+    cache = decode.Cache(key, value, jnp.zeros((0, rows), bool), lengths, own, jnp.int32(index))
     logits, keys = jnp.zeros((config.vocabulary, rows)), jnp.zeros((rows, 2), jnp.uint32)
     return State(cache, logits, keys, drawn, most, temperature, top_p, wanted, active)
 
@@ -450,7 +450,7 @@ class Engine:
                 return
             taken = []
             if self._waiting:
-                taken = self._take(self.limits.rows - self.counters.active, int(state.cache.index), slots)
+                taken = self._take(self.limits.rows - self.counters.active, int(state.cache.place), slots)
 
     def _join(self, state: State, held: list[tuple[Job, int] | None], taken: list[tuple[Job, int]]) -> State:
         """State with the rows of `taken` in free columns, which are noted in `held`."""
