@@ -45,7 +45,8 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
                 so_far[row, -len(said) :] = said
             so_far[~going] = so_far[np.flatnonzero(going)[0]]  # any: the program has one shape
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-            more = jax.device_get(sample(params, jnp.asarray(so_far), of_turn, jnp.int32(UNBOUNDED)))
+            most = jnp.asarray(np.where(going, length - filled, 1), jnp.int32)
+            more = jax.device_get(sample(params, jnp.asarray(so_far), of_turn, jnp.int32(UNBOUNDED), most))
             for row in np.flatnonzero(going):
                 begun[row] = filled[row]
                 for old, new in zip(made, more, strict=True):

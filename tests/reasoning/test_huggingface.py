@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import huggingface
+from longhaul.reasoning import huggingface, transformer
 from tests.helpers import reference_logits as reference
 from tests.helpers import small_chat
 
@@ -153,3 +156,39 @@ def test_a_template_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 30)  # takes no room
     with pytest.raises(huggingface.HubError, match=r"chat_template.jinja: it has 1,073,741,824 bytes; .* at most"):
         huggingface.tokeniser(tmp_path)
+
+
+PEFT = """
+import sys, numpy, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapters, tokens, out = sys.argv[1:]
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters).eval()
+with torch.no_grad():
+    numpy.save(out, model(torch.tensor(numpy.load(tokens), dtype=torch.int64)).logits.numpy())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_adapters_give_pefts_logits(name: str, tmp_path: Path) -> None:
+    """$TRANSFORMERS_PYTHON is a Python with torch, transformers and peft."""
+    python = os.environ.get("TRANSFORMERS_PYTHON")
+    if not python:
+        pytest.skip("$TRANSFORMERS_PYTHON is not set")
+    base = reference.CONFIGS[name]
+    config = dataclasses.replace(base, lora=4, pad=-1)
+    params = reference.params(config)
+    kept = transformer.split(config, params)[1]
+    huggingface.save(tmp_path / "base", base, kept)
+    huggingface.save_adapters(tmp_path / "adapters", config, params, base=str(tmp_path / "base"))
+    tokens, out = tmp_path / "tokens.npy", tmp_path / "logits.npy"
+    np.save(tokens, reference.TOKENS)
+    subprocess.run([python, "-c", PEFT, *map(str, (tmp_path / "base", tmp_path / "adapters", tokens, out))], check=True)
+    mask = jnp.ones(reference.TOKENS.shape, bool)
+    found, plain = (
+        np.asarray(transformer.forward(each, own, jnp.asarray(reference.TOKENS), mask))
+        for each, own in ((config, params), (dataclasses.replace(base, pad=-1), kept))
+    )
+    wanted = np.load(out)
+    assert np.abs(found - wanted).max() < 2e-5 * np.abs(wanted).max() < np.abs(found - plain).max()

@@ -38,7 +38,7 @@ def params() -> Any:
     return transformer.init(jax.random.key(0), CONFIG)
 
 
-HOW = sampler.Sampling(LENGTH, 1, 0.7)
+HOW = sampler.Sampling(LENGTH, 1, 0.7, wave=24)
 SAMPLE = quick(sampler.sampler(CONFIG, HOW))
 KEYS = jax.random.split(jax.random.key(1), 64)
 
