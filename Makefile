@@ -7,10 +7,11 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 TESTS := .venv/.installed-tests
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all fuzz bench docs lint clean
+.PHONY: help train test test-all fuzz bench docs lint kernels clean
 
 help:
 	@echo "make train     train the driving policy (ARGS='--total-steps 100000' and the like are passed on)"
@@ -24,20 +25,24 @@ help:
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 # A .venv that works is kept (and brought up to date); a broken or half-made one is replaced.
-# `make train` installs what training needs; `make test` the tools and extras of the tests on top.
+# `make train` installs what training needs; `make test` the tools and extras of the tests on top. Python compiles what it
+# imports, which is a small part of what is installed; and a pip older than 26 takes twice as long over the index's pages.
 $(STAMP) $(TESTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
 	  echo "longhaul needs Python 3.11 or newer, but '$(PYTHON)' is older or does not run: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@echo "installing into .venv (about a minute)"
 	@$(BIN)/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { rm -rf .venv; $(PYTHON) -m venv .venv; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(if $(filter $(TESTS),$@),[test])'
+	@$(PIP) 'pip>=26' || echo "going on with the pip that is there"
+	@$(PIP) -c constraints.txt -e '.$(if $(filter $(TESTS),$@),[test])'
 	@touch $@
 
 train: $(STAMP)
 	$(BIN)/longhaul train driving $(ARGS)
 
-test: lint
+# On the core that mypy leaves: what else would be compiled by each worker, numba's loops and Python's files.
+test: $(TESTS)
+	@$(MAKE) --no-print-directory --jobs 2 lint kernels
 	QUICK_COMPILE=1 $(PYTEST) $(ARGS)
 
 test-all: lint
@@ -52,6 +57,10 @@ bench: $(STAMP)
 
 docs: $(TESTS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+kernels: $(TESTS)
+	@$(BIN)/python -m tests.helpers.kernels
+	@$(BIN)/python -m pytest --collect-only --quiet > .venv/.collected || { cat .venv/.collected; exit 1; }
 
 lint: $(TESTS)
 	$(BIN)/ruff check .

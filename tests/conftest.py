@@ -39,8 +39,9 @@ for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT
 # driving/sim/test_simulator.py: 170 CPU-seconds, 113 without). LLVM's optimisation is a quarter of the simulator's
 # (test_simulator.py and test_metrics.py: 71, 51 without). `make test` does without them; `make test-all` and pytest by
 # itself compile as users do, and so does a test with the fixture `optimised`. A flag that an XLA does not know ends the
-# process, so only where it is known.
-os.environ["XLA_FLAGS"] = "--xla_backend_extra_options=-disable-lsr"
+# process, so only where it is known. A program that is split for several threads of the compiler costs one more copy of
+# each function (PPO's update on a probe: 2.26 CPU-seconds, 1.93 in one piece), and the workers have no core to spare.
+os.environ["XLA_FLAGS"] = "--xla_backend_extra_options=-disable-lsr --xla_cpu_parallel_codegen_split_count=1"
 if os.environ.get("QUICK_COMPILE"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if version("jax").startswith("0.10."):
@@ -54,7 +55,10 @@ import jax  # noqa: E402  (the environment must be set first)
 
 from longhaul.telemetry import screen  # noqa: E402
 from longhaul.training import evaluate  # noqa: E402
+from tests.helpers import shared_programs  # noqa: E402
 
+if "--xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+    shared_programs.share()
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes objects by the million, and the collector looks at all of them again and again: a fifth of what tests
@@ -132,6 +136,7 @@ def bounded_memory() -> Iterator[None]:
     """What JAX keeps of a file's programs goes at its end, where a worker has grown beyond `RESIDENT` by them."""
     yield
     if psutil.Process().memory_info().rss > RESIDENT:
+        shared_programs.PROGRAMS.clear()
         jax.clear_caches()
         gc.collect()  # which the thresholds above all but leave out
 

@@ -104,7 +104,8 @@ def is_module(module: str) -> bool:
     return module.split(".")[0] == "longhaul" and (not inner or inner in FILES or f"{inner}/__init__" in FILES)
 
 
-def imports(source: str, name: str) -> Iterator[Import]:
+@cache
+def imports(source: str, name: str) -> tuple[Import, ...]:
     """Every import of the file `name` ("driving/bank"); `from a import b` gives a.b where there is such a file."""
     package = ["longhaul", *name.split("/")[:-1]]
 
@@ -124,7 +125,7 @@ def imports(source: str, name: str) -> Iterator[Import]:
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, on_load and not lazy)
 
-    yield from visit(ast.parse(source), True)
+    return tuple(visit(ast.parse(source), True))
 
 
 def package_of(name: str) -> str:

@@ -12,7 +12,9 @@ from longhaul.sum_tree import FANOUT
 from tests.helpers.quick import quick
 
 
-@pytest.mark.parametrize("n", [1, FANOUT, FANOUT + 1, 5000, pytest.param(300_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [1, FANOUT, FANOUT + 1, *(pytest.param(many, marks=pytest.mark.slow) for many in (5000, 300_000))]
+)
 def test_weights_are_chances(n: int) -> None:
     """Chi-square of 200,000 draws over at most 100 groups of places, whose weights span three decades."""
     draw = np.random.default_rng(n)

@@ -148,6 +148,7 @@ def test_one_around_ours_has_our_bits_and_so_has_its_run_that_is_stopped_and_res
     np.testing.assert_array_equal(longhaul.load(folder / "stopped")(seen), ours.policy(seen))
 
 
+@pytest.mark.slow
 def test_the_run_keeps_module_and_digest_a_change_is_told_and_other_fields_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

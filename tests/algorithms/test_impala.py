@@ -40,6 +40,9 @@ KINDS = {
     "tanh_gaussian-memory": (Chaos(BOX), replaced(SMALL, memory=6, rho_clip=None, c_clip=None)),
     "agents-memory": (Chaos(agents=2), replaced(SMALL, memory=6, clip_eps=0.3)),
 }
+DAILY = [pytest.param(kind, marks=pytest.mark.slow if kind == "tanh_gaussian-memory" else ()) for kind in KINDS]
+"""The kinds, the dearest of which is slow to compile."""
+
 VERSION = 2
 """Updates that made the parameters that learn; those that acted had none."""
 
@@ -67,7 +70,7 @@ def case(kind: str) -> Case:
     return Case(environment, config, algorithm, state, own, old, quick(algorithm.learn))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAILY)
 def test_at_learning_rate_zero_nothing_moves_and_who_acts_is_who_learns(kind: str) -> None:
     """Log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
     made = case(kind)
@@ -118,7 +121,7 @@ def judged_by_hand(made: Case, data: Rollout) -> tuple[np.ndarray, ...]:
     return log_prob, log_ratio, value, target, advantage
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAILY)
 def test_what_older_policies_did_is_judged_as_step_by_step(kind: str) -> None:
     """Through what `learn` reports at learning rate 0."""
     made = case(kind)

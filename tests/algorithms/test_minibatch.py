@@ -67,6 +67,7 @@ def gradient(state: State) -> Any:
     return next(x.mu for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["lean", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "memory", "encoder"))]
 )

@@ -94,6 +94,7 @@ def test_a_sum_that_differs_from_run_to_run_fails(pair: Program, monkeypatch: py
     assert checks.determinism(pair)[0].verdict == checks.FAIL
 
 
+@pytest.mark.slow
 def test_times_are_shares(pair: Program, alone: Program) -> None:
     reduced = checks.all_reduce(pair, 1.0)
     assert 0.0 < reduced.figures["share"] == pytest.approx(reduced.figures["seconds"] * 6)

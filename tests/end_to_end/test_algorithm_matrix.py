@@ -106,7 +106,7 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents"
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 DAILY = {
-    "ppo": ("successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
+    "ppo": ("successor", "time_limit", "agents"),
     "ppo-gru": ("memory",),
     "impala": ("successor",),
 }
@@ -209,6 +209,7 @@ def test_values_are_known_from_what_older_policies_did(name: str, probe: str, ag
     check(made, config, algorithm, policy)
 
 
+@pytest.mark.slow
 def test_without_ratios_they_are_not() -> None:
     """The check above can fail: PPO takes what the first policy earned, -1 as often as 1, for its own."""
     made, config = PROBES["action"](), LEARNERS["ppo"]

@@ -107,6 +107,7 @@ def on_devices(name: str, *devices: int, deterministic: bool = True, threads: in
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)])  # to compile takes long
 def test_a_run_is_the_same_on_1_2_4_and_8_devices(devices: tuple[int, ...]) -> None:
     """Parameters, optimiser, normaliser, environments and metrics; minibatches of odd sizes, in several chunks."""

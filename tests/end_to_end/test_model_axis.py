@@ -97,7 +97,7 @@ def drives() -> tuple[Made, Made]:
     return make(driving()), make(driving(model=2))
 
 
-@pytest.fixture(params=["cartpoles", pytest.param("drives", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("cartpoles", "drives")])
 def pair(request: pytest.FixtureRequest) -> tuple[Made, Made]:
     """(on data=2, on data=2,model=2)."""
     found: tuple[Made, Made] = request.getfixturevalue(request.param)

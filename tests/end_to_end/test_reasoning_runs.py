@@ -74,6 +74,7 @@ def small(**changes: Any) -> Run:
     return runs.resolve(Run("small-reasoning", **(settings | changes)))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "stopped"
     assert begin(small(), whole).code == 0

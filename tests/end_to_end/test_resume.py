@@ -412,7 +412,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("dqn", 2), pytest.param("sac", 1, marks=pytest.mark.slow)]
+    ("name", "devices"), [pytest.param(*each, marks=pytest.mark.slow) for each in (("dqn", 2), ("sac", 1))]
 )  # fmt: skip
 def test_a_run_with_a_replay_goes_on_bit_for_bit(
     name: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ def stepping(pair: Pair) -> Any:
 
 
 @each
-@pytest.mark.parametrize("chooser", [draw, pump])
+@pytest.mark.parametrize("chooser", [pytest.param(draw, marks=pytest.mark.slow), pump])
 def test_every_step_is_gymnasiums_step(pair: Pair, chooser: Callable[..., Any]) -> None:
     """Put in our state before each step, Gymnasium gives what we give: for 800 steps, over ends and limits."""
     (ours, step, reset), model, rng = stepping(pair), gymnasium.make(pair.model), np.random.default_rng(0)

@@ -254,6 +254,7 @@ def test_with_remat_the_gradient_is_the_same_and_blocks_are_computed_twice():
     assert products[1] > products[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_encoder_tells_observations_apart(kind):
     """Also by their sets alone: what no feature shows, no policy learns."""

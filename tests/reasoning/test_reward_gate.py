@@ -146,6 +146,7 @@ def test_a_model_in_words_is_looked_at_by_its_verdicts() -> None:
         assert bool(after.open) == (right >= SETTINGS.threshold)
 
 
+@pytest.mark.slow
 def test_a_closed_gate_is_looked_at_by_problems_that_are_never_imitated() -> None:
     task = tasks.arithmetic(1, 3)
     asked = tasks.problems(task, np.random.default_rng(0), 43)

@@ -152,6 +152,7 @@ def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
     assert (grouped.behaviour[:, 0] > grouped.log_prob[:, 0]).all()
 
 
+@pytest.mark.slow
 def test_a_model_on_two_devices_samples_what_one_does() -> None:
     """Split over the model axis, as `fused` has it; its prompts are on both devices."""
     mesh = meshes.make_mesh(1, 2)
@@ -282,6 +283,7 @@ def test_a_prompt_read_once_for_its_group_and_a_loss_in_pieces_change_no_number(
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_no_array_of_a_compiled_loss_has_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, text = grouped_texts()
     params = transformer.init(jax.random.key(0), WIDE)

@@ -106,6 +106,7 @@ def test_no_token_sees_what_follows() -> None:
 # -------------------------------------------------------------------------------------------------- memory, precision
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
 

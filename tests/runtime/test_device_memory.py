@@ -50,6 +50,7 @@ def test_parts_are_those_of_one_device(made: Program) -> None:
     assert parts["bank"] == 0
 
 
+@pytest.mark.slow
 def test_the_footprint_is_told_before_the_first_update(
     made: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

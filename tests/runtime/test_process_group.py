@@ -320,6 +320,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(base, ended, found, entries)
 
 
+@pytest.mark.slow
 def test_two_processes_speak_agree_and_save(pairs: Pairs) -> None:
     """What both saved on two devices each, this process restores on three, and on none in particular."""
     assert all((pairs.folder / f"spoken-{i}").exists() for i in range(2)), pairs.ended

@@ -28,6 +28,7 @@ def test_known_numbers_are_found_exactly_without_noise() -> None:
         assert found.error < 1e-6
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_is_true_about_as_often_as_they_say() -> None:
     held = np.zeros(3)
     for seed in range(30):

@@ -79,7 +79,7 @@ def test_an_onnx_model_acts_as_the_run_on_every_batch(
     [
         ("cartpole", {}),
         ("driving", {}),
-        ("driving", {"torso": "wayformer", "num_layers": 1}),
+        pytest.param("driving", {"torso": "wayformer", "num_layers": 1}, marks=pytest.mark.slow),
         ("hackmatrix", {"memory": 8}),
         ("pendulum-sac", {}),
     ],
@@ -109,7 +109,10 @@ def test_recipes_policies_are_the_same_in_onnxruntime(
         np.testing.assert_allclose(found["next_memory"], after, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("env", "memory"), [("pendulum", 0), ("probe/memory", 4), ("probe/masked", 0)])
+@pytest.mark.parametrize(
+    ("env", "memory"),
+    [("probe/memory", 4), *(pytest.param(name, 0, marks=pytest.mark.slow) for name in ("pendulum", "probe/masked"))],
+)
 def test_continuous_recurrent_and_masked_policies_pass_the_check(env: str, memory: int, tmp_path: Path) -> None:
     policy = drawn("ppo", env=env, hidden_dim=8, memory=memory)
     for kind in export.RUNNERS:
@@ -128,7 +131,7 @@ def test_a_policy_of_an_own_algorithm_is_its_actions_alone(folder: Path, onnxrun
     assert action.tolist() == [1] * own.LENGTH
 
 
-@pytest.mark.parametrize("kind", export.RUNNERS)
+@pytest.mark.parametrize("kind", ["onnx", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_program_of_another_policy_fails_the_check(kind: str, trained: longhaul.Result, tmp_path: Path) -> None:
     path = tmp_path / f"policy.{kind}"
     path.write_bytes(export.program(longhaul.load(trained)) if kind == "jax" else export.onnx(longhaul.load(trained)))

@@ -133,6 +133,7 @@ def test_commands_take_its_address(pushed: str, tmp_path: Path, monkeypatch: pyt
     assert sorted(os.listdir(tmp_path / "export")) == ["policy.json", "policy.npz"]
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_it_and_records_its_commit(
     pushed: str, server: Hub, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_run_begins_from_it_and_records_its_commit(
     jax.tree.map(np.testing.assert_array_equal, begun.policy.params.params, before)
 
 
+@pytest.mark.slow
 def test_a_second_push_is_a_second_commit(pushed: str, server: Hub, runs: Path) -> None:
     repository = server.repositories["someone/pole"]
     first = repository.head

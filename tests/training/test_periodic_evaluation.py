@@ -32,6 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(periodic_evaluation, "player", lambda run: played)
 
 
+@pytest.mark.slow
 def test_they_come_at_their_updates_and_change_nothing_that_is_learnt(tmp_path: Path, quick: None) -> None:
     with_them, without = small_runs.small(evaluation_interval=15), small_runs.small(evaluation_interval=0)
     small_runs.begin(with_them, tmp_path / "with"), small_runs.begin(without, tmp_path / "without")

@@ -189,6 +189,7 @@ def test_the_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["report.html"]
 
 
+@pytest.mark.slow
 def test_a_long_run_with_six_recordings_stays_small(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     names = ("episode/return", "episode/length", "loss/policy_loss", "ppo/entropy", "ppo/approx_kl", "ppo/other")

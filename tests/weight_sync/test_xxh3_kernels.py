@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.slow
 def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
     """Else an image whose digest compiled the loop would count as read until somebody collects garbage."""
     numba = pytest.importorskip("numba")

@@ -37,6 +37,7 @@ def test_what_is_made_when_it_is_due_is_what_would_be_held(
     assert not set(scenario_set.generated(2, seed=1, **asked).ids) & set(due.ids)
 
 
+@pytest.mark.slow
 def test_a_sample_of_shards_follows_from_its_seed(made: list[Scenario], tmp_path: Path) -> None:
     shard.write(tmp_path / "a.lhs", made[:25])
     shard.write(tmp_path / "b.lhs", made[25:])

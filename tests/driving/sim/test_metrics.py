@@ -252,6 +252,7 @@ def test_time_to_collision_by_hand(other: np.ndarray, smallest: float | None) ->
         assert found["time_to_collision"] == float(smallest >= 0.95)
 
 
+@pytest.mark.slow
 def test_time_to_collision_with_crossing_traffic() -> None:
     """It comes from the left at 6 m/s and would be met where the ways cross, but is through in time."""
     crossing = line((34, 20), (0, -6), T)

@@ -31,7 +31,7 @@ def outcome(driven: Trip) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "driver", ["policy", "idm", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("log", "constant"))]
+    "driver", ["policy", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("idm", "log", "constant"))]
 )
 def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
     driven = trip(scenario([EGO, line((10, 4), (6, 0), T)]), driver=driver)
@@ -181,6 +181,7 @@ def test_the_logs_end_truncates_whoever_still_plays_once() -> None:
     assert driven.metrics["progress"][0] == pytest.approx(6.0 * 6.0 / 12.0 / 30.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_agents_are_columns_and_an_ended_one_is_gone() -> None:
     # the first runs into a post and is gone, the second, behind it, passes through its place
     first, second = line((0, 0), (6, 0), T), line((-14, 0), (6, 0), T)

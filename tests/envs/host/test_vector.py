@@ -46,7 +46,7 @@ CONFORM = [
     ("gymnasium/MountainCarContinuous-v0", {"max_episode_steps": 20}, True),
     *((COUNT, {"mode": mode}, False) for mode in MODES),
     *((SYNC, {"mode": mode, "max_episode_steps": 16, "truncation_interval": 16}, True) for mode in MODES),
-    ("ale/breakout", SHORT, True),
+    pytest.param("ale/breakout", SHORT, True, marks=pytest.mark.slow),
     ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", {"max_steps": 16}, True),
     ("jax/cartpole", {"max_steps": 16}, True),
     ("jax/pendulum", {"max_steps": 20}, True),

@@ -48,6 +48,7 @@ def points(file: Path) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_one_history(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
     folder, notes = tracked_folder(tmp_path, tracker="swanlab"), []

@@ -30,6 +30,7 @@ def history(run: str) -> list[tuple[int, float]]:
     return [(row["step"], row["ppo/entropy"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_one_history_and_its_namesake_another(tmp_path: Path, place: Path) -> None:
     folder, notes = tracked_folder(tmp_path, tracker="trackio"), list[str]()
     write(folder, range(1, 6), notes=notes, stopped=True)

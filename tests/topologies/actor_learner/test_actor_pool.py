@@ -124,6 +124,7 @@ def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkey
     assert mine.restarts == 4
 
 
+@pytest.mark.slow
 def test_hits_at_random_moments_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an actor is at: killed, stopped for a while, or stopped for good."""
     monkeypatch.setattr(heartbeat, "FROZEN", 0.3)

@@ -126,6 +126,7 @@ def test_without_staleness_it_is_fused_bit_for_bit(slow: bool) -> None:
     assert np.unique(rows["toy/step"]).size == UPDATES
 
 
+@pytest.mark.slow
 def test_arrays_that_no_update_changes_are_held_in_common_and_do_not_travel() -> None:
     inner = simple()
 

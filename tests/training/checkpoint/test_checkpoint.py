@@ -596,6 +596,7 @@ def test_a_refused_write_inside_tensorstore_is_one_clear_line(tmp_path: Path, ca
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_stopping_at_any_call_to_the_disk_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

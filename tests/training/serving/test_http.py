@@ -78,6 +78,7 @@ def job(prompt: str, **given: Any) -> Job:
 # ---------------------------------------------------------------------------------------------------------- completions
 
 
+@pytest.mark.slow
 def test_completions_of_a_batch_that_grows_are_those_of_the_full_forward(engine: Engine) -> None:
     jobs = [job("3+4="[: 1 + i % 4], temperature=0.0 if i % 2 else 1.0, seed=i, n=1 + i % 3, max_tokens=8 + i) for i in
             range(14)]  # fmt: skip

@@ -672,6 +672,7 @@ def test_what_holds_in_any_game(without: tuple[int, ...]) -> None:
     assert not led_to.truncated.any()
 
 
+@pytest.mark.slow
 def test_nobody_shares_a_cell_or_stands_on_a_block() -> None:
     """But glitches; and where no program pushes enemies, pulls them or changes their kind."""
     _, _, _, _, after = _columns(MOVERS)

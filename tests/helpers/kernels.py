@@ -1,0 +1,29 @@
+"""Compiles what numba compiles, once for all workers of the tests: python -m tests.helpers.kernels"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longhaul.driving import scenario_source
+from longhaul.weight_sync import digest
+from longhaul.weight_sync.delta import tensor_delta
+
+
+def compile_all() -> None:
+    """The loops of the generator, of scenarios, of digests and of deltas, for what tests call them with."""
+    scenario_source.generated(0, 6, agents=2, horizon=40, workers=1)
+    generator = np.random.default_rng(0)
+    for dtype in (np.uint8, np.uint16, np.uint32, np.uint64):
+        base = generator.integers(0, np.iinfo(dtype).max, 4096, dtype)
+        new = base + (generator.random(base.size) < 0.1).astype(dtype)
+        out = np.empty_like(base)
+        for before in (None, base):
+            tensor_delta.decode(before, tensor_delta.encode(before, new, dtype), out)
+        assert (out == new).all()
+    source, room = np.zeros(1 << 20, np.uint8), np.empty((1 << 20) + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    digest.copied(source, room[begin : begin + source.size], past=True)
+
+
+if __name__ == "__main__":
+    compile_all()
