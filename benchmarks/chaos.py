@@ -1,14 +1,16 @@
 """Runs of every kind that are killed at random moments, under limits and with a jumping clock, and must end as if not.
 
     python -m benchmarks.chaos --minutes 60 [--kinds ppo,actors] [--hits kill,descriptors] [--seed 0] [--json FILE]
+                               [--scratch DIR]
 
-A kind is a recipe in a topology (`KINDS`). It is trained once undisturbed. Then it is trained again and again: each
-process lives in a hit's circumstances (`HITS`) until a random moment, at which all of its processes get SIGKILL, or one
-time in four SIGTERM; of those that `longhaul launch` looks after, one alone every other time. The last start is left
-alone. Its run must end with exit code 0 and, where the kind is exact, with the parameters of the undisturbed one, bit
-for bit; no process may end by a traceback, nor outlive the others. The table has a row for each kind and hit. Two runs
-go on at once. Root's runs are those of users without rights, by setpriv. The clock jumps by `jumping_clock.c`, which is
-compiled at the start; there, too, no process may count as hung.
+A kind is a recipe in a topology (`KINDS`). It is trained once undisturbed, when its first turn comes. Then it is
+trained again and again: each process lives in a hit's circumstances (`HITS`) until a random moment, at which all of its
+processes get SIGKILL, or one time in four SIGTERM; of those that `longhaul launch` looks after, one alone every other
+time. The last start is left alone. Its run must end with exit code 0 and, where the kind is exact, with the parameters
+of the undisturbed one, bit for bit; no process may end by a traceback, nor outlive the others. The table has a row for
+each kind and hit. Two runs go on at once. No time limit counts the seconds in which this program itself stood still.
+Root's runs are those of users without rights, by setpriv. The clock jumps by `jumping_clock.c`, which is compiled at
+the start; there, too, no process may count as hung.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import psutil
@@ -42,14 +44,32 @@ POLES = "--env numpy/longhaul.envs.host.numpy_cartpole:cartpole"
 
 SMALL = "--num-envs 16 --num-steps 16 --hidden-dim 16 --num-layers 1 --evaluation-episodes 4 --threads 1"
 
-LONGEST = 300.0
-"""Seconds after which a process that should end hangs."""
+LONGEST = 900.0
+"""Seconds after which a process that should end hangs: a run of a minute, beside others on a full machine."""
 
 FURTHEST = 86_400 * 10**9
 """Nanoseconds that a clock may be wrong by, forward and back."""
 
 HUNG = "has not begun to work for|was silent for|heartbeat"
 """Words of one who takes another process for hung, `longhaul launch`, a learner or JAX."""
+
+
+class Awake:
+    """Clock that stands while this program does, as do the runs, which are suspended with it."""
+
+    def __init__(self, tick: float = 0.5) -> None:
+        self.seconds, self.gaps, self._tick, self._last = 0.0, 0, tick, time.monotonic()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(self._tick)
+            now = time.monotonic()
+            passed, self._last = now - self._last, now
+            self.seconds += min(passed, 20 * self._tick)
+            self.gaps += passed > 20 * self._tick
+
+
+AWAKE = Awake()
 
 
 class Kind(NamedTuple):
@@ -138,13 +158,14 @@ def usable() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="after the undisturbed runs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of undisturbed and of disturbed runs")
     parser.add_argument("--kills", type=int, default=1 << 30, help="end after so many, too")
     parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
     parser.add_argument("--hits", default=",".join(usable()), help="likewise")
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    parser.add_argument("--json", type=Path, help="add each row to this file, too, at once")
+    parser.add_argument("--scratch", type=Path, help="folder that is kept: undisturbed runs there are not made again")
     asked = parser.parse_args()
     kinds, hits = asked.kinds.split(","), asked.hits.split(",")
     for name, known in [(each, KINDS) for each in kinds] + [(each, HITS) for each in hits]:
@@ -152,27 +173,34 @@ def main() -> int:
             parser.error(f"there is no {name!r}; there are {', '.join(known)}")
     rows: list[dict[str, Any]] = []
     turn, lock = turns(kinds, hits, random.Random(asked.seed)), Lock()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(asked.at_once) as pool:
-        os.chmod(scratch, 0o777)
+    whole, first = dict[str, str | None](), {kind: Lock() for kind in kinds}
+    Thread(target=AWAKE.run, daemon=True).start()
+    with ExitStack() as ends, ThreadPoolExecutor(asked.at_once) as pool:
+        scratch = Path(asked.scratch or ends.enter_context(tempfile.TemporaryDirectory())).resolve()
+        scratch.mkdir(exist_ok=True)
+        scratch.chmod(0o777)
         if "clock" in hits:
-            build_clock(Path(scratch))
-        whole = dict(zip(kinds, pool.map(lambda kind: undisturbed(kind, Path(scratch)), kinds), strict=True))
-        until = time.monotonic() + 60 * asked.minutes
+            build_clock(scratch)
+        until = AWAKE.seconds + 60 * asked.minutes
 
         def work(number: int) -> None:
-            while time.monotonic() < until and sum(row["kills"] for row in rows) < asked.kills:
+            while AWAKE.seconds < until and sum(row["kills"] for row in rows) < asked.kills:
                 with lock:
                     kind, hit, seed = next(turn)
-                folder = Path(scratch) / f"run-{number}"
-                row = disturbed(kind, hit, whole[kind], folder, random.Random(seed))
+                with first[kind]:
+                    if kind not in whole:
+                        whole[kind] = undisturbed(kind, scratch)
+                row = disturbed(kind, hit, whole[kind], scratch / f"run-{number}", random.Random(seed))
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                rows.append(row)
+                with lock:
+                    rows.append(row)
+                    if asked.json:
+                        with asked.json.open("a") as lines:
+                            lines.write(json.dumps(row) + "\n")
 
         for done in [pool.submit(work, number) for number in range(asked.at_once)]:
             done.result()
     show(rows)
-    if asked.json:
-        asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
@@ -208,8 +236,10 @@ def exact(kind: str, hit: str) -> bool:
 def undisturbed(kind: str, scratch: Path) -> str | None:
     """Digest of the parameters at the end; the cache of compiled programs is full then, too."""
     folder = scratch / f"whole-{kind}"
+    if (made := digest(folder)) is not None:
+        return made
     process, began = start(kind, folder, Hit()), time.monotonic()
-    code = process.wait(LONGEST * 2)
+    code = ended(process, 2 * LONGEST)
     if code:
         raise SystemExit(f"{kind} undisturbed ends with {code}: {log(folder)[-2000:]}")
     print(f"{kind} undisturbed: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
@@ -218,7 +248,7 @@ def undisturbed(kind: str, scratch: Path) -> str | None:
 
 def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.Random) -> dict[str, Any]:
     """One run with one to six kills."""
-    began, wrong, codes = time.monotonic(), "", Counter[int]()
+    began, wrong, codes, gaps = time.monotonic(), "", Counter[int](), AWAKE.gaps
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_bytes(bytes(8))
@@ -231,16 +261,14 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         codes[code] += 1
         if "Traceback" in log(folder) and not killed:
             wrong = f"ended by a traceback with {code}: {log(folder)[-300:]!r}"
-        if HITS[hit].jumps and (hung := re.search(HUNG, log(folder))):
+        if HITS[hit].jumps and gaps == AWAKE.gaps and (hung := re.search(HUNG, log(folder))):
             wrong = f"a process counts as hung: {log(folder)[hung.start() :][:300]!r}"
         if code == 0:
             break
     if (folder / "checkpoints").is_dir():
         (folder / "checkpoints").chmod(0o700)
     process = start(kind, folder, Hit())
-    try:
-        code = process.wait(LONGEST)
-    except subprocess.TimeoutExpired:
+    if (code := ended(process, LONGEST)) is None:
         end(process, signal.SIGKILL)
         code, wrong = -1, "hangs"
     same = digest(folder) == whole
@@ -256,11 +284,11 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
 def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, kind: Kind) -> int:
     """Kills of a process at random moments: within its start, or just behind some progress. One that it launches may be
     killed alone."""
-    done, until, kills = updates(folder), time.monotonic() + LONGEST, 0
+    done, until, kills = updates(folder), AWAKE.seconds + LONGEST, 0
     while True:
         moment = time.monotonic() + rng.uniform(0.0, 8.0)
         early = rng.random() < 0.4
-        while process.poll() is None and time.monotonic() < until:
+        while process.poll() is None and AWAKE.seconds < until:
             if (early and time.monotonic() >= moment) or (not early and updates(folder) > done):
                 break
             time.sleep(0.02)
@@ -281,22 +309,31 @@ def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.R
             rng.choice(members).kill()  # the launcher starts it again, and lives to the next moment
 
 
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Exit code of a process; None where it takes longer."""
+    until = AWAKE.seconds + seconds
+    while (code := process.poll()) is None and AWAKE.seconds < until:
+        time.sleep(0.05)
+    return code
+
+
 def end(process: subprocess.Popen[bytes], number: int) -> None:
-    """A signal to all processes of a session; who does not end within a minute is killed. So is no child of theirs, in
-    a session of its own, which must end by itself."""
+    """A signal to all processes of a session; who does not end within two minutes is killed. So is no child of theirs,
+    in a session of its own, which must end by itself."""
     try:
         children = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         children = []
     try:
         os.killpg(process.pid, number)
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        if ended(process, 120.0) is None:
+            os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     process.wait()
-    left = psutil.wait_procs(children, 60)[1]
+    until = AWAKE.seconds + 60.0
+    while (left := psutil.wait_procs(children, 1)[1]) and AWAKE.seconds < until:
+        pass
     if left:
         raise SystemExit(f"{[each.cmdline() for each in left]} outlive their parent by a minute")
 

@@ -137,8 +137,8 @@ def measure(port: str, count: int, rate: float, quiet: float, turns: int) -> Ite
 
 
 @contextmanager
-def running(port: str, home: Path, log: Any) -> Iterator[Target]:
-    """A run that trains, saves and listens."""
+def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iterator[Target]:
+    """A run that trains, saves and listens; `prefix` is a program that starts its processes, under limits."""
     folder = home / port
     words = [*TRAIN, "--runs-dir", str(home), "--run-name", port]
     secret, path = home / "token", str(home / "socket")
@@ -156,13 +156,13 @@ def running(port: str, home: Path, log: Any) -> Iterator[Target]:
     if port == "launch":
         command = ["launch", "--hosts", "2", "--", *command, "--mesh", "data=2"]
     with ExitStack() as ends:
-        training = started(ends, log, *command)
+        training = started(ends, log, *command, prefix=prefix)
         await_(lambda: steps(folder) > 0 and (folder / "checkpoints").is_dir(), log)
         listening = training
         if port == "serve":
-            listening = started(ends, log, "sync", "serve", str(folder / "weights"), "--port", "0")
+            listening = started(ends, log, "sync", "serve", str(folder / "weights"), "--port", "0", prefix=prefix)
         if port == "board":
-            listening = started(ends, log, "board", str(home), "--port", "0")
+            listening = started(ends, log, "board", str(home), "--port", "0", prefix=prefix)
         process, follower = training, None
         address: Address = path
         if port != "shm":
@@ -177,8 +177,8 @@ def running(port: str, home: Path, log: Any) -> Iterator[Target]:
         yield Target(folder, training, process, address, follower)
 
 
-def started(ends: ExitStack, log: Any, *words: str) -> psutil.Process:
-    process = subprocess.Popen([sys.executable, "-m", "longhaul", *words], cwd=ROOT, stdout=log, stderr=log)
+def started(ends: ExitStack, log: Any, *words: str, prefix: Sequence[str] = ()) -> psutil.Process:
+    process = subprocess.Popen([*prefix, sys.executable, "-m", "longhaul", *words], cwd=ROOT, stdout=log, stderr=log)
 
     def end() -> None:
         process.terminate()
