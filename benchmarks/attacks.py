@@ -432,8 +432,6 @@ def orphans(home: Path) -> Iterator[Row]:
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ 7: an edited run.json
-
 
 def edited(home: Path) -> Iterator[Row]:
     words = f"train cartpole {SMALL} --total-steps 51200 --save-interval 50 --run-name a --runs-dir runs"

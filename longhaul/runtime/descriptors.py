@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 
 MOST = 65_536
 """Descriptors that a process ever asks for: some programs that it starts go through all of them."""
+
+RESERVE = 64
+"""Descriptors that a server's connections leave to the rest of the process: checkpoints are saved with them."""
 
 
 def raise_limit() -> int:
@@ -19,3 +23,10 @@ def raise_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return MOST if soft == unlimited else soft
+
+
+def room() -> int:
+    """Connections that this process may still take, its RESERVE kept. The limit is raised first."""
+    with contextlib.suppress(OSError):
+        return raise_limit() - len(os.listdir("/dev/fd")) - RESERVE
+    return raise_limit() // 2

@@ -12,6 +12,9 @@ most = descriptors.MOST if hard == resource.RLIM_INFINITY else min(hard, descrip
 assert descriptors.raise_limit() == most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 assert descriptors.raise_limit() == 100, "the hard limit stays"
+before = descriptors.room()
+with open("/dev/null"), open("/dev/null"):
+    assert descriptors.room() == before - 2 < 100 - descriptors.RESERVE
 """
 
 

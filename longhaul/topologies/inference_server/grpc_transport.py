@@ -53,10 +53,14 @@ HANDSHAKE = 5.0
 """Seconds for the handshakes of TLS and HTTP/2."""
 
 STRANGERS = 32
-"""Connections beside those of the actors, at most. gRPC closes a further one at once."""
+"""Connections beside those of the actors, at most; fewer where the process may have few descriptors. gRPC closes a
+further one at once."""
 
 SPARE = 8
 """Extra streams, so that surplus actors get a refusal with its reason."""
+
+PIPES = 4
+"""Descriptors of an actor's process beside its connection."""
 
 NAME = int.from_bytes(os.urandom(8), "little")
 """Random id of this process, by which a server recognises it in another stream."""
@@ -365,10 +369,15 @@ class GrpcTransport:
         handler = grpc.stream_stream_rpc_method_handler(self._play)
         streams = self._actors + SPARE
         self._end = grpc.aio.EOF
-        descriptors.raise_limit()
+        pipes, room = PIPES * self._actors, descriptors.room()
+        if room < streams + pipes:
+            raise ValueError(
+                f"--actors {self._actors} take {streams + pipes} descriptors, and {room} are left; "
+                "raise their limit (ulimit -n), or give fewer actors"
+            )
         options = [
             *_options(self._codec.most),
-            ("grpc.max_allowed_incoming_connections", streams + STRANGERS),
+            ("grpc.max_allowed_incoming_connections", min(room - pipes, streams + STRANGERS)),
             ("grpc.max_concurrent_streams", streams),
             ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
             ("grpc.max_connection_idle_ms", int(1000 * GREETING)),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from longhaul.runtime import descriptors
+
 MOST = 512
-"""Connections at once; a further one is closed."""
+"""Connections at once, and at most half of the process's descriptors. A further one ends the oldest that has asked
+nothing yet, else the oldest that waits for no answer; while all of them wait, it is closed."""
 
 SILENT = 10.0
 """Seconds for which a connection may be without a whole request's head."""
@@ -25,19 +28,30 @@ def protocol(most: int = MOST, silent: float = SILENT) -> Any:
     """uvicorn's `http` option: makes the protocol of each connection."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    made: weakref.WeakSet[H11Protocol] = weakref.WeakSet()
+    made: weakref.WeakKeyDictionary[H11Protocol, None] = weakref.WeakKeyDictionary()  # the oldest first
+    most = min(most, descriptors.raise_limit() // 2)
 
     def of(config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
-        begun = sum(each.transport is None for each in made)  # in TLS's handshake
-        if len(server_state.connections) + begun >= most:
-            return _Refused()
+        here = [each for each in made if each.transport is None or not each.transport.is_closing()]
+        if len(here) >= most:
+            if (oldest := _idle(here)) is None:
+                return _Refused()
+            oldest.transport.abort()
         connection = H11Protocol(config, server_state, app_state, _loop)
-        made.add(connection)
+        made[connection] = None
         loop = asyncio.get_running_loop()
         loop.call_later(silent, _watch, loop, weakref.ref(connection), silent, None)
         return connection
 
     return of
+
+
+def _idle(connections: Iterable[Any]) -> Any:
+    """Connection that makes room; None: each one waits for an answer, or is in TLS's handshake."""
+    known = [each for each in connections if each.transport is not None]
+    asked_nothing = (each for each in known if each.cycle is None)
+    answered = (each for each in known if each.cycle is not None and each.cycle.response_complete)
+    return next(asked_nothing, None) or next(answered, None)
 
 
 def _watch(loop: asyncio.AbstractEventLoop, held: Callable[[], Any], seconds: float, answered: Any) -> None:

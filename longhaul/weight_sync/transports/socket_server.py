@@ -38,11 +38,11 @@ STRANGERS = 32
 RATE = 100.0
 """Connections accepted in a second, at most, after STRANGERS at once: a flood costs little of a processor's time."""
 
+BATCH = 16
+"""Connections that are accepted together once RATE holds them back: a thread that seldom wakes costs training less."""
+
 RECEIVERS = 512
 """Receivers of a server, at most; and at most a quarter of the process's descriptors."""
-
-RESERVE = 64
-"""Descriptors that are left to the rest of the process: checkpoints are saved with them."""
 
 PAUSE = 0.5
 """Seconds without accepting after the system had no descriptor or no memory for a connection."""
@@ -199,7 +199,7 @@ class SocketTransport:
                 self._greet(sock)
             except Exception:
                 sock.close()
-        self._pause((1.0 - self._tokens) / RATE)
+        self._pause((BATCH - self._tokens) / RATE)
 
     def _pause(self, seconds: float) -> None:
         self._selector.unregister(self._listener)
@@ -207,7 +207,8 @@ class SocketTransport:
 
     def _greet(self, sock: socket.socket) -> None:
         """Begins a session, in place of the oldest stranger's if there are too many."""
-        if sock.fileno() >= self._limit - RESERVE or not self._admits(sock):  # the lowest free number is given
+        few = sock.fileno() >= self._limit - descriptors.RESERVE  # the lowest free number is given
+        if few or not self._admits(sock):
             sock.close()
             return
         strangers = [each for each in self._sessions if not each.name]

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from longhaul.runtime import descriptors
 from longhaul.runtime.credentials import Credentials
 from longhaul.topologies.inference_server import grpc_transport, wire
 from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport, Loop, run
@@ -216,6 +217,27 @@ class Fed:
 
     async def write(self, frame: bytes) -> None:
         self.answers.append(frame)
+
+
+def test_few_descriptors_are_for_actors_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may hold few has fewer strangers, or says at its start that it can't hold the actors."""
+
+    def possible(count: int) -> None:
+        used = len(list(Path("/proc/self/fd").iterdir())) - 1
+        monkeypatch.setattr(descriptors, "raise_limit", lambda: used + descriptors.RESERVE + count)
+
+    needed = 1 + grpc_transport.SPARE + grpc_transport.PIPES
+    possible(needed - 2)
+    with pytest.raises(ValueError, match=r"--actors 1 take 13 descriptors, and 1\d are left; .*ulimit -n"):
+        GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life])
+    possible(needed + 2)
+    with closing(GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life])) as lane, ExitStack() as ends:
+        host, _, port = lane.address.rpartition(":")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(40):
+            ends.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        time.sleep(0.2)
+        assert len(list(Path("/proc/self/fd").iterdir())) - before - 40 <= needed + 2
 
 
 @pytest.mark.parametrize("streams", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
@@ -15,10 +16,12 @@ import uvicorn
 
 from longhaul.training.serving import connections
 
-SILENT = 0.3
+SILENT = 0.5
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
+    if scope["path"] == "/slow":
+        await asyncio.sleep(1.0)
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
@@ -72,10 +75,24 @@ def test_silent_and_slow_connections_are_closed_and_others_served(port: int) -> 
 
 def test_connections_beyond_the_bound_are_closed(port: int) -> None:
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+    for each in held:
+        each.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
     time.sleep(0.1)
     with socket.create_connection(("127.0.0.1", port)) as further:
         assert closed(further)
     for each in held:
+        assert each.recv(12) == b"HTTP/1.1 204"
+    assert status(port) == 204  # in place of one that was answered
+    for each in held:
         each.close()
+
+
+def test_the_oldest_that_asks_nothing_makes_room(port: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+    held[0].sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
     time.sleep(0.1)
     assert status(port) == 204
+    held[1].settimeout(0.1)  # long before it is closed as a silent one
+    assert held[1].recv(1) == b"" and held[0].recv(12) == b"HTTP/1.1 204"
+    for each in held:
+        each.close()

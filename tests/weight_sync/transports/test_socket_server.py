@@ -196,6 +196,25 @@ def test_a_flood_is_accepted_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) 
             socks[-1].recv(4096)
 
 
+def test_a_flood_seldom_wakes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes, accept = 0, SocketTransport._accept
+
+    def counted(lane: SocketTransport) -> None:
+        nonlocal wakes
+        wakes += 1
+        accept(lane)
+
+    monkeypatch.setattr(socket_server, "RATE", 400.0)
+    monkeypatch.setattr(SocketTransport, "_accept", counted)
+    lane = tcp.serve(token=TOKEN)
+    with Publisher("run", transports=[lane]), ExitStack() as ends:
+        host, _, port = lane.address.removeprefix("tcp:").rpartition(":")
+        count = STRANGERS + 8 * socket_server.BATCH
+        socks = [ends.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
+        assert all(sock.recv(4096) for sock in socks)
+    assert wakes <= STRANGERS + 2 * 8
+
+
 def test_a_server_that_must_end_ends_its_process_with_a_line(
     served: Served, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
