@@ -432,7 +432,6 @@ def orphans(home: Path) -> Iterator[Row]:
         )  # fmt: skip
 
 
-
 def edited(home: Path) -> Iterator[Row]:
     words = f"train cartpole {SMALL} --total-steps 51200 --save-interval 50 --run-name a --runs-dir runs"
     longhaul(home, words)

@@ -238,6 +238,7 @@ def undisturbed(kind: str, scratch: Path) -> str | None:
     folder = scratch / f"whole-{kind}"
     if (made := digest(folder)) is not None:
         return made
+    shutil.rmtree(folder, ignore_errors=True)
     process, began = start(kind, folder, Hit()), time.monotonic()
     code = ended(process, 2 * LONGEST)
     if code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import signal
@@ -197,5 +198,5 @@ def _run(server: Any, listener: socket.socket, values: Mapping[str, Any]) -> Non
     if threading.current_thread() is threading.main_thread():  # uvicorn raises the signal again at its end
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=connections.Loop) as runner:
+        runner.run(server.serve(sockets=[listener]))

@@ -17,6 +17,19 @@ SILENT = 10.0
 """Seconds for which a connection may be without a whole request's head."""
 
 
+HANDSHAKE = 5.0
+"""Seconds of TLS's handshake."""
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Event loop whose servers end a connection that lets TLS's handshake wait; asyncio's own would wait for a minute,
+    and uvicorn has no option for it."""
+
+    async def create_server(self, *args: Any, ssl: Any = None, **more: Any) -> asyncio.Server:
+        seconds = {} if ssl is None else {"ssl_handshake_timeout": HANDSHAKE}
+        return await super().create_server(*args, ssl=ssl, **seconds, **more)
+
+
 class _Refused(asyncio.Protocol):
     """Connection beyond the bound."""
 

@@ -48,6 +48,30 @@ PAUSE = 0.5
 """Seconds without accepting after the system had no descriptor or no memory for a connection."""
 
 
+class Admission:
+    """Rate at which newcomers are accepted: STRANGERS at once, then `rate` a second, BATCH at a time."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._left, self._filled = rate, float(STRANGERS), time.monotonic()
+
+    def pause(self) -> float:
+        """Seconds until newcomers may be accepted again; 0: one may be now."""
+        now = time.monotonic()
+        self._left = min(float(STRANGERS), self._left + self._rate * (now - self._filled))
+        self._filled = now
+        return 0.0 if self._left >= 1.0 else (BATCH - self._left) / self._rate
+
+    def count(self) -> None:
+        """Notes one that was accepted."""
+        self._left -= 1.0
+
+
+def fail(address: str, error: Exception) -> None:
+    """Reports that nobody is served any more, and ends the process: a training run saves, with a code to resume by."""
+    print(f"longhaul: {address} can't be served: {type(error).__name__} {error}", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Delivery(Protocol):
     """Sender's part of the transfer of a session's images."""
 
@@ -106,7 +130,7 @@ class SocketTransport:
         self._publisher = publisher
         self._limit = descriptors.raise_limit()
         self._most = min(RECEIVERS, self._limit // 4)
-        self._tokens, self._refilled = float(STRANGERS), time.monotonic()  # connections that may be accepted now
+        self._admission = Admission(RATE)
         self._resumes = 0.0  # when connections are accepted again; 0: they are
         self._hears, self._bell = socket.socketpair()
         for sock in (self._listener, self._hears, self._bell):
@@ -140,9 +164,8 @@ class SocketTransport:
         try:
             while not self._closed.is_set():
                 self._turn()
-        except Exception as error:  # nobody would be served any more
-            print(f"longhaul: {self.address} can't be served: {type(error).__name__} {error}", file=sys.stderr)
-            os.kill(os.getpid(), signal.SIGTERM)  # a training run saves, and ends with a code to resume by
+        except Exception as error:
+            fail(self.address, error)
         finally:
             self._listener.close()
             for session in list(self._sessions):
@@ -181,10 +204,7 @@ class SocketTransport:
 
     def _accept(self) -> None:
         """Accepts those who wait, as many as the rate allows."""
-        now = time.monotonic()
-        self._tokens = min(float(STRANGERS), self._tokens + RATE * (now - self._refilled))
-        self._refilled = now
-        while self._tokens >= 1.0:
+        while not (seconds := self._admission.pause()):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -194,12 +214,12 @@ class SocketTransport:
             except (OSError, MemoryError):  # no descriptor is left, or no memory
                 self._pause(PAUSE)
                 return
-            self._tokens -= 1.0
+            self._admission.count()
             try:
                 self._greet(sock)
             except Exception:
                 sock.close()
-        self._pause((BATCH - self._tokens) / RATE)
+        self._pause(seconds)
 
     def _pause(self, seconds: float) -> None:
         self._selector.unregister(self._listener)

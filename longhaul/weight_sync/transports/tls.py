@@ -20,9 +20,9 @@ import ssl
 import threading
 from typing import Any
 
-from longhaul.runtime import credentials
+from longhaul.runtime import credentials, descriptors
 from longhaul.weight_sync.transports.base import PublisherSide
-from longhaul.weight_sync.transports.socket_server import SocketTransport
+from longhaul.weight_sync.transports.socket_server import BACKLOG, PAUSE, STRANGERS, Admission, SocketTransport, fail
 from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, check_token
 from longhaul.weight_sync.transports.tcp import TcpCollection, TcpDelivery
 
@@ -32,7 +32,10 @@ PIECE = 1 << 18
 """Bytes that are passed on at once."""
 
 MOST = 1024
-"""Connections of a sender at once, in TLS's handshake or behind it."""
+"""Connections of a sender at once behind TLS's handshake. In it there are STRANGERS: another one ends the oldest."""
+
+RATE = 25.0
+"""Connections accepted in a second, at most, after STRANGERS at once: a handshake takes a millisecond and more."""
 
 
 def serve(address: str, token: str | None = None) -> TlsTransport:
@@ -51,7 +54,8 @@ def serve(address: str, token: str | None = None) -> TlsTransport:
         context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
     try:
-        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ValueError(f"tls:{address} can't be served: {error.strerror}; give another one") from error
     named = f"tls:{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
@@ -101,21 +105,65 @@ class TlsTransport:
         self._inner = SocketTransport(inner, address, token, TcpDelivery, admits=_is_ours)
         self._loop: _Loop | None = None
         self._open = 0
+        self._greeted: dict[asyncio.Future[None], None] = {}  # in TLS's handshake, the oldest first
 
     def open(self, publisher: PublisherSide) -> None:
+        try:
+            self._bound.listen(BACKLOG)
+        except OSError as error:
+            raise ValueError(f"{self.address} can't be served: {error.strerror}; give another one") from error
         self._inner.open(publisher)
+        self._bound.setblocking(False)
         self._loop = _Loop()
-        self._loop.run(
-            asyncio.start_server(
-                self._visited, sock=self._bound, ssl=self._context, limit=PIECE, ssl_handshake_timeout=PATIENCE
-            ),
-            PATIENCE,
-        )
+        self._loop.begin(self._accept())
 
-    async def _visited(self, *outside: Any) -> None:
-        if self._open >= MOST:
-            outside[1].close()
+    async def _accept(self) -> None:
+        """Accepts who comes, as many as the rate and the descriptors allow."""
+        admission, loop = Admission(RATE), asyncio.get_running_loop()
+        most = descriptors.raise_limit() - descriptors.RESERVE
+        try:
+            while True:
+                while seconds := admission.pause():
+                    await asyncio.sleep(seconds)
+                try:
+                    sock, _ = await loop.sock_accept(self._bound)
+                except ConnectionError:  # it has gone already
+                    continue
+                except (OSError, MemoryError):  # no descriptor is left, or no memory
+                    await asyncio.sleep(PAUSE)
+                    continue
+                admission.count()
+                if sock.fileno() >= most or self._open >= MOST:
+                    sock.close()
+                    continue
+                if len(self._greeted) >= STRANGERS:
+                    oldest = next(iter(self._greeted))
+                    del self._greeted[oldest]
+                    oldest.cancel()
+                task = asyncio.ensure_future(self._visited(sock))
+                self._greeted[task] = None
+                task.add_done_callback(self._forget)
+        except Exception as error:
+            fail(self.address, error)
+
+    def _forget(self, task: asyncio.Future[None]) -> None:
+        self._greeted.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # of that connection alone
+
+    async def _visited(self, sock: socket.socket) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        reader = asyncio.StreamReader(PIECE, loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=PATIENCE
+            )
+        except OSError:
             return
+        assert task is not None
+        self._greeted.pop(task, None)
+        outside = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
         self._open += 1
         try:
             inside = await asyncio.open_unix_connection(self._name, limit=PIECE)
@@ -152,6 +200,10 @@ class _Loop:
 
     def run(self, work: Any, seconds: float) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def begin(self, work: Any) -> None:
+        """Begins what goes on until the loop ends."""
+        self._begun = asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def end_with(self, task: asyncio.Future[None]) -> None:
         """Ends when a task of this loop does."""

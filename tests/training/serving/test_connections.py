@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 
+from longhaul.runtime.credentials import self_signed
 from longhaul.training.serving import connections
 
 SILENT = 0.5
@@ -96,3 +99,26 @@ def test_the_oldest_that_asks_nothing_makes_room(port: int) -> None:
     assert held[1].recv(1) == b"" and held[0].recv(12) == b"HTTP/1.1 204"
     for each in held:
         each.close()
+
+
+def test_a_handshake_of_tls_that_waits_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE", 0.3)
+    made = self_signed("127.0.0.1")
+    assert made.certificate is not None and made.key is not None
+    paths = [tmp_path / name for name in ("cert.pem", "key.pem")]
+    for path, data in zip(paths, (made.certificate, made.key), strict=True):
+        path.write_bytes(data)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*paths)
+
+    async def silent_newcomer() -> bytes:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            async with asyncio.timeout(5.0):
+                data = await reader.read()
+            writer.close()
+            return data
+
+    with asyncio.Runner(loop_factory=connections.Loop) as runner:
+        assert runner.run(silent_newcomer()) == b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from longhaul.weight_sync import transports
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import follow
 from longhaul.weight_sync.transports import tls
+from longhaul.weight_sync.transports.socket_server import STRANGERS
 
 TOKEN = "a-token-of-sixteen-or-more"
 
@@ -63,6 +65,29 @@ def test_versions_arrive_encrypted(sender: Publisher, folder: Path, monkeypatch:
         plain.settimeout(5.0)
         plain.sendall(b"LHS1" + bytes(60))
         assert b"hello" not in plain.recv(4096)
+
+
+def test_strangers_in_a_handshake_are_few(sender: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest makes room, and versions arrive meanwhile."""
+    monkeypatch.setattr(tls, "RATE", 200.0)
+    where, descriptors = address(sender), Path("/dev/fd")
+    monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "a.pem"))
+    with follow([where], token=TOKEN) as receiver, contextlib.ExitStack() as ends:
+        sender.publish(1, {"w": np.ones(3, np.float32)})
+        assert receiver.wait(1, 10.0), receiver.errors
+        before = len(list(descriptors.iterdir()))
+        made = [socket.create_connection(credentials.split(where.removeprefix("tls:"))) for _ in range(4 * STRANGERS)]
+        for sock in made:
+            ends.enter_context(sock).settimeout(5.0)
+        for sock in made[: 3 * STRANGERS]:
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+        assert len(list(descriptors.iterdir())) - before - len(made) <= STRANGERS + 2
+        sender.publish(2, {"w": np.ones(3, np.float32)})
+        assert receiver.wait(2, 10.0), receiver.errors
+        made[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):  # the newest is left alone until its time is over
+            made[-1].recv(1)
 
 
 def test_with_an_authority_a_receiver_needs_a_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
