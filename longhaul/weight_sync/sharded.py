@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import credentials
+from longhaul.runtime import credentials, descriptors
 from longhaul.weight_sync import resharding, shard_lanes
 from longhaul.weight_sync.buffers import Image, Pool
 from longhaul.weight_sync.resharding import Layout, Plan
 from longhaul.weight_sync.shard_lanes import Parts, Shard
+from longhaul.weight_sync.transports.socket_server import RATE, STRANGERS, Admission
 from longhaul.weight_sync.transports.sockets import (
     MOST_BLOB,
     PATIENCE,
@@ -57,9 +58,6 @@ PAUSE = 0.05
 
 HEAD = struct.Struct("<4s1s16sqI")  # magic, kind, secret, version, rank of who connects
 MAGIC = b"LHR1"
-
-MOST_VISITORS = 64
-"""Connections to a receiver's port at once."""
 
 Stage = Callable[[str], None]
 """Called at each stage of a round, for tests and traces."""
@@ -102,6 +100,70 @@ def fingerprint(source: Layout, destination: Layout) -> str:
     return hashlib.sha256(repr((source, destination)).encode()).hexdigest()
 
 
+class Acceptor:
+    """Accepts connections in a thread of its own, and serves each in another one. A connection is a stranger's until
+    `known`: of these there are STRANGERS at most, and another one ends the oldest."""
+
+    def __init__(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        self._listener, self._serve = listener, serve
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._admission = Admission(RATE)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def known(self, sock: socket.socket) -> None:
+        """Notes that the other side has shown what it must know."""
+        with self._lock:
+            if sock in self._strangers:
+                del self._strangers[sock]
+                self._admission.forget()
+
+    def _gone(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(sock, None)
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(PATIENCE)
+
+    def _work(self) -> None:
+        most = descriptors.raise_limit() - descriptors.RESERVE
+        while not self._closed.wait(self._admission.pause()):
+            try:
+                sock, _ = self._listener.accept()
+            except (OSError, MemoryError):
+                self._closed.wait(PAUSE)
+                continue
+            self._admission.count()
+            if sock.fileno() >= most:  # the lowest free number is given
+                sock.close()
+                continue
+            with self._lock:
+                if len(self._strangers) >= STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+                self._strangers[sock] = None
+            try:
+                threading.Thread(target=self._one, args=(sock,), daemon=True).start()
+            except (RuntimeError, MemoryError):  # no thread can start
+                self._gone(sock)
+                sock.close()
+
+    def _one(self, sock: socket.socket) -> None:
+        try:
+            self._serve(sock)
+        finally:
+            self._gone(sock)
+
+
 # ---------------------------------------------------------------------------------------------------------- coordinator
 
 
@@ -137,40 +199,24 @@ class Coordinator:
         self._members: dict[tuple[str, int], _Member] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._strangers = threading.BoundedSemaphore(MOST_VISITORS)
         self.outcomes: list[tuple[int, Outcome]] = []
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._work)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._acceptor = Acceptor(self._listener, self._admit)
+        self._acceptor.open()
+        self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(PATIENCE)
+        self._acceptor.close()
+        self._thread.join(PATIENCE)
         for member in list(self._members.values()):
             member.wire.close()
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, (host, *_) = self._listener.accept()
-            except OSError:
-                if self._closed.is_set():
-                    return
-                time.sleep(PAUSE)
-                continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._admit, args=(sock, host), daemon=True).start()
-
-    def _admit(self, sock: socket.socket, host: str) -> None:
+    def _admit(self, sock: socket.socket) -> None:
         """Takes a member whose token and layouts are the right ones."""
         wire = Wire(sock)
         try:
+            host = sock.getpeername()[0]
             nonce = secrets.token_bytes(16).hex()
             wire.send("asked", PATIENCE, {"nonce": nonce, "asks": self._token is not None})
             hello = wire.receive(PATIENCE)
@@ -192,13 +238,12 @@ class Coordinator:
                     old.wire.close()
                 wire.send("bound", PATIENCE)
                 self._members[member.role, member.rank] = member
+            self._acceptor.known(sock)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, PermissionError):
                 with contextlib.suppress(OSError):
                     wire.send("refused", PATIENCE, {"why": str(error)})
             wire.close()
-        finally:
-            self._strangers.release()
 
     def _group(self, role: str) -> list[_Member]:
         with self._lock:
@@ -507,10 +552,10 @@ class Receiver:
         self._closed = threading.Event()
         self._wire: Wire | None = None
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._visitors = threading.BoundedSemaphore(MOST_VISITORS)
         self.errors: list[str] = []
-        for work in (self._visited, self._follow):
-            threading.Thread(target=work, daemon=True).start()
+        self._acceptor = Acceptor(self._listener, self._visit)
+        self._acceptor.open()
+        threading.Thread(target=self._follow, daemon=True).start()
 
     # ----------------------------------------------------------------------------------------------- for readers
 
@@ -528,9 +573,7 @@ class Receiver:
 
     def close(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._acceptor.close()
         if self._wire is not None:
             self._wire.close()
 
@@ -694,46 +737,28 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------------------ visitors
 
-    def _visited(self) -> None:
-        """Accepts streams and questions."""
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed.is_set():
-                    return
-                time.sleep(PAUSE)
-                continue
-            if not self._visitors.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._visit, args=(sock,), daemon=True).start()
-
     def _visit(self, sock: socket.socket) -> None:
-        try:
-            with sock:
-                sock.settimeout(PATIENCE)
-                head = bytearray()
-                while len(head) < HEAD.size:
-                    got = sock.recv(HEAD.size - len(head))
-                    if not got:
-                        return
-                    head += got
-                magic, kind, secret, version, rank = HEAD.unpack(head)
-                known = self._secrets.get(version, b"")
-                if magic != MAGIC or not hmac.compare_digest(secret, known):
+        """Answers a question, or takes a stream."""
+        with contextlib.suppress(OSError), sock:
+            head, until = bytearray(), time.monotonic() + PATIENCE
+            while len(head) < HEAD.size:
+                sock.settimeout(max(0.001, until - time.monotonic()))
+                got = sock.recv(HEAD.size - len(head))
+                if not got:
                     return
-                if kind == b"?":
-                    with self._changed:
-                        standing = asked(self._standings.get(version))
-                        self._standings[version] = standing
-                    sock.sendall(standing.value.encode())
-                elif kind == b"s":
-                    self._drawn(sock, version, rank)
-        except OSError:
-            pass
-        finally:
-            self._visitors.release()
+                head += got
+            magic, kind, secret, version, rank = HEAD.unpack(head)
+            if magic != MAGIC or not hmac.compare_digest(secret, self._secrets.get(version, b"")):
+                return
+            self._acceptor.known(sock)
+            sock.settimeout(PATIENCE)
+            if kind == b"?":
+                with self._changed:
+                    standing = asked(self._standings.get(version))
+                    self._standings[version] = standing
+                sock.sendall(standing.value.encode())
+            elif kind == b"s":
+                self._drawn(sock, version, rank)
 
     def _drawn(self, sock: socket.socket, version: int, sender: int) -> None:
         """Takes the stream of a sender."""

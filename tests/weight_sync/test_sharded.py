@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longhaul.runtime import credentials
 from longhaul.weight_sync import resharding, shard_lanes, sharded
 from longhaul.weight_sync.resharding import Box, Layout
 from longhaul.weight_sync.sharded import Coordinator, Outcome, Receiver, Sender, Standing
-from longhaul.weight_sync.transports.sockets import Wire
+from longhaul.weight_sync.transports.socket_server import STRANGERS
+from longhaul.weight_sync.transports.sockets import PATIENCE, Wire
 
 SHAPES = {"a": ((64, 48), "bfloat16"), "b": ((33,), "float32"), "c": ((7, 12, 30), "bfloat16"), "d": ((), "int32")}
 SECONDS = 120.0
@@ -187,6 +191,41 @@ def test_other_layouts_and_another_token_are_refused() -> None:
             Sender(where, 0, FSDP, TP).push(1, {})
     with pytest.raises(ValueError, match="can be reached by other machines"):
         Coordinator("0.0.0.0:0", FSDP, TP)
+
+
+def test_strangers_make_room_for_one_another_and_hold_up_no_round() -> None:
+    """Each port of a group is full of connections that say nothing, while a version is pushed."""
+    whole = values(1)
+    with group(FSDP, TP, "tcp") as ranks, contextlib.ExitStack() as ends:
+        assert ranks.push(1, whole)
+        _, port = credentials.split(ranks.coordinator.address)
+        ports = [port, *(each._listener.getsockname()[1] for each in ranks.receivers)]
+        idle = {port: [socket.create_connection(("127.0.0.1", port)) for _ in range(STRANGERS + 4)] for port in ports}
+        for sock in itertools.chain(*idle.values()):
+            ends.enter_context(sock).settimeout(PATIENCE / 2)
+        began = time.monotonic()
+        assert ranks.push(2, whole) and time.monotonic() - began < PATIENCE / 2
+        ranks.check(2, whole)
+        for sock in itertools.chain(*(socks[:4] for socks in idle.values())):
+            while sock.recv(4096):  # the coordinator's greeting, then its end
+                pass
+
+
+def test_an_acceptor_that_can_start_no_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, listener = threading.Thread.start, socket.create_server(("127.0.0.1", 0))
+    acceptor = sharded.Acceptor(listener, lambda sock: sock.sendall(b"x"))
+    acceptor.open()
+
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with socket.create_connection(listener.getsockname(), timeout=5.0) as sock:
+        assert sock.recv(1) == b""
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with socket.create_connection(listener.getsockname(), timeout=5.0) as sock:
+        assert sock.recv(1) == b"x"
+    acceptor.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- deaths

@@ -65,6 +65,10 @@ class Admission:
         """Notes one that was accepted."""
         self._left -= 1.0
 
+    def forget(self) -> None:
+        """Notes that one of them was no stranger: many receivers may come at once."""
+        self._left += 1.0
+
 
 def fail(address: str, error: Exception) -> None:
     """Reports that nobody is served any more, and ends the process: a training run saves, with a code to resume by."""
@@ -347,6 +351,8 @@ class SocketTransport:
         if session.name:
             raise WireError("it has bound already")
         session.name = self._publisher.bind(str(words["name"]), _held(words))
+        if self._token is not None:
+            self._admission.forget()
         self._publisher.watch(session.name, lambda: _shut(session.wire.sock))
         about = {"name": session.name, "run": self._publisher.run, "lease": self._publisher.settings.lease}
         self._say(session, "bound", about)
