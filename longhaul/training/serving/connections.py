@@ -26,7 +26,7 @@ class Loop(asyncio.SelectorEventLoop):
     and uvicorn has no option for it."""
 
     async def create_server(self, *args: Any, ssl: Any = None, **more: Any) -> asyncio.Server:
-        seconds = {} if ssl is None else {"ssl_handshake_timeout": HANDSHAKE}
+        seconds: dict[str, Any] = {} if ssl is None else {"ssl_handshake_timeout": HANDSHAKE}
         return await super().create_server(*args, ssl=ssl, **seconds, **more)
 
 
