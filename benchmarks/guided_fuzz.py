@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument(
         "--corpus", type=Path, help="folder that keeps the inputs that reach new code, and the findings"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    parser.add_argument("--json", type=Path, help="add each row to this file, too, at once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
@@ -73,15 +73,17 @@ def main() -> int:
         parser.error(f"--targets has {unknown[0]}; there are {', '.join(TARGETS)}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = asked.corpus or Path(scratch)
-        rows = [campaign(name, folder.resolve(), asked.minutes / len(names)) for name in names]
-        print(f"{'target':18} {'inputs':>10} {'edges':>6} {'slowest s':>9} {'MB':>5}  findings")
-        for row in rows:
+        rows = []
+        print(f"{'target':18} {'inputs':>10} {'edges':>6} {'slowest s':>9} {'MB':>5}  findings", flush=True)
+        for name in names:
+            rows.append(row := campaign(name, folder.resolve(), asked.minutes / len(names)))
             found = "; ".join(row["findings"]) or "none"
             figures = f"{row['inputs']:>10,} {row['edges']:>6} {row['slowest']:>9.3f} {row['megabytes']:>5}"
             print(f"{row['target']:18} {figures}  {found}", flush=True)
+            if asked.json:
+                with asked.json.open("a") as lines:
+                    lines.write(json.dumps(row) + "\n")
         print(f"{'together':18} {sum(row['inputs'] for row in rows):>10,}")
-    if asked.json:
-        asked.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if any(row["findings"] for row in rows) else 0
 
 

@@ -185,6 +185,8 @@ def from_dict(kind: Any, value: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
         if isinstance(value, dict) and "kind" in value:
+            if not isinstance(value["kind"], str):
+                raise TypeError(f"kind {value['kind']!r} is no name")
             if is_named(value["kind"]):
                 return _own(value)
             named_kind = {KINDS[o]: o for o in options if o in KINDS}.get(value["kind"])

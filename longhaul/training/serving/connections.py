@@ -25,9 +25,10 @@ class Loop(asyncio.SelectorEventLoop):
     """Event loop whose servers end a connection that lets TLS's handshake wait; asyncio's own would wait for a minute,
     and uvicorn has no option for it."""
 
-    async def create_server(self, *args: Any, ssl: Any = None, **more: Any) -> asyncio.Server:
-        seconds: dict[str, Any] = {} if ssl is None else {"ssl_handshake_timeout": HANDSHAKE}
-        return await super().create_server(*args, ssl=ssl, **seconds, **more)
+    async def create_server(self, factory: Any, *where: Any, **more: Any) -> Any:  # type: ignore[override]
+        if more.get("ssl") is not None:
+            more["ssl_handshake_timeout"] = HANDSHAKE
+        return await super().create_server(factory, *where, **more)
 
 
 class _Refused(asyncio.Protocol):
