@@ -9,7 +9,6 @@ rights are another user's, by setpriv.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -240,7 +239,12 @@ def flood(address: connections.Address, count: int, seconds: float) -> Iterator[
 
 
 def idle(home: Path) -> Iterator[Row]:
-    for port, limit in itertools.product(connections.PORTS, (1024, 256)):
+    for port, limit in [
+        *((port, 1024) for port in connections.PORTS),
+        ("publish", 256),
+        ("tls", 256),
+        ("central", 256),
+    ]:
         yield idle_at(home / f"{port}-{limit}", port, limit)
 
 
@@ -492,7 +496,7 @@ def models(home: Path) -> Iterator[Row]:
             (folder / name).unlink(missing_ok=True)
             if text:
                 (folder / name).write_text(text)
-        for words in (f"train reasoning-smollm --model-folder {folder}", f"serve {folder} --port 0"):
+        for words in (f"train reasoning-smollm --model-folder {folder}", f"serve {folder} --port 0")[: 1 + number % 2]:
             done = longhaul(home, words)
             yield Row(
                 8, f"{what}: longhaul {words.split(' --')[0].replace(str(folder), 'FOLDER')}", done.line, done.one_line

@@ -1,6 +1,6 @@
 """Cost of strangers' connections to each port that listens during training: `python -m benchmarks.connections`.
 
-    python -m benchmarks.connections [--port publish serve shm central launch board] [--count 5000] [--rate 250]
+    python -m benchmarks.connections [--port publish tls serve shm central launch board] [--count 5000] [--rate 250]
                                      [--turns 5] [--json FILE]
 
 For each port one CartPole run trains, with a follower of its versions where it serves any. In turns there are a quiet
@@ -24,6 +24,7 @@ import resource
 import select
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks import results
-from longhaul.runtime import descriptors
+from longhaul.runtime import credentials, descriptors
 from longhaul.weight_sync.protocol import NOTHING
 from longhaul.weight_sync.receiver import Receiver, follow
 from longhaul.weight_sync.transports.shared_memory import SharedCollection
@@ -48,7 +49,7 @@ from longhaul.weight_sync.transports.tcp import TcpCollection
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PORTS = ("publish", "serve", "shm", "central", "launch", "board")
+PORTS = ("publish", "tls", "serve", "shm", "central", "launch", "board")
 KINDS = ("idle", "slow", "lying", "mute")
 
 TRAIN = ("train", "cartpole", "--seed", "3", "--total-steps", str(10**11), "--save-interval-minutes", "0.1",
@@ -146,6 +147,7 @@ def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iter
     secret.chmod(0o600)
     more = {
         "publish": ("--publish", "tcp:127.0.0.1:0", "--publish-every", "100", "--publish-token-file", str(secret)),
+        "tls": ("--publish", "tls:127.0.0.1:0", "--publish-every", "100", "--publish-token-file", str(secret)),
         "shm": ("--publish", f"shm:{path}", "--publish-every", "100"),
         "board": (),
         "serve": ("--publish", "run", "--publish-every", "100"),
@@ -156,6 +158,8 @@ def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iter
     if port == "launch":
         command = ["launch", "--hosts", "2", "--", *command, "--mesh", "data=2"]
     with ExitStack() as ends:
+        if port == "tls":
+            ends.enter_context(certified(home))
         training = started(ends, log, *command, prefix=prefix)
         await_(lambda: steps(folder) > 0 and (folder / "checkpoints").is_dir(), log)
         listening = training
@@ -168,13 +172,34 @@ def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iter
         if port != "shm":
             await_(lambda: bool(listeners(listening)), log)
             process, address = listeners(listening)[0]
-        if port in ("publish", "serve", "shm"):
-            where = f"shm:{path}" if port == "shm" else f"tcp:{address[0]}:{address[1]}"
-            token = TOKEN if port == "publish" else None
+        if port in ("publish", "tls", "serve", "shm"):
+            kind = "tls" if port == "tls" else "tcp"
+            where = f"shm:{path}" if port == "shm" else f"{kind}:{address[0]}:{address[1]}"
+            token = TOKEN if port in ("publish", "tls") else None
+            if port == "tls":
+                os.environ["LONGHAUL_TLS_CA"] = str(home / "cert.pem")
             follower = ends.enter_context(closing(follow([where], token=token)))
             await_(lambda: follower.held.version >= 0, log)
         time.sleep(5.0)  # what is made once is made
         yield Target(folder, training, process, address, follower)
+
+
+@contextmanager
+def certified(home: Path) -> Iterator[None]:
+    """A certificate for this machine, which the environment names."""
+    made = credentials.self_signed("127.0.0.1")
+    assert made.certificate is not None and made.key is not None
+    cert, key = home / "cert.pem", home / "key.pem"
+    cert.write_bytes(made.certificate)
+    key.write_bytes(made.key)
+    served = {"LONGHAUL_TLS_CERT": str(cert), "LONGHAUL_TLS_KEY": str(key)}
+    before = dict(os.environ)
+    os.environ.update(served | {"LONGHAUL_TLS_CA": ""})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def started(ends: ExitStack, log: Any, *words: str, prefix: Sequence[str] = ()) -> psutil.Process:
@@ -303,6 +328,13 @@ def greeter(port: str, address: Address) -> Callable[[int, socket.socket], Any]:
             source.bind(NOTHING, 10.0)
         return source
 
+    def tls(number: int, sock: socket.socket) -> ssl.SSLSocket:
+        return ssl.create_default_context(cafile=os.environ["LONGHAUL_TLS_CA"]).wrap_socket(
+            sock, server_hostname="127.0.0.1"
+        )
+
+    if port == "tls":
+        return tls
     return weights if port in ("publish", "serve", "shm") else http
 
 
@@ -332,7 +364,7 @@ def attack(
                         other.send(draw.choice(LIES) if draw.random() < 0.8 else draw.randbytes(200))
                     if events & ~select.POLLOUT and not other.recv(4096):
                         raise ConnectionResetError
-                except BlockingIOError:
+                except (BlockingIOError, ssl.SSLWantReadError):
                     pass
                 except OSError:  # the server has ended it
                     poll.unregister(other)
@@ -359,6 +391,7 @@ def opened(address: Address, begin: Callable[[socket.socket], Any] | None) -> tu
         with suppress(BlockingIOError):
             sock.connect(address)
         made = None if begin is None else begin(sock)
+        sock = made if isinstance(made, socket.socket) else sock  # TLS takes its place
         sock.setblocking(False)
     except OSError:
         sock.close()
