@@ -212,8 +212,12 @@ def test_strangers_make_room_for_one_another_and_hold_up_no_round() -> None:
 
 
 def test_an_acceptor_that_can_start_no_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(sock: socket.socket) -> None:
+        with sock:
+            sock.sendall(b"x")
+
     start, listener = threading.Thread.start, socket.create_server(("127.0.0.1", 0))
-    acceptor = sharded.Acceptor(listener, lambda sock: sock.sendall(b"x"))
+    acceptor = sharded.Acceptor(listener, answer)
     acceptor.open()
 
     def none(thread: threading.Thread) -> None:

@@ -143,6 +143,7 @@ class TlsTransport:
                 task = asyncio.ensure_future(self._visited(sock))
                 self._greeted[task] = None
                 task.add_done_callback(self._forget)
+                await asyncio.sleep(0)  # it begins, so that it closes its socket if it has to make room
         except Exception as error:
             fail(self.address, error)
 
