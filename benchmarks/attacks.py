@@ -407,6 +407,13 @@ def signals(home: Path) -> Iterator[Row]:
 # --------------------------------------------------------------------------------------------------------- 6: orphans
 
 
+def alive(process: psutil.Process) -> bool:
+    """False too for one that has ended and that nobody has asked for."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def orphans(home: Path) -> Iterator[Row]:
     """Children of a process that is killed, at moments from their start on."""
     small = f"{SMALL} --total-steps 1000000000"
@@ -424,9 +431,9 @@ def orphans(home: Path) -> Iterator[Row]:
             children = started.process.children(recursive=True)
             started.process.kill()
             began = time.monotonic()
-            left = psutil.wait_procs(children, 20.0)[1]
+            until(lambda children=children: not any(map(alive, children)), 20.0)
             longest = max(longest, time.monotonic() - began)
-            for each in left:
+            for each in children:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
             started.kill()
