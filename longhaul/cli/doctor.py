@@ -19,7 +19,7 @@ from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run, to_dict
 from longhaul.diagnostics import checks, compiled_run
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
-from longhaul.diagnostics.compiled_run import compiled, smaller
+from longhaul.diagnostics.compiled_run import Program, compiled, smaller
 from longhaul.runtime import files
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
@@ -218,7 +218,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         return
     yield checks.memory(made)
     yield checks.host(made)
-    many = made if made.assembly.mesh.shape[meshes.DATA] > 1 else None
+    many = made if _devices(made) > 1 else None
     if many is None and several:
         many = compiled(resolve(dataclasses.replace(run, devices=several)))
     yield checks.crossings(many) if many else of_two_shards(run)
@@ -233,10 +233,15 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         yield skipped("convergence", "one device", "ask again on a machine with several devices")
         return
     yield checks.all_reduce(many, seconds if many is made else checks.update_seconds(many))
-    one = made if made.assembly.mesh.shape[meshes.DATA] == 1 else compiled(resolve(dataclasses.replace(run, devices=1)))
+    one = made if _devices(made) == 1 else compiled(resolve(dataclasses.replace(run, devices=1, fsdp=False)))
     fitting = int(MINUTE / (2 * seeds * max(seconds, 1e-6)))
     n = updates or min(max(fitting, LEAST_UPDATES), MOST_UPDATES)
     yield checks.convergence(one, many, seeds=seeds, updates=n)
+
+
+def _devices(program: Program) -> int:
+    """Devices that share an update's worlds."""
+    return program.assembly.mesh.shape[meshes.DATA] * program.assembly.mesh.shape[meshes.FSDP]
 
 
 def _guarded(name: str, work: Callable[[], Any]) -> Iterator[Any]:

@@ -27,11 +27,12 @@ from longhaul.config.run import Run
 from longhaul.diagnostics import hlo
 from longhaul.diagnostics.chips import least_seconds
 from longhaul.diagnostics.compiled_run import Program, compiled, smaller
-from longhaul.runtime import device_memory
+from longhaul.runtime import device_memory, partition
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
 from longhaul.runtime.device_memory import size as _bytes
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh import FSDP, MODEL
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
@@ -276,8 +277,11 @@ def crossings(program: Program) -> Check:
     """Collectives over shards: one mean of the gradients an optimiser step, some numbers an update, nothing else.
 
     A mean is an all-reduce; in a deterministic run an all-to-all and an all-gather (`batch_shards.mean_in_order`).
-    Collectives among the devices that share the parameters follow from their partition; they are reported, not judged.
+    Collectives among the devices that share the parameters follow from their partition; they are reported, not judged,
+    but for those of `--fsdp`.
     """
+    if program.assembly.mesh.shape[meshes.FSDP] > 1:
+        return _fetches(program)
     data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
     every, wanted = hlo.crossings(program.text()), program.optimiser_steps
     found = [each for each in every if each.over_shards(model)]
@@ -317,6 +321,33 @@ def crossings(program: Program) -> Check:
     )  # fmt: skip
 
 
+def _fetches(program: Program) -> Check:
+    """Gathers of the parameters that lie in parts over `fsdp`: an update takes each once to act, and an optimiser step
+    once forwards and once backwards. Of stacked layers a gather may take one."""
+    mesh, shapes = program.assembly.mesh, jax.eval_shape(lambda: program.start(0).state)
+    sizes = {MODEL: mesh.shape[MODEL], FSDP: mesh.shape[FSDP]}
+    params, pieces, whole = program.assembly.algorithm.policy(shapes).params, set[int](), 0
+    specs = jax.tree.leaves(partition.specs_on(params, mesh), is_leaf=lambda each: isinstance(each, PartitionSpec))
+    for leaf, spec in zip(jax.tree.leaves(params), specs, strict=True):
+        axes = [name for names in spec if names for name in ((names,) if isinstance(names, str) else names)]
+        if FSDP in axes:
+            size = leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in axes if axis != FSDP)
+            whole += size
+            pieces |= {size} | ({size // leaf.shape[0]} if leaf.ndim > 2 else set())
+    found = [each for each in hlo.crossings(program.text()) if each.over_shards(sizes[MODEL])]
+    gathers = [each for each in found if each.operation == "all-gather" and each.bytes in pieces]
+    others = sum(each.times() * each.bytes for each in found if each not in gathers)
+    passes, moved = 2 * program.optimiser_steps + 1, sum(each.times() * each.bytes for each in gathers)
+    count = sum(each.times() for each in gathers)
+    value = f"{_bytes(moved)} of parameters in {count} gathers, {_bytes(others)} else, an update"
+    return within(
+        "collectives", value, f"{passes} times {_bytes(whole)} of parameters that lie in parts",
+        "a parameter is gathered twice for one use: see that what the network does with it is written once",
+        good=0 < moved <= passes * whole, devices=mesh.size, gathered_bytes=moved, passes=passes, split_bytes=whole,
+        other_bytes=others, operations=sorted({each.operation for each in found}),
+    )  # fmt: skip
+
+
 def determinism(program: Program) -> tuple[Check, float]:
     """Equality of two runs of the same seed, bit by bit; and the seconds of an update."""
     digests = []
@@ -341,6 +372,8 @@ def update_seconds(program: Program) -> float:
 def all_reduce(program: Program, update_seconds: float) -> Check:
     """Time of a mean of all gradients over the mesh, and its share of an update."""
     mesh, shards, n, size = program.assembly.mesh, program.assembly.shards, 10, program.own_bytes // 4
+    if mesh.shape[FSDP] > 1:
+        return skipped("all-reduce", "gradients meet in parts, amid the backward pass", "ask without --fsdp")
     if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 

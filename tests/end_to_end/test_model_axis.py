@@ -140,6 +140,20 @@ def test_fully_sharded_parameters_give_the_numbers_of_one_device() -> None:
         assert of_carry == sum(x.nbytes for x in jax.tree.leaves(split.progress.carry)) // 2
 
 
+@pytest.mark.slow
+def test_the_doctor_counts_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel in parts once to act, once forwards and once backwards; a program that gathers one again fails."""
+    made = make(cartpole(devices=2, fsdp=True)).program
+    found = checks.crossings(made)
+    assert found.verdict == checks.PASS, found
+    assert found.figures["passes"] == 2 * made.optimiser_steps + 1 and found.figures["split_bytes"] == 4 * 32 * 32
+    assert found.figures["gathered_bytes"] == found.figures["passes"] * found.figures["split_bytes"]
+    real = hlo.crossings(made.text())
+    again = next(each for each in real if each.operation == "all-gather" and each.bytes == 4 * 32 * 32)
+    monkeypatch.setattr(hlo, "crossings", lambda text: [*real, again])
+    assert checks.crossings(made).verdict == checks.FAIL
+
+
 TINY_MODEL = ModelConfig(width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
 
 
