@@ -43,7 +43,7 @@ def run_blocks(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
     ("name", "result"),
     [
         pytest.param("add-an-environment", "mean_length", marks=pytest.mark.slow),
-        ("add-an-algorithm", "probe"),
+        pytest.param("add-an-algorithm", "probe", marks=pytest.mark.slow),
         ("environments", "mean_return"),
         pytest.param("python", "corridor", marks=pytest.mark.slow),
     ],

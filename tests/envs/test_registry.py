@@ -19,7 +19,10 @@ from tests.helpers.environment_contract import check_environment
 NAMES = [name for name, _ in registry.names()]
 
 
-DEAR = ("hackmatrix", "hackmatrix-canonical", "hackmatrix-fixed")  # which take up to a minute each to compile
+DEAR = (
+    *("hackmatrix", "hackmatrix-canonical", "hackmatrix-fixed"),  # which take up to a minute each to compile
+    *(f"probe/{name}" for name in ("time_limit", "terminal_reward", "two_step", "action")),  # as constant
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in DEAR else ()) for name in NAMES])

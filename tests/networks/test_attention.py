@@ -22,7 +22,7 @@ from longhaul.training import loop
 from tests.helpers.quick import quick
 
 ITEMS = 20
-KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind == "wayformer" else ()) for kind in ENCODERS]
+KINDS = [pytest.param(kind, marks=() if kind == "latent" else pytest.mark.slow) for kind in ENCODERS]
 
 SEEN = {
     "ego": jax.ShapeDtypeStruct((3,), jnp.float32),

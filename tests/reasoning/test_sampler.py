@@ -198,6 +198,7 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
             assert {bytes(np.asarray(prompt)) for prompt in few.prompt} <= first
 
 
+@pytest.mark.slow
 def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions are put in the place of sampled ones: right and sound, right by luck, sound but wrong."""
     _, bank = drawn_problems()
@@ -265,6 +266,7 @@ def grouped_texts() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(prompt, jnp.int32), jnp.asarray(text, jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_prompt_read_once_for_its_group_and_a_loss_in_pieces_change_no_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -352,6 +352,7 @@ def test_the_picture_knows_of_everybody_what_the_table_says(logs: dict[str, Path
             assert not measure.valid[row] or verdict.metrics["progress"] == pytest.approx(measure.value[row])
 
 
+@pytest.mark.slow
 def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path], tmp_path: Path) -> None:
     """What comes after is not even read: it may be damaged."""
     (tmp_path / "broken.json").write_text("{")

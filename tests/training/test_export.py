@@ -80,7 +80,7 @@ def test_an_onnx_model_acts_as_the_run_on_every_batch(
         ("cartpole", {}),
         ("driving", {}),
         pytest.param("driving", {"torso": "wayformer", "num_layers": 1}, marks=pytest.mark.slow),
-        ("hackmatrix", {"memory": 8}),
+        pytest.param("hackmatrix", {"memory": 8}, marks=pytest.mark.slow),
         ("pendulum-sac", {}),
     ],
     ids=str,
@@ -119,6 +119,7 @@ def test_continuous_recurrent_and_masked_policies_pass_the_check(env: str, memor
         assert policy.export(tmp_path, kind)[0].stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_policy_of_an_own_algorithm_is_its_actions_alone(folder: Path, onnxruntime: Any) -> None:
     from tests.algorithms.test_external import Constant
 

@@ -219,7 +219,10 @@ def of_chaos() -> tuple[Any, Algorithm]:
     return spec, ppo.ppo(spec, SMALL, RunContext(updates=100, mean=lambda tree: tree))
 
 
-@pytest.mark.parametrize(("lane", "staleness"), [("shm", 0), ("shm", 2), ("grpc", 1), ("shm", None)])
+@pytest.mark.parametrize(
+    ("lane", "staleness"),
+    [("shm", 2), ("grpc", 1), *(pytest.param("shm", age, marks=pytest.mark.slow) for age in (0, None))],
+)
 def test_every_step_is_what_happened_and_follows_on_the_one_before(lane: str, staleness: int | None) -> None:
     spec, algorithm = of_chaos()
     sizes = CHAOS_SIZES._replace(staleness=staleness)
