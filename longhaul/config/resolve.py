@@ -357,6 +357,8 @@ def _acting(run: Run, devices: int) -> ActorConfig:
         raise RunError("--actor-kind ray does not go with longhaul launch; choose process or thread")
     if run.topology == "central":
         return _served(run, devices)
+    if run.acting.actor_kind == "device":
+        _check_on_device(run, devices)
     if isinstance(run.environment, Driving):
         if run.environment.bank is not None:
             raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
@@ -366,10 +368,28 @@ def _acting(run: Run, devices: int) -> ActorConfig:
     return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
 
 
+def _check_on_device(run: Run, devices: int) -> None:
+    """Raises RunError where the learner of a run can't step the environment on its device by itself."""
+    task = run.environment
+    if not isinstance(task, Named) or not task.env.startswith("torch/"):
+        what = f"--env {task.env}" if isinstance(task, Named) else f"recipe {run.recipe}"
+        raise RunError(
+            f"--actor-kind is device, and {what} has no tensors on it; choose --actor-kind process or thread, or an "
+            "environment torch/MODULE:FACTORY"
+        )
+    if devices != process_group.count():
+        raise RunError(
+            f"--mesh is {run.mesh}, and with --actor-kind device a process has one device: choose --mesh data=1, or "
+            f"longhaul launch --hosts {devices}"
+        )
+
+
 def _served(run: Run, devices: int) -> ActorConfig:
     """Actors of central inference, checked."""
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
+    if run.acting.actor_kind == "device":
+        raise RunError("--actor-kind is device, and central inference has actors elsewhere; choose --topology actors")
     if run.acting.pin:
         raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import GRPOConfig
@@ -22,7 +23,9 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.environment import vectorise
+from longhaul.envs.host import registry as hosted
 from longhaul.envs.host.registry import is_hosted
+from longhaul.envs.host.torch_vector import TorchVector
 from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
@@ -31,7 +34,7 @@ from longhaul.runtime import device_memory, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
-from longhaul.topologies.actor_learner import config, host_rollout, learner
+from longhaul.topologies.actor_learner import config, device_rollout, host_rollout, learner
 from longhaul.topologies.actor_learner.actor import Collect
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import LIVE
@@ -222,6 +225,9 @@ def calls(
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates, as in `fused.fused`, or those until `leaving`. Notes news of actors and writes `LIVE`.
     Closing it stops them."""
+    if run.acting.actor_kind == "device":
+        yield from _on_device(run, assembly, prepared, progress, leaving)
+        return
     with ExitStack() as closed:
         if process_group.index() == 0:
             closed.callback((folder / LIVE).unlink, missing_ok=True)
@@ -238,6 +244,24 @@ def calls(
                 with suppress(OSError):  # the run goes on without this file
                     files.write(folder / LIVE, json.dumps(files.finite(state)))
             yield progress, n, rows
+
+
+def _on_device(
+    run: Run, assembly: Assembly, prepared: CompiledActorLearner, progress: Progress, leaving: Callable[[], bool]
+) -> Generator[tuple[Progress, int, Metrics]]:
+    """All remaining updates of a run whose learner steps the environment on its device by itself."""
+    assert isinstance(run.environment, Named) and run.acting.actors is not None
+    worlds, place = run.num_envs // run.acting.actors, learner.own_places(run.acting.actors).start
+    words = np.asarray(jax.random.key_data(progress.key))
+    with closing(hosted.make(hosted.describe(run.environment.env), worlds)) as vector:
+        assert isinstance(vector, TorchVector)
+        collector = device_rollout.Collector(
+            assembly.algorithm, prepared.acting.data, vector, run.num_steps, place, words
+        )
+        yield from device_rollout.on_device(
+            prepared.update, assembly.algorithm, assembly.mesh, collector, progress, updates=assembly.updates,
+            leaving=leaving,
+        )  # fmt: skip
 
 
 def bottleneck(metrics: dict[str, float]) -> str:

@@ -6,17 +6,19 @@ such a step led to: then `HostSpec.true_successors` is False, and `finals` has t
 from. Whose extras have "final_obs" (or "final_observation"), all environments' in one tensor, is believed.
 
 Tensors on the host are shared by DLPack; those on an accelerator are copied, once each way, but by `on_device`.
+There arrays of JAX are the environment's tensors, and its actions are JAX's arrays, in the same memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from longhaul.envs.host.gymnasium_vector import Form, form
 from longhaul.envs.host.vector import (
+    DeviceStep,
     Finals,
     HostStep,
     Interval,
@@ -39,21 +41,12 @@ POLICY = "policy"
 FINAL = ("final_obs", "final_observation")
 
 
-class DeviceStep(NamedTuple):
-    """A step as arrays of JAX, in the memory of the environment's tensors: good until its next step."""
-
-    observation: Tree
-    reward: Any
-    terminated: Any
-    truncated: Any
-
-
 class TorchVector:
     """An environment of tensors. `final` says whether its extras tell what the steps that ended led to."""
 
     def __init__(self, inner: Any, form: Form, final: bool) -> None:
         self.spec = replace(form.spec, true_successors=final)
-        self._form, self._inner = form, inner
+        self._form, self._inner, self._space = form, inner, inner.single_action_space
         self.worlds = self.columns = int(inner.num_envs)
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
         self._before: Tree = None  # what the coming step starts from, where finals need it
@@ -87,17 +80,28 @@ class TorchVector:
         self._remember(out.observation)
         return HostStep(*out, finals)
 
-    def on_device(self, action: Any) -> DeviceStep:
-        """One step without a copy: `action` is an array of JAX on the environment's device, and so are the results.
+    def begin_on_device(self, seed: int) -> Tree:
+        """New episodes in all worlds -> observations, as arrays of JAX in the tensors' memory."""
+        return self._shared(self._inner.reset(seed=seed)[0])
 
-        Nothing is told of finals; with one environment of tensors on a GPU the learner sits beside it.
+    def on_device(self, action: Any) -> DeviceStep:
+        """One step without a copy through the host. `action`: an array of JAX on the environment's device.
+
+        Tensors of another type than the spec says are converted where they are.
         """
-        import jax
         import torch
 
-        observation, *results, _ = self._inner.step(torch.from_dlpack(action))
-        seen = mapped(jax.dlpack.from_dlpack, self._form.read(_seen(observation), {}))
-        return DeviceStep(seen, *(jax.dlpack.from_dlpack(tensor) for tensor in results))
+        given = _acted(torch.from_dlpack(action), self._space)
+        observation, reward, terminated, truncated, extras = self._inner.step(given)
+        final = self._shared(_final(extras)) if self.spec.true_successors else None
+        paid, flag = np.dtype(np.float32), np.dtype(bool)
+        return DeviceStep(
+            self._shared(observation), _array(reward, paid), _array(terminated, flag), _array(truncated, flag), final
+        )
+
+    def _shared(self, observation: Any) -> Tree:
+        read = self._form.read(_seen(observation), {})
+        return mapped(lambda leaf, tensor: _array(tensor, leaf.dtype), self.spec.observation, read)
 
     def _read(self, observation: Any) -> Tree:
         return self._form.read(mapped(_numpy, _seen(observation)), {})
@@ -147,3 +151,21 @@ def _numpy(tensor: Any) -> np.ndarray:
     """The tensor's own memory where that is the host's, else a copy."""
     tensor = tensor.detach()
     return np.from_dlpack(tensor if tensor.device.type == "cpu" else tensor.cpu())
+
+
+def _array(tensor: Any, dtype: np.dtype) -> Any:
+    """The tensor as an array of JAX, in the tensor's memory where its type is `dtype`."""
+    import jax
+    import torch
+
+    return jax.dlpack.from_dlpack(tensor.detach().to(getattr(torch, str(dtype))).contiguous())
+
+
+def _acted(given: Any, space: Any) -> Any:
+    """Our actions, a tensor [B, ...], as the environment's `space` has them, on their device."""
+    import torch
+
+    shaped, start = given.reshape(len(given), *space.shape), np.asarray(vars(space).get("start", 0))
+    if start.any():
+        shaped = shaped + torch.as_tensor(start, device=given.device)
+    return shaped.to(getattr(torch, str(np.dtype(space.dtype))))

@@ -122,6 +122,28 @@ class HostVector(Protocol):
     def close(self) -> None: ...
 
 
+class DeviceStep(NamedTuple):
+    """A step as arrays of JAX in the memory of the environment's tensors, good until its next step."""
+
+    observation: Tree  # [B, ...], what the next action is chosen on
+    reward: Any  # float32 [B]
+    terminated: Any  # bool [B]
+    truncated: Any  # bool [B]
+    final: Tree | None  # [B, ...], what the step truly led to, in the columns that ended; None: it does not tell
+
+
+class DeviceVector(Protocol):
+    """Worlds on a device that reset themselves in the step that ended an episode. `torch_vector.TorchVector` is one."""
+
+    spec: HostSpec
+    columns: int
+
+    def begin_on_device(self, seed: int) -> Tree:
+        """New episodes in all worlds -> observations [B, ...]."""
+
+    def on_device(self, action: Any) -> DeviceStep: ...
+
+
 def slot(spec: HostSpec, columns: int) -> Slot:
     """Fresh memory for a step of so many columns."""
     observation = mapped(lambda leaf: np.zeros((columns, *leaf.shape), leaf.dtype), spec.observation)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DISTRIBUTED = ("actors", "central")
 """Topologies whose actors are not the learner."""
 
-KINDS = ("process", "thread", "ray")
+KINDS = ("process", "thread", "ray", "device")
 
 MOST = 1024
 """Largest number of actors in a run."""
@@ -43,7 +43,8 @@ class ActorConfig:
     )
     actor_kind: str = setting(
         "process",
-        "actors in processes of their own, in threads of the learner's, or on the nodes of a Ray cluster",
+        "actors in processes of their own, in threads of the learner's, on the nodes of a Ray cluster; or the learner "
+        "itself, for torch environments on its device",
         choices=KINDS,
         resume=FREE,
         topologies=DISTRIBUTED,
@@ -101,6 +102,13 @@ def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> Acto
     config_fields.check(acting)
     if acting.pin and acting.staleness is None:
         raise FieldError("pin", "on and --staleness is none", "exact versions need a bound: give a --staleness")
+    if acting.actor_kind == "device":
+        if acting.staleness != 0 or acting.pin:
+            name, value = ("pin", "on") if acting.pin else ("staleness", acting.staleness)
+            raise FieldError(name, value, "with --actor-kind device the learner acts by itself: leave it out")
+        if acting.actors not in (None, devices):
+            raise FieldError("actors", acting.actors, f"with --actor-kind device a device has one: choose {devices}")
+        acting = dataclasses.replace(acting, actors=devices)
     actors = acting.actors
     if actors is None:
         fit = [n for n in range(devices, max(cores, devices) + 1, devices) if envs % n == 0]

@@ -103,6 +103,11 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Com
     return CompiledActor(_Collector(name, algorithm, sizes, likeness, data, act), made, data, scores)
 
 
+def seed_of(key: np.ndarray, ticket: Ticket) -> int:
+    """Seed of episodes that begin with a ticket's rollout, from the run's key."""
+    return (int(key[0]) * 1_000_003 + int(key[1]) + ticket.batch * 1009 + ticket.place) % 2**31
+
+
 SCORES = ("episodes", "episode/return", "episode/length", "actors/environment_seconds", "actors/inference_seconds",
           "actors/begun_anew")  # fmt: skip
 """Scores of a rollout: sums over its finished episodes, seconds by use, and worlds restarted without their state."""
@@ -132,8 +137,7 @@ class _Collector:
             self._vector = registry.make(registry.describe(self._name), self._sizes.worlds)
         if state is not self._after and not self._restored(carry):  # another life, or the first turn
             anew = 0 if ticket.turn == 0 else self._sizes.worlds
-            seed = (int(key[0]) * 1_000_003 + int(key[1]) + ticket.batch * 1009 + ticket.place) % 2**31
-            carry = _begun(self._vector, self._algorithm, seed)
+            carry = _begun(self._vector, self._algorithm, seed_of(key, ticket))
         carry, scores = self._collect(jax.device_put(weights), carry, key, ticket)
         data = self._data._replace(version=np.int32(version))
         self._after = jax.tree.leaves(carry)
