@@ -98,8 +98,11 @@ def check_tally(environment: Chaos, rollouts: list[Any], metrics: list[Any]) -> 
 
 @pytest.mark.parametrize(
     "environment",
-    [Chaos(), Chaos(interval=3, peaks=("score", "unknown")), Chaos(agents=3, peaks=("score",))],
-    ids=["every_step", "interval", "agents"],
+    [
+        pytest.param(Chaos(), marks=pytest.mark.slow, id="every_step"),
+        pytest.param(Chaos(interval=3, peaks=("score", "unknown")), id="interval"),
+        pytest.param(Chaos(agents=3, peaks=("score",)), id="agents"),
+    ],
 )
 def test_a_rollout_is_what_its_observations_and_actions_say(environment):
     collect = collector(vectorise(environment, WORLDS), act, no_memory, steps=STEPS)

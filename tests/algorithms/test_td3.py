@@ -19,6 +19,7 @@ def config(probe: Probe, **changes: Any) -> TD3Config:
     return replaced(TD3Config(), gamma=probe.gamma, **(SMALL | {"target_noise": 0.1} | changes))
 
 
+@pytest.mark.slow
 def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:
     probe = PROBES["continuous"]()
     state, _ = learnt(probe, config(probe))

@@ -107,7 +107,6 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents"
 
 DAILY = {
     "ppo": ("successor", "time_limit", "agents"),
-    "ppo-gru": ("memory",),
     "impala": ("successor",),
 }
 """Probes of a variant that are not slow on one device."""

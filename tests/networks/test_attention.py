@@ -199,6 +199,7 @@ def test_an_empty_set_is_finite_and_gets_no_gradient(kind):
     assert all(np.any(leaf) for leaf in of_params["embed_3"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_observation_of_nothing_but_an_empty_set_is_finite(kind):
     built = encoder(SEEN["items"], kind, 32, 1, dtype=jnp.float32)

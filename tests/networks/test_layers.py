@@ -180,7 +180,10 @@ def test_bfloat16_rounds_the_factors_of_the_greatest_and_not_its_sums():
     assert float(jnp.abs(found - at_once(rounded(kernel), bias, items)).max()) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"shared": True}, {"memory": 3}, {"activation": "relu", "remat": "full"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"shared": True}, pytest.param({"memory": 3}, marks=pytest.mark.slow), {"activation": "relu", "remat": "full"}],
+)
 def test_networks_are_the_same_on_a_cpu_and_elsewhere(monkeypatch, options):
     """Same parameters from the same key, same outputs, same gradients: a run may go on on another device."""
     seen = {"ego": jax.ShapeDtypeStruct((3,), jnp.float32), "items": jax.ShapeDtypeStruct((5, 4), jnp.float32)}

@@ -166,6 +166,7 @@ def test_a_model_on_two_devices_samples_what_one_does() -> None:
     np.testing.assert_allclose(found.log_prob, one.log_prob, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     _, bank = drawn_problems()
     settings = sampler.Sampling(LENGTH, group=4, wave=16)

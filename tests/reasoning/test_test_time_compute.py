@@ -171,6 +171,7 @@ def scripted(*_: Any) -> Any:
     return evaluated
 
 
+@pytest.mark.slow
 def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_time_compute, "evaluate_reasoning", scripted)
     assert TASK.posed is not None

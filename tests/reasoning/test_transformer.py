@@ -161,6 +161,7 @@ def adapted(rank: int = 3) -> tuple[ModelConfig, Any]:
     return config, transformer.joined(learnt, rest)
 
 
+@pytest.mark.slow
 def test_adapters_are_their_merged_model_and_begin_as_none() -> None:
     config, params = adapted()
     plain = dataclasses.replace(config, lora=0)

@@ -308,7 +308,7 @@ def test_calls_end_where_a_chunk_does(whole: Path) -> None:
     assert checkpoints(whole) == [6, 10, 11]
 
 
-@pytest.mark.parametrize("save", [1, 2, 3])
+@pytest.mark.parametrize("save", [2, *(pytest.param(save, marks=pytest.mark.slow) for save in (1, 3))])
 def test_a_run_that_was_stopped_ends_the_same(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int
 ) -> None:

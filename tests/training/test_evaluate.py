@@ -322,6 +322,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return log_files.write_all(log_files.make_log(steps=41, cyclist=-2.5), tmp_path_factory.mktemp("logs"))
 
 
+@pytest.mark.slow
 def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> None:
     """Whatever the run trained with."""
     run = driving(environment=Driving((str(logs["gpudrive"]),), simulator=simulator.Config(agents=2)))

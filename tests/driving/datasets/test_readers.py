@@ -142,7 +142,7 @@ def test_files_that_are_no_logs(tmp_path: FilePath, name: str, content: bytes, m
 @pytest.mark.parametrize(
     ("attack", "message"),
     [
-        ("generated-columns", "table log computes its column location"),
+        pytest.param("generated-columns", "table log computes its column location", marks=pytest.mark.slow),
         ("added-defaults", "table log has more rows or text than the file has bytes"),
         ("doubled-pickle", "it stands for more than 16777216 values"),
         ("empty-sets", "its values take .* MB; 384 MB are possible"),

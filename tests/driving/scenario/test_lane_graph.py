@@ -25,6 +25,7 @@ from tests.helpers.short_logs import ORIGIN, make_log, straight
 DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parents[3] / "../shared/data"))
 OVERPASS = "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl"
 REAL = ("womd/motion_data_one_example.tfrecord", "womd/motion_data_one_scenario.tfrecord", OVERPASS)
+WOMD = (REAL[0], pytest.param(REAL[1], marks=pytest.mark.slow))
 ROUNDING = 2 * lane_graph.PLACE_UNIT
 """Metres: of a middle and a half."""
 
@@ -67,7 +68,7 @@ def places(scenario: Scenario, count: int, spread: float) -> np.ndarray:
     return ways[rng.integers(0, len(ways), count)] + rng.normal(0.0, spread, (count, 2))
 
 
-@pytest.mark.parametrize("name", ["generated 3", "generated 8", *REAL])
+@pytest.mark.parametrize("name", ["generated 3", "generated 8", *WOMD, OVERPASS])
 def test_rows_lie_on_their_features_and_run_their_way(name: str) -> None:
     log, scenario = case(name)
     start, vector = segments(scenario.road)
@@ -98,7 +99,7 @@ def test_rows_lie_on_their_features_and_run_their_way(name: str) -> None:
         assert (np.where(beside, turn, -1.0).max(1)[length > 1.0] > 0.8).all()
 
 
-@pytest.mark.parametrize("name", ["generated 3", *REAL[:2]])
+@pytest.mark.parametrize("name", ["generated 3", *WOMD])
 def test_no_part_of_a_lane_near_the_routes_is_left_out(name: str) -> None:
     """On flat ground, where no other level is in the way."""
     log, scenario = case(name)

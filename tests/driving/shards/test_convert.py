@@ -110,7 +110,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("writes", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("writes", [1, 4, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5, 6))])
 def test_a_conversion_stopped_at_any_write_goes_on(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:

@@ -145,7 +145,7 @@ def test_in_each_autoreset_mode_the_transitions_are_those_that_follow_from_the_r
     [
         (SYNC, {"max_episode_steps": 12}),
         (SYNC, {"env_id": "Taxi-v4", "max_episode_steps": 12, "mask": "action_mask"}),
-        (ALE, {**SHORT, "truncation_interval": 15}),
+        pytest.param(ALE, {**SHORT, "truncation_interval": 15}, marks=pytest.mark.slow),
         (ALE, {**SHORT, "truncation_interval": 15, "episodic_life": True}),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_thread_at_work_is_not_waited_for_when_the_run_stops(monkeypatch: pyte
     assert failed == []
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed twice, one stops (and is silent for too long), one fails once."""
     monkeypatch.setattr(heartbeat, "FROZEN", 0.5)

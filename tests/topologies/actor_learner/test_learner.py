@@ -159,6 +159,7 @@ def test_arrays_that_no_update_changes_are_held_in_common_and_do_not_travel() ->
     assert sizes == [16, 4]
 
 
+@pytest.mark.slow
 def test_a_learner_of_fewer_devices_learns_the_same_from_the_same_actors() -> None:
     """Two actors' rollouts are joined on one device: what they lived is that of two devices while nothing differs yet.
 
