@@ -84,6 +84,14 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: own(x) if is_local(x) else x, laid, is_leaf=is_local)
 
 
+def laid(tree: PyTree, mesh: MeshShape) -> PyTree:
+    """`tree` of gradients in the layout of their parameters, while a program is traced.
+
+    Left to itself, the compiler splits what is smaller than `LEAST` as well, and gathers it again for every use.
+    """
+    return jax.lax.with_sharding_constraint(tree, specs(tree, mesh.model, mesh.fully))
+
+
 class Shares(NamedTuple):
     """Bytes of a pytree."""
 

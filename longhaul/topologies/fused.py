@@ -177,7 +177,7 @@ def updating(
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
 
-        common, own = part(progress.state)
+        common, own = part(keep(progress).state)
 
         def shard(number: jax.Array, mine: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
             carry, own = mine

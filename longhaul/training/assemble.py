@@ -99,10 +99,14 @@ def assemble(
     updates = last_update(run, origin)
     sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
 
+    def mean(tree: PyTree) -> PyTree:
+        """Mean over shards, in its parameters' layout where they are split over `fsdp`."""
+        return partition.laid(parted.mean(tree), run.mesh) if run.fsdp else parted.mean(tree)
+
     def make(values: Mapping[str, Any]) -> Algorithm:
         config = dataclasses.replace(run.algorithm, **values)
         done, split = origin.agent_steps / run.total_steps, run.mesh.parts > 1
-        context = RunContext(updates, parted.mean, parted.apart, origin.updates, done, split, sizes=sizes)
+        context = RunContext(updates, mean, parted.apart, origin.updates, done, split, sizes=sizes)
         if run.fsdp:
             context = context._replace(spread=meshes.spread)
         scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}

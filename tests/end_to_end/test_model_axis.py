@@ -149,6 +149,8 @@ def test_the_doctor_counts_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.figures["passes"] == 2 * made.optimiser_steps + 1 and found.figures["split_bytes"] == 4 * 32 * 32
     assert found.figures["gathered_bytes"] == found.figures["passes"] * found.figures["split_bytes"]
     real = hlo.crossings(made.text())
+    inside = [each for each in real if each.operation == "all-gather" and each.times() == made.optimiser_steps]
+    assert [each.bytes for each in inside] == 2 * [4 * 32 * 32], "small leaves are whole on each device"
     again = next(each for each in real if each.operation == "all-gather" and each.bytes == 4 * 32 * 32)
     monkeypatch.setattr(hlo, "crossings", lambda text: [*real, again])
     assert checks.crossings(made).verdict == checks.FAIL
