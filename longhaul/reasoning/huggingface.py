@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -331,6 +332,15 @@ def save(
     weight_map = {name: file for file, arrays in zip(names, shards, strict=True) for name in arrays}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def digest(folder: Path | str) -> str:
+    """SHA-256 of the names and bytes of a model's files of weights."""
+    found = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -225,8 +225,8 @@ READ = 256
 FEWER = 4
 """Factor by which there are fewer rows once no completion waits and no more are left."""
 
-LARGE = 2**24
-"""Parameters of a model whose steps are worth a second program, for fewer rows."""
+LARGE, LONG = 2**24, 64
+"""Parameters of a model, and tokens of its completions, whose steps are worth a second program, for fewer rows."""
 
 
 def sampler(
@@ -357,7 +357,7 @@ def sampler(
             return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=of,
                                 row=now.row.at[of].set(jnp.arange(fewer)))  # fmt: skip
 
-        fewer = rows // FEWER if transformer.size(config) >= LARGE else 0
+        fewer = rows // FEWER if transformer.size(config) >= LARGE and length >= LONG else 0
         with jax.named_scope(INFERENCE):
             last = jax.lax.while_loop(functools.partial(goes_on, fewer=fewer), one, begin())
             moved, row = last.t, last.row[:, None]

@@ -235,7 +235,7 @@ def _train(
             sums = Sums(len(assembly.members), found.metadata["pending"])
             with stop.at_once():
                 feeding.move(feeds.place(found.metadata["place"]))
-            progress = resume.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
+            progress = resume.restored(run, checkpoints, found, progress, now, source, assembly, feeding.now.context)
         progress = nan_rollback.around(progress, found, detours, assembly.mesh)
         if resumed and process_group.index() == 0:
             resume.record(
@@ -247,7 +247,7 @@ def _train(
             try:
                 progress = Loop(
                     run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed,
-                    about={"detours": detours}, callback=callback,
+                    about={"detours": detours} | resume.based(run), callback=callback,
                 ).train(sooner)  # fmt: skip
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
@@ -507,6 +507,8 @@ class Loop:
         progress = self.progress
         if self.run.topology == "actors":
             progress = progress._replace(carry=learner.whole_carry(progress.carry, self.assembly.mesh))
+        if reasoning_setup.adapts(self.run):
+            progress = reasoning_setup.adapters(self.run, progress)
         try:
             self.checkpoints.wait()
         except CheckpointError as error:  # of the previous save

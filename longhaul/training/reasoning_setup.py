@@ -20,7 +20,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.learner import Finish
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import Key, Metrics, Params, PyTree, Spec
+from longhaul.types import Key, Metrics, Params, Progress, PyTree, Spec
 
 
 def words(run: Run, budget: Budget | None = None) -> Tokeniser:
@@ -56,6 +56,32 @@ def loaded(run: Run, state: PyTree) -> PyTree:
 
     params = transformer.joined(adapters, placed(found, places)) if model.lora else placed(found, places)
     return state._replace(params=params, reference=jax.tree.map(jnp.copy, params) if state.reference else ())
+
+
+def adapts(run: Run) -> bool:
+    """True where a run learns LoRA's factors alone, beside arrays of its model's files."""
+    config = run.algorithm
+    return (
+        isinstance(config, GRPOConfig)
+        and bool(config.model_folder and config.model.lora)
+        and not run.many
+        and run.init_from is None
+    )
+
+
+def adapters(run: Run, progress: Progress) -> Progress:
+    """Progress of a run that `adapts`, without the arrays of its model's files."""
+    assert isinstance(run.algorithm, GRPOConfig)
+    learnt, _ = transformer.split(run.algorithm.model, progress.state.params)
+    return progress._replace(state=progress.state._replace(params=learnt))
+
+
+def whole(run: Run, progress: Progress, begun: Progress) -> Progress:
+    """Inverse of `adapters`, with the arrays of `begun`."""
+    assert isinstance(run.algorithm, GRPOConfig)
+    _, rest = transformer.split(run.algorithm.model, begun.state.params)
+    params = transformer.joined(progress.state.params, rest)
+    return progress._replace(state=progress.state._replace(params=params))
 
 
 def sampling(run: Run, group: int | None = None) -> Sampling:

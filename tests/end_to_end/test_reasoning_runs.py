@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import evaluate, loop, publish, reasoning_setup
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.publish import Publishing
 from longhaul.weight_sync.transports import safetensors_files
@@ -588,7 +590,7 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
 def test_a_run_of_lora_and_tools_that_stops_while_it_samples_ends_as_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It saves at once, without the completions that its actor is at."""
+    """It saves at once, without the completions that its actor is at, and LoRA's factors alone."""
     run, take, calls = adapting(tmp_path / "model", 4, tools="calculator"), ActorPool.take, itertools.count(1)
     folder = tmp_path / "stopped"
     assert begin(run, tmp_path / "whole").code == 0
@@ -610,6 +612,15 @@ def test_a_run_of_lora_and_tools_that_stops_while_it_samples_ends_as_one_that_do
     assert seen[0] == seen[1]
     assert len(seen[0]) == 4
     assert result(folder)["params_sha256"] == result(tmp_path / "whole")["params_sha256"]
+    with closing(Checkpoints(folder / "checkpoints")) as there:
+        found = there.newest()
+    assert found is not None
+    saved = [name for name in found.manifest["leaves"] if name.startswith(".state.params")]
+    assert len(saved) == 2 * 7 and all(name.endswith(("_down']", "_up']")) for name in saved)  # the factors alone
+    config, changed = huggingface.load(tmp_path / "model")
+    huggingface.save(tmp_path / "model", config, jax.tree.map(lambda x: x + 1.0, changed))
+    with pytest.raises(RunError, match="checkpoint 4 adapts those of"):
+        restore_policy(folder)
 
 
 @pytest.mark.parametrize(

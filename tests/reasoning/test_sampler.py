@@ -119,6 +119,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
     worth it. Pieces of 4 slots are many."""
     monkeypatch.setattr(decode, "PIECE", piece)
     monkeypatch.setattr(sampler, "LARGE", large)
+    monkeypatch.setattr(sampler, "LONG", 2)
     monkeypatch.setattr(sampler, "FEWER", 2)
     monkeypatch.setattr(sampler, "READ", 40)  # prompts are read 3 at a time
     prompt, words = drawn_problems()[1].prompt[:8], tokenizer.TOKENISER._replace(ends=SOON)

@@ -28,10 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.algorithms.config import OffPolicy
+from longhaul.algorithms.config import GRPOConfig, OffPolicy
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, MOST, Origin, Run, to_dict
+from longhaul.reasoning import huggingface
 from longhaul.runtime import bounded_json, config_fields
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import CHANGEABLE, FIXED
@@ -59,6 +60,18 @@ class Standing(NamedTuple):
     resized: dict[str, tuple[int, int]]  # name -> (checkpoint's size, current size), where they differ
     updates: int = 0  # made
     agent_steps: int = 0
+
+
+BASE = "base"
+"""Metadata of a checkpoint that has LoRA's factors alone: digest of the model's files that have the rest."""
+
+
+def based(run: Run) -> dict[str, str]:
+    """`BASE` of a run's checkpoints, if they have it."""
+    if not reasoning_setup.adapts(run):
+        return {}
+    assert isinstance(run.algorithm, GRPOConfig)
+    return {BASE: huggingface.digest(run.algorithm.model_folder)}
 
 
 def counted(run: Run, assembly: Assembly, updates: int) -> dict[str, Any]:
@@ -112,15 +125,29 @@ def standing(run: Run, found: Found | None) -> Standing:
 
 
 def restored(
-    checkpoints: Checkpoints, found: Found, begun: Progress, now: Standing, source: Feed, assembly: Assembly,
+    run: Run, checkpoints: Checkpoints, found: Found, begun: Progress, now: Standing, source: Feed, assembly: Assembly,
     context: PyTree,
 ) -> Progress:  # fmt: skip
     """Progress of the checkpoint in the layout of `begun`, on the current mesh, in the run's `context`."""
     if not begins_anew(now, source):
-        whole: Progress = checkpoints.restore(found, begun).progress
-        return whole
-    kept: Progress = checkpoints.restore(found, begun._replace(carry=()), part=True).progress
+        return _restored(run, checkpoints, found, begun)
+    kept = _restored(run, checkpoints, found, begun._replace(carry=()), part=True)
     return fused.entered(kept, assembly.enter, context)
+
+
+def _restored(run: Run, checkpoints: Checkpoints, found: Found, begun: Progress, *, part: bool = False) -> Progress:
+    """Progress of a checkpoint as `Checkpoints.restore` has it; where it has LoRA's factors alone, the rest is that of
+    `begun`. Raises RunError if the model's files have changed since."""
+    if BASE not in found.metadata:
+        return checkpoints.restore(found, begun, part=part).progress
+    assert isinstance(run.algorithm, GRPOConfig)
+    if (now := huggingface.digest(folder := run.algorithm.model_folder)) != (then := found.metadata[BASE]):
+        raise RunError(
+            f"the weights in {folder} have SHA-256 {now[:12]}, and checkpoint {found.step} adapts those of "
+            f"{str(then)[:12]}; bring these back"
+        )
+    kept = checkpoints.restore(found, reasoning_setup.adapters(run, begun), part=part).progress
+    return reasoning_setup.whole(run, kept, begun)
 
 
 def begins_anew(now: Standing, source: Feed) -> bool:
@@ -309,16 +336,14 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
         return run, init_from.published(folder, untrained), untrained
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        if step is None:
-            restored = checkpoints.latest(progress, part=True)
-        elif (found := checkpoints.at(step)) is None:
+        found = checkpoints.newest() if step is None else checkpoints.at(step)
+        if found is None and step is not None:
             raise RunError(f"run {folder.name} keeps no checkpoint {step}; it has {checkpoints.steps()}")
-        else:
-            restored = checkpoints.restore(found, progress, part=True)
-    if restored is None:
-        raise RunError(
-            f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"
-        )
+        if found is None:
+            raise RunError(
+                f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"
+            )
+        restored = _restored(run, checkpoints, found, progress, part=True)
 
     def acting(state: Any) -> Params:
         if run.many:
@@ -328,4 +353,4 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
 
     if which is not None:
         run = dataclasses.replace(run, seed=which.seed)
-    return run, acting(restored.progress.state), acting(begun)
+    return run, acting(restored.state), acting(begun)
