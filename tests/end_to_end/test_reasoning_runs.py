@@ -338,9 +338,11 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
         one.fault = lambda asked: "die" if asked == route and 40 <= len(one.asks(route)) < 43 else None
         acting = ActorConfig(1, "thread", staleness, rollout_servers=(one.address, other.address),
                              rollout_updates="folder", rollout_requests=2)  # fmt: skip
-        assert begin(asking(files, acting=acting), tmp_path / "run").code == 0
+        algorithm = GRPOConfig(model_folder=str(files), group=8, lr=1e-2, warmup=0, num_minibatches=1)
+        run = asking(files, algorithm=algorithm, acting=acting, total_steps=120 * 64 * SHORT)
+        assert begin(run, tmp_path / "run").code == 0
         asked = one.asks(route) + other.asks(route)
-        assert len(asked) >= 60 * 8 + 3  # each once, but for those that failed
+        assert len(asked) >= 120 * 8 + 3  # each once, but for those that failed
         versions = [body["new_version"] for body in other.asks("/update_weight_version")]
     found = records(tmp_path / "run")
     rewards = [row["episode/return"] for row in found]
@@ -349,7 +351,7 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
     assert max(row["grpo/staleness"] for row in found) <= staleness
     if staleness == 0:
         assert max(row["grpo/mismatch"] for row in found) < 1e-4
-        assert [int(each.partition("-")[2]) for each in versions] == list(range(60))
+        assert [int(each.partition("-")[2]) for each in versions] == list(range(120))
     assert sum(row["actors/moved_requests"] for row in found) >= 1
     told = capfd.readouterr().err
     assert f"{one.address} gets no requests" in told and f"{one.address} is back" in told
