@@ -35,8 +35,9 @@ JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
 FEATURES = -2
 """Axis of the features: rows lie along the last one."""
 
-PIECE = 64
-"""Slots that attention reads at a time; of larger caches prompts and ring have a multiple of it."""
+PIECE, LEAST = 64, 16
+"""Slots that attention reads at a time, at most and at least: a power of two, by the length of completions. Of caches
+larger than `PIECE` prompts and ring have a multiple of it."""
 
 
 class Kernels(NamedTuple):
@@ -81,7 +82,8 @@ def room(prompt: int, length: int) -> tuple[int, int]:
     """(P, R): slots for prompts and for own tokens, of at most so many."""
     if prompt + length <= PIECE:
         return prompt, length
-    return -(-prompt // PIECE) * PIECE, -(-length // PIECE) * PIECE
+    piece = min(PIECE, max(LEAST, 1 << (length - 1).bit_length()))
+    return -(-prompt // piece) * piece, -(-length // piece) * piece
 
 
 def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
@@ -135,14 +137,15 @@ def _used(cache: Cache) -> _Used:
     seen = jnp.concatenate([cache.asked, age[:, None] <= cache.own[None]])
     if asked + own <= PIECE:
         return _Used(seen, jnp.zeros(1, jnp.int32), jnp.int32(1))
-    pieces, ring = asked // PIECE, own // PIECE
+    piece = min(PIECE, own)
+    pieces, ring = asked // piece, own // piece
     begun: Any = 0
     if asked:
-        begun = jnp.where(jnp.any(cache.asked), jnp.argmax(jnp.any(cache.asked, axis=1)) // PIECE, pieces)
-    last, oldest = cache.place // PIECE, (cache.place - jnp.max(cache.own)) // PIECE
+        begun = jnp.where(jnp.any(cache.asked), jnp.argmax(jnp.any(cache.asked, axis=1)) // piece, pieces)
+    last, oldest = cache.place // piece, (cache.place - jnp.max(cache.own)) // piece
     number = jnp.arange(pieces + ring)
     of_ring = pieces + (last - (number - (pieces - begun))) % ring
-    first = jnp.where(number < pieces - begun, begun + number, of_ring) * PIECE
+    first = jnp.where(number < pieces - begun, begun + number, of_ring) * piece
     return _Used(seen, first.astype(jnp.int32), pieces - begun + jnp.minimum(last - oldest + 1, ring))
 
 
@@ -204,7 +207,7 @@ def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used)
     sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `multiplied` takes 1.0, sums by `jnp.sum`
     11.
     """
-    slots, size = min(len(key), PIECE), query.shape[2]
+    slots, size = len(key) // len(used.first), query.shape[2]
     shape = (*query.shape[:2], query.shape[3])
 
     def piece(number: jax.Array | int, so_far: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -223,7 +226,7 @@ def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used)
         return top, whole, total * before[:, :, None] + added
 
     begun = jnp.full(shape, transformer.NEVER), jnp.zeros(shape), jnp.zeros(query.shape, jnp.float32)
-    if len(key) <= PIECE:
+    if len(used.first) == 1:
         _, whole, total = piece(0, begun)
     else:
         _, whole, total = jax.lax.fori_loop(0, used.pieces, piece, begun)

@@ -71,25 +71,30 @@ def test_bfloat16_stays_near() -> None:
     assert 1e-5 < relative(rounded, exact) < 0.05
 
 
-@pytest.mark.parametrize("piece", [64, 4])
-def test_attention_to_pieces_is_that_to_all_that_is_seen(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("piece", "ring", "read"),
+    [(64, 12, [1, 1, 1, 1]), (4, 12, [4, 3, 3, 3]), (8, 4, [2, 2, 2, 2])],  # pieces of 4 in the last two
+)
+def test_attention_to_pieces_is_that_to_all_that_is_seen(
+    piece: int, ring: int, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By products and written out; around the ring's end; and pieces that no row uses are not read."""
     monkeypatch.setattr(decode, "PIECE", piece)
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (2, 3, 8, 5))
-    key, value = (jax.random.normal(each, (20, 2, 8, 5)) for each in keys[1:])
-    asked, own = np.arange(8)[:, None] >= np.array([5, 6, 7, 6, 5]), np.array([0, 5, 2, 4, 1])
+    key, value = (jax.random.normal(each, (8 + ring, 2, 8, 5)) for each in keys[1:])
+    asked, own = np.arange(8)[:, None] >= np.array([5, 6, 7, 6, 5]), np.minimum([0, 5, 2, 4, 1], ring - 1)
     hows = [quick(how) for how in (decode.multiplied, decode.written_out)]
-    for place, pieces in ((0, 4), (3, 3), (5, 3), (11, 3)):
+    for place, pieces in zip((0, 3, 5 % ring, 11 % ring), read, strict=True):
         zero = jnp.zeros(5, jnp.int32)
         used = decode._used(
             decode.Cache((key,), (value,), jnp.asarray(asked), zero, jnp.asarray(own), jnp.int32(place))
         )
-        seen = np.concatenate([asked, np.zeros((12, 5), bool)])
+        seen = np.concatenate([asked, np.zeros((ring, 5), bool)])
         for row, count in enumerate(own):
-            seen[8 + (place - np.arange(count + 1)) % 12, row] = True
+            seen[8 + (place - np.arange(count + 1)) % ring, row] = True
         np.testing.assert_array_equal(used.seen, seen)
-        assert used.pieces == (pieces if piece == 4 else 1)
+        assert used.pieces == pieces
         scores = np.where(seen[:, None, None], np.einsum("kgdb,skdb->skgb", query, key) / np.sqrt(8.0), -np.inf)
         shares = np.exp(scores - scores.max(axis=0))
         wanted = np.einsum("skgb,skdb->kgdb", shares / shares.sum(axis=0), value)
