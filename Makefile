@@ -65,7 +65,7 @@ kernels: $(TESTS)
 
 lint: $(TESTS)
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from longhaul.driving import scenario_source
+from longhaul.telemetry import screen
 from longhaul.weight_sync import digest
 from longhaul.weight_sync.delta import tensor_delta
 
 
 def compile_all() -> None:
     """The loops of the generator, of scenarios, of digests and of deltas, for what tests call them with."""
+    os.environ["LONGHAUL_CACHE"] = "off"  # what is found there would not be made
+    screen.PLAIN_SOON = 600.0
     scenario_source.generated(0, 6, agents=2, horizon=40, workers=1)
     generator = np.random.default_rng(0)
     for dtype in (np.uint8, np.uint16, np.uint32, np.uint64):
