@@ -188,7 +188,7 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         run = run | {"environment": {"tools": ""} | task}
     if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
         simulator = {"reward": None, "speed_limit": False, "safety": False} | task["simulator"]
-        former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0}
+        former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0, "unsafe": 0.0}
         simulator = simulator | {"weights": former | simulator["weights"]}
         run = run | {"environment": {"bank_by_host": False} | task | {"simulator": simulator}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}

@@ -234,12 +234,13 @@ def divide(rows: Rows, length: np.ndarray) -> Rows:
 def limit(feature: Feature, flow: float | None = None) -> float:
     """A lane's speed limit, m/s: the source's, else that of its kind; 0 where nothing is known.
 
-    Where the source tells none, a street's is that of its kind or the `flow` of traffic, whichever is lower: nobody
-    would know better who drives there. Scores still go by the kind, as V-Max's do (`sim.metrics`).
+    Where the source tells none, a street's is the `flow` of traffic, at least SLOWEST and at most a motorway's: nobody
+    would know better who drives there. Without traffic it is that of its kind. Scores still go by the kind, as V-Max's
+    do (`sim.metrics`).
     """
     known = feature.speed_limit or INFERRED.get(feature.kind, 0.0)
     if not feature.speed_limit and feature.kind == log.LANE_STREET and flow is not None:
-        known = min(known, max(flow, SLOWEST))
+        known = min(INFERRED[log.LANE_FREEWAY], max(flow, SLOWEST))
     return LIMIT_UNIT * min(round(known / LIMIT_UNIT), LIMIT_MOST)
 
 

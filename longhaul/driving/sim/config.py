@@ -39,6 +39,7 @@ class Weights:
     speeding: float = setting(0.0, "reward for a m/s above the speed limit, a step, at most 4")
     unease: float = setting(0.0, "reward for a step outside nuPlan's limits of comfort")
     near_collision: float = setting(0.0, "reward for a step with a time to collision below 0.95 s")
+    unsafe: float = setting(0.0, "reward for a step whose command the safety check replaces")
 
     @property
     def conduct(self) -> bool:

@@ -71,6 +71,9 @@ MAX_FEASIBLE, MAX_BENT, CRAWLING = 10.4, 0.3, 0.6  # m/s^2, 1/m, m/s
 
 MIN_LONGITUDINAL, MAX_LONGITUDINAL, MAX_LATERAL = -4.05, 2.40, 4.89  # m/s^2
 MAX_JERK, MAX_YAW, MAX_YAW_ACCELERATION = 4.13, 0.95, 1.93  # m/s^3, rad/s, rad/s^2
+EASY_JERK = 4.0
+"""m/s^3, MAX_JERK less what rounding takes."""
+
 SMOOTHING = 0.3
 """nuPlan's limits of comfort, and the time, s, over which is smoothed."""
 
@@ -235,6 +238,23 @@ def feel(tally: Tally, ride: Ride, course: Course) -> tuple[jax.Array, jax.Array
         | (jnp.abs(turn) * course.speed > MAX_LATERAL)
     )
     return _whole(felt, FELT_UNIT), _whole(jerk, FELT_UNIT), _whole(turn, TURN_UNIT), uneasy
+
+
+def gentle(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lowest and highest acceleration [A], m/s^2, that may be held from now on without a jerk beyond nuPlan's limit.
+
+    `feel` smooths twice, so that the jerk n steps on is keep^n of today's and n keep^(n - 1) weight^2 / dt of what the
+    acceleration is from the one felt now: linear in it, for every n. Nothing is known of the jerk of a first step.
+    """
+    weight = 1.0 - jnp.exp(-dt / SMOOTHING)
+    steps = np.arange(1, 13, dtype=np.float32).reshape(-1, *([1] * tally.felt.ndim))
+    felt, jerk = (value.astype(jnp.float32) * FELT_UNIT for value in (tally.felt, tally.jerk))
+    left = (1.0 - weight) ** steps * jerk
+    gain = weight * weight / dt * steps * (1.0 - weight) ** (steps - 1.0)
+    low = felt + jnp.max((-EASY_JERK - left) / gain, axis=0)
+    high = felt + jnp.min((EASY_JERK - left) / gain, axis=0)
+    first = tally.steps == 0
+    return jnp.where(first, -np.inf, low), jnp.where(first, np.inf, high)
 
 
 def oppose(tally: Tally, against: jax.Array, course: Course) -> tuple[jax.Array, jax.Array, jax.Array]:

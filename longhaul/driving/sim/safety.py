@@ -11,8 +11,9 @@ shielding", 2018, with a model of motion in place of an automaton.
 
 Braking firmly is less than what the brakes hold, so that a driver whose last way out it was still has the rest.
 
-While it is safe, an acceleration changes by at most JERK: the choices of a discrete policy lie farther apart than what
-passengers like in a step. Hard braking that the policy asks for itself is not held back.
+It is replaced as soon as gentle braking is not enough any more, by gentle braking while firm braking still is. While it
+is safe, an acceleration stays within GENTLE, changes by at most BRAKING_JERK and PUSHING_JERK, and jolts nobody: the
+choices of a discrete policy lie farther apart than what passengers like in a step.
 
 Nothing is looked at but what an observation is made of: the nearest others that the agent perceives, with their size
 and velocity now, the next light of its route and its colour now, and the route. Who comes from behind does not count:
@@ -40,12 +41,12 @@ HORIZON, STEP = 3.0, 0.25
 """s: how far ahead is looked, and how often on the way."""
 
 ACCELERATIONS = np.array([-6.0, -3.5, 1.5], np.float32)
-"""m/s^2, choices in place of an unsafe command: as hard as these, or as soft as EASING."""
+"""m/s^2, choices in place of an unsafe command: as hard as these, as hard as is gentle, or as soft as EASING."""
 
 EASING = np.array([-0.4, -0.8, -1.6], np.float32)
 """m/s^2, changes of acceleration in a step."""
 
-FIRM, HURRIED = -4.5, 1.5
+FIRM, SOFT, HURRIED = -4.5, -2.8, 1.5
 """m/s^2: the braking and the pushing of the manoeuvres that follow."""
 
 OTHERS_BRAKE = 3.0
@@ -57,11 +58,17 @@ SWEPT = 0.25
 MARGIN = 0.2
 """m to be kept of others; less where they are nearer already."""
 
-JERK = 4.0
-"""m/s^3, below nuPlan's limit of comfort (4.13)."""
+PUSHING_JERK, BRAKING_JERK = 4.0, 8.0
+"""m/s^3: the largest change of a safe acceleration, up and down; V-Max's limit of comfort is 8.3."""
 
-HARD, RELEASED = -4.0, -1.5
-"""m/s^2: braking that is not held back, and to which it may be released at once."""
+GENTLE = -3.2, 2.3
+"""m/s^2, within nuPlan's limits of comfort (-4.05 and 2.4); whoever stops by no more than this is not jolted."""
+
+RELEASED = -1.5
+"""m/s^2 to which hard braking may be released at once."""
+
+LATERAL = 4.7
+"""m/s^2 across, below nuPlan's limit of comfort (4.89)."""
 
 IMMINENT = 1.75
 """s to a conflict that nothing avoids, below which the brakes are used as far as they go."""
@@ -80,33 +87,54 @@ LINE = 0.3
 
 
 def keep_safe(
-    features: Features, here: Scene, agent: Agent, drive: Drive, limits: Limits, dt: jax.Array, count: int
-) -> Drive:
-    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration.
+    features: Features,
+    here: Scene,
+    agent: Agent,
+    drive: Drive,
+    limits: Limits,
+    dt: jax.Array,
+    count: int,
+    easy: tuple[jax.Array, jax.Array],
+) -> tuple[Drive, jax.Array]:
+    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration; and
+    whether the command was unsafe, a bool.
 
-    `features` and `here` are what it perceives before the step, `count` of the others are looked at.
+    `features` and `here` are what it perceives before the step, `count` of the others are looked at; `easy` are the
+    lowest and highest acceleration that jolt nobody (`metrics.gentle`).
     """
     now = agent.drive
-    wanted, before = drive.acceleration, now.acceleration
-    change = JERK * dt
-    release = jnp.maximum(before + change, RELEASED)
-    smooth = jnp.where(wanted <= HARD, wanted, jnp.clip(wanted, before - change, release))
-    choices = jnp.concatenate([smooth[None], before + EASING, jnp.asarray(ACCELERATIONS)])
+    before = now.acceleration
+    low, high = jnp.maximum(easy[0], GENTLE[0]), jnp.minimum(easy[1], GENTLE[1])
+    most = jnp.maximum(before + PUSHING_JERK * dt, RELEASED)
+    smooth = jnp.clip(jnp.clip(drive.acceleration, before - BRAKING_JERK * dt, most), low, high)
+    eased = jnp.maximum(before + EASING, low)
+    choices = jnp.concatenate([smooth[None], eased, low[None], jnp.asarray(ACCELERATIONS)])
     choices = jnp.maximum(choices, -limits.braking)
-    free = time_to_conflict(features, here, agent, choices, limits, dt, count)
-    safe = free >= HORIZON
-    # safe ones first, the nearest to what was wanted; else the latest conflict: if it is near, the hardest braking
+    soft, free = time_to_conflict(features, here, agent, choices, jnp.maximum(low, SLOWING), limits, dt, count)
+    safe, gentle = free >= HORIZON, soft >= HORIZON
+    # those after which gentle braking is enough first, the nearest to what was wanted; then those after which the
+    # brakes are, the nearest to gentle braking; else the latest conflict: if it is near, the hardest braking
     near = -jnp.abs(choices - smooth)
-    rank = jnp.where(safe, near, -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near))
-    chosen = jnp.where(safe[0], smooth, choices[jnp.argmax(rank)])
-    return arc(now, chosen, drive.curvature, limits, dt)
+    last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
+    rank = jnp.where(gentle, near, jnp.where(safe, -1e2 - jnp.abs(choices - low), last))
+    chosen = jnp.where(gentle[0], smooth, choices[jnp.argmax(rank)])
+    grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
+    return arc(now, chosen, jnp.clip(drive.curvature, -grip, grip), limits, dt), ~gentle[0]
 
 
 def time_to_conflict(
-    features: Features, here: Scene, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, count: int
-) -> jax.Array:
-    """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre;
-    HORIZON where there is none."""
+    features: Features,
+    here: Scene,
+    agent: Agent,
+    choices: jax.Array,
+    slowing: jax.Array,
+    limits: Limits,
+    dt: jax.Array,
+    count: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre
+    but FIRM braking, and the best of all; HORIZON where there is none. `slowing` is the braking that is enough before a
+    bend."""
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
     way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
@@ -126,16 +154,17 @@ def time_to_conflict(
     red = (features.light_state == RED) & stoppable
     hit = jnp.any(gap < least, axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
     before = (times - np.float32(STEP)).reshape(1, 1, -1)
-    free = jnp.max(jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1), axis=-1)
+    each = jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1)
     bend = bend_speed(features.route[2, BEHIND:], ROUTE_SPACING, np.arange(AHEAD, dtype=np.float32), BEND)
-    fast = (travel(agent.drive.motion.speed, choices, dt, limits.speed)[1] > bend) & (choices > SLOWING)
-    return jnp.where(fast, jnp.minimum(free, HORIZON - STEP), free)
+    fast = (travel(agent.drive.motion.speed, choices, dt, limits.speed)[1] > bend) & (choices > slowing)
+    each = jnp.where(fast[:, None], jnp.minimum(each, HORIZON - STEP), each)
+    return jnp.max(each[:, 1:], axis=-1), jnp.max(each, axis=-1)
 
 
 def distances(speed: jax.Array, choices: jax.Array, times: np.ndarray, limits: Limits, dt: jax.Array) -> jax.Array:
     """Metres [C, F, T] driven after `times` [T] with each of `choices` [C] for `dt` and each manoeuvre from then on."""
     begun, then = travel(speed, choices, dt, limits.speed)
-    manoeuvres = jnp.asarray([FIRM, 0.0, HURRIED])[None, :, None]
+    manoeuvres = jnp.asarray([FIRM, SOFT, 0.0, HURRIED])[None, :, None]
     left = jnp.maximum(times - dt, 0.0)[None, None]
     return begun[:, None, None] + travel(then[:, None, None], manoeuvres, left, limits.speed)[0]
 

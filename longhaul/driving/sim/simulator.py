@@ -29,7 +29,7 @@ failure fall in one step, it failed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,8 +179,9 @@ class Simulator:
         if config.driver == "idm" or state.reactive is not None or checked:
             before = self._scene(state)
         drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
+        unsafe = None
         if checked:
-            drive = self._check(state, before, drive, dt, key)
+            drive, unsafe = self._check(state, before, drive, dt, key)
         if held is not None:
             drive = hold(held, state.motion, drive)
         reactive = state.reactive
@@ -209,6 +210,8 @@ class Simulator:
         if config.reward is None:
             conduct = metrics.conduct(state.tally, features, ride, course) if config.weights.conduct else None
             pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length, conduct)
+            if unsafe is not None:
+                pay = pay + config.weights.unsafe * unsafe
         else:
             metres = reward.covered(furthest, features, length)
             pay = reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
@@ -352,22 +355,24 @@ class Simulator:
         limits = self._limits(state.scenario)
         return dynamics.act(now, action, limits, dt, config.dynamics, config.actions)
 
-    def _check(self, state: State, here: Scene, drive: Drive, dt: jax.Array, key: Key) -> Drive:
-        """`drive` as `safety` leaves it, for each agent by what it perceives before the step."""
+    def _check(self, state: State, here: Scene, drive: Drive, dt: jax.Array, key: Key) -> tuple[Drive, jax.Array]:
+        """`drive` as `safety` leaves it, and whose commands it replaced, bool [A], by what each perceives before the
+        step."""
         config = self.config
 
-        def one(agent: Agent, drive: Drive, limits: Limits, key: Key | None) -> Drive:
+        def one(agent: Agent, drive: Drive, limits: Limits, easy: Any, key: Key | None) -> tuple[Drive, jax.Array]:
             seen = here if config.perfect else perceive(config, here, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
-            return safety.keep_safe(features, seen, agent, drive, limits, dt, config.neighbours)
+            return safety.keep_safe(features, seen, agent, drive, limits, dt, config.neighbours, easy)
 
         keys = prng.split(key, config.agents) if config.draws else None
         limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
-        safe = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(self._agents(state), drive, limits, keys)
+        judged = jax.vmap(one, in_axes=(0, 0, 0, 0, None if keys is None else 0))
+        safe, unsafe = judged(self._agents(state), drive, limits, metrics.gentle(state.tally, dt), keys)
         if state.partners is None:
-            return safe
+            return safe, unsafe
         counts = state.partners.checked | (jnp.arange(config.agents) == 0)
-        return jax.tree.map(lambda new, old: jnp.where(counts, new, old), safe, drive)
+        return jax.tree.map(lambda new, old: jnp.where(counts, new, old), safe, drive), unsafe & counts
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""

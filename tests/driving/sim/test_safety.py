@@ -7,6 +7,7 @@ import pytest
 
 from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.sim import safety
+from longhaul.driving.sim.config import Weights
 from tests.helpers.driving_scenarios import DT, STRAIGHT, Trip, line, scenario, trip
 
 T, SPEED = 71, 12.0
@@ -90,4 +91,17 @@ def test_a_choice_of_acceleration_is_approached_within_the_limit_of_jerk() -> No
     checked = trip(scenario([line((0, 0), (3, 0), T)]), PUSH, terminations=(), safety=True)
     felt = checked.states.acceleration[:, 0].astype(np.float64)
     assert np.abs(np.diff(felt)).max() <= safety.JERK * DT + 0.01
-    assert felt[:12].max() == pytest.approx(4.0, abs=0.01)  # there after 4 / JERK seconds
+    assert felt[:12].max() == pytest.approx(safety.GENTLE[1], abs=0.01)  # PUSH asks for 4 m/s^2
+    assert checked.metrics["comfortable"] == [1.0]
+
+
+def test_a_command_that_is_replaced_costs_its_share() -> None:
+    made = scenario([EGO, line((60, 0), (0, 0), T)])
+    nothing = dict.fromkeys(("progress", "collision", "goal", "discomfort", "haste", "lateral", "heading"), 0.0)
+    weights = Weights(**nothing, unsafe=-0.5)
+    checked = trip(made, terminations=(), safety=True, weights=weights)
+    speed = checked.states.motion.speed[:, 0]
+    cost = checked.steps.reward[:, 0]
+    first = int(np.argmax(speed < SPEED - 1e-3))
+    assert cost[first - 1] == -0.5 and not cost[: first - 1].any()
+    assert trip(made, terminations=(), weights=weights).steps.reward.sum() == 0.0
