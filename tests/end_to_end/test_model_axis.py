@@ -193,8 +193,6 @@ def test_split_runs_end_with_the_parameters_of_one_device(
     close(*ended, 1e-5)
 
 
-
-
 def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
     """At a learning rate of 0, to which it falls at a run's end, the policy that learns is that which acted."""
     made = pair[1]

@@ -128,6 +128,7 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
             yield name, {"digest": params_sha256(params)}, []
 
     patch.setattr(loop, "assemble", assemble_once)
+
     def scorer_once(run: Run, episodes: int) -> Any:
         key = repr((own, run.environment, run.algorithm, run.seed, episodes))
         if key not in SCORERS:

@@ -138,9 +138,7 @@ def test_a_model_in_words_is_looked_at_by_its_verdicts() -> None:
     made, (params, data) = grpo.grpo(None, settings, RunContext(updates=9, mean=meshes.identity)), completions()
     state = made.init(jax.random.key(0))._replace(params=params)
     for right in (0.25, 0.75):
-        marked = data._replace(
-            soundness=jnp.zeros(ROWS), reward=(jnp.arange(ROWS) < right * ROWS).astype(jnp.float32)
-        )
+        marked = data._replace(soundness=jnp.zeros(ROWS), reward=(jnp.arange(ROWS) < right * ROWS).astype(jnp.float32))
         after, _ = grpo._looked(settings, state, marked, meshes.identity)
         assert float(after.level) == pytest.approx(right)
         assert bool(after.open) == (right >= SETTINGS.threshold)

@@ -69,7 +69,5 @@ def test_a_safetensors_file_of_a_million_empty_arrays_is_refused(tmp_path: Path)
     path = tmp_path / "a.safetensors"
     for length, fits in ((bounded_json.MOST_HEADER, True), (bounded_json.MOST_HEADER + 1, False), (2**63, False)):
         path.write_bytes(length.to_bytes(8, "little") + b"{}")
-        with (
-            nullcontext() if fits else pytest.raises(ValueError, match=f"its header has {length:,} bytes; 4,")
-        ):
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"its header has {length:,} bytes; 4,"):
             bounded_json.check_safetensors(path)

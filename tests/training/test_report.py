@@ -342,6 +342,7 @@ def test_failures_come_first_and_lead_to_their_episodes(page: Browser, tmp_path:
     assert colours > 10  # it is drawn
     state = """const part = (role) => document.querySelector(`[data-role="${role}"]`);
         return [part("scenario").value, part("policy").selectedOptions[0].textContent, part("slider").value];"""
+
     def becomes(*wanted: str) -> bool:
         """True once the player shows it: a link's target is shown after the press has returned."""
         ends = time.monotonic() + 10.0

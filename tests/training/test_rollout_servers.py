@@ -1,5 +1,5 @@
-"""Weights that go out to servers, and their completions as data of a learner; whole runs are in end_to_end.
-"""
+"""Weights that go out to servers, and their completions as data of a learner; whole runs are in end_to_end."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -73,6 +73,9 @@ LATERAL = 4.7
 IMMINENT = 1.75
 """s to a conflict that nothing avoids, below which the brakes are used as far as they go."""
 
+NEAR = 1.5
+"""s to a conflict above which braking stays gentle: others may turn out to do something else."""
+
 BLEND = 6.0
 """m of the way on which an agent that is beside its route comes back to it."""
 
@@ -117,7 +120,10 @@ def keep_safe(
     near = -jnp.abs(choices - smooth)
     last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
     rank = jnp.where(gentle, near, jnp.where(safe, -1e2 - jnp.abs(choices - low), last))
-    chosen = jnp.where(gentle[0], smooth, choices[jnp.argmax(rank)])
+    chosen = choices[jnp.argmax(rank)]
+    # what is far off may turn out to be nothing: until it is near, as hard as is gentle
+    chosen = jnp.where(jnp.max(free[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
+    chosen = jnp.where(gentle[0], smooth, chosen)
     grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
     return arc(now, chosen, jnp.clip(drive.curvature, -grip, grip), limits, dt), ~gentle[0]
 

@@ -123,12 +123,12 @@ def test_what_is_known_of_lanes() -> None:
     assert road.lane.max() == 4
     assert (np.diff(road.lane[road.lane >= 0]) >= 0).all()
     assert (road.lane[: (road.lane >= 0).sum()] >= 0).all()
-    np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, 20.12, 31.30, 0.0], atol=0.011)
+    np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, 31.30, 31.30, 0.0], atol=0.011)
     inferred = (road.lane_flags & lane_graph.LIMIT_INFERRED) > 0
-    assert inferred.tolist() == [False, False, True, True, False]  # 45 and 70 mph; nothing is known of bicycles
+    assert inferred.tolist() == [False, False, True, True, False]  # at most 70 mph; nothing is known of bicycles
     # a street's inferred limit follows its traffic until driving begins, and nobody after that
     later = np.where(np.arange(len(log.times))[:, None] <= log.current, [[9.0, 12.0]], 30.0)
-    for moving, expected in ((1.0, 15.0), (0.5, lane_graph.SLOWEST), (0.0, 20.12)):
+    for moving, expected in ((1.0, 15.0), (0.5, lane_graph.SLOWEST), (0.0, 20.12), (1.8, 27.0), (3.0, 31.3)):
         slow = dataclasses.replace(log.tracks, velocity=(0.0 * log.tracks.velocity + later) * np.float32(moving))
         road = scenario_from_log(dataclasses.replace(log, tracks=slow)).road
         np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, expected, 31.30, 0.0], atol=0.011)

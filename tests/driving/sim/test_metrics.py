@@ -17,9 +17,12 @@ from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.lane_graph import BLOCK, lay_grid, make_road
 from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
+from longhaul.driving.sim import metrics
 from longhaul.driving.sim.config import Config, Weights
 from longhaul.driving.sim.features import front_inside, time_to_contact
 from longhaul.driving.sim.geometry import Relative
+from longhaul.driving.sim.metrics import Course
+from longhaul.driving.sim.reward import Ride
 from longhaul.driving.sim.simulator import Simulator, State, driving
 from tests.helpers import reference_driving_metrics as reference
 from tests.helpers.driving_scenarios import DT, Trip, line, scenario, trip
@@ -230,6 +233,31 @@ def test_the_conduct_that_the_scores_judge_is_paid_for_as_it_is_judged() -> None
     ahead = scenario([line((0, 0), (6, 0), T), line((20, 0), (0, 0), T)])
     near = trip(ahead, weights=only["near_collision"], **shown).steps.reward[:, 0]
     assert np.flatnonzero(near).tolist()[0] == 17  # 16 m between the boxes; 0.95 s are 5.7 m: after 10.3 m, 17.2 steps
+
+
+def test_an_acceleration_within_what_is_gentle_can_be_held_and_no_more() -> None:
+    """A thousand states of who is at ease: the bounds held for 2 s, and a little more than they."""
+    rng = np.random.default_rng(0)
+    felt, jerk = (rng.uniform(-most, most, 1000) for most in (3.0, 3.9))
+    zeros = jnp.zeros(1000)
+    scale = 1.0 / metrics.FELT_UNIT
+    tally = metrics.begin(1000, zeros)._replace(
+        felt=jnp.int16(felt * scale), jerk=jnp.int16(jerk * scale), steps=jnp.full(1000, 5, jnp.int16)
+    )
+    course = Course(jnp.int32(5), jnp.float32(0.1), zeros, jnp.float32(0.0), zeros, zeros > 0.0)
+
+    def worst(held: jax.Array) -> np.ndarray:
+        now, found = tally, []
+        for _ in range(20):
+            smoothed, jolt, _, _ = metrics.feel(now, Ride(held, zeros, zeros, zeros), course)
+            now = now._replace(felt=smoothed, jerk=jolt)
+            found.append(np.abs(np.asarray(jolt, float)) * metrics.FELT_UNIT)
+        return np.max(found, axis=0)
+
+    low, high = metrics.gentle(tally, course.dt)
+    for bound, way in ((low, -1.0), (high, 1.0)):
+        assert worst(bound).max() < metrics.MAX_JERK
+        assert worst(bound + 0.1 * way).min() > metrics.EASY_JERK
 
 
 @pytest.mark.parametrize(
