@@ -249,7 +249,7 @@ def gentle(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
     weight = 1.0 - jnp.exp(-dt / SMOOTHING)
     steps = np.arange(1, 13, dtype=np.float32).reshape(-1, *([1] * tally.felt.ndim))
     felt, jerk = (value.astype(jnp.float32) * FELT_UNIT for value in (tally.felt, tally.jerk))
-    left = (1.0 - weight) ** steps * jerk
+    left = (1.0 - weight) ** steps * jerk[None]
     gain = weight * weight / dt * steps * (1.0 - weight) ** (steps - 1.0)
     low = felt + jnp.max((-EASY_JERK - left) / gain, axis=0)
     high = felt + jnp.min((EASY_JERK - left) / gain, axis=0)

@@ -46,7 +46,7 @@ ACCELERATIONS = np.array([-6.0, -3.5, 1.5], np.float32)
 EASING = np.array([-0.4, -0.8, -1.6], np.float32)
 """m/s^2, changes of acceleration in a step."""
 
-FIRM, SOFT, HURRIED = -4.5, -2.8, 1.5
+FIRM, SOFT, HURRIED = -4.5, -2.2, 1.5
 """m/s^2: the braking and the pushing of the manoeuvres that follow."""
 
 OTHERS_BRAKE = 3.0
@@ -73,7 +73,7 @@ LATERAL = 4.7
 IMMINENT = 1.75
 """s to a conflict that nothing avoids, below which the brakes are used as far as they go."""
 
-NEAR = 1.5
+NEAR = 1.0
 """s to a conflict above which braking stays gentle: others may turn out to do something else."""
 
 BLEND = 6.0
