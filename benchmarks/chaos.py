@@ -248,13 +248,13 @@ def undisturbed(kind: str, scratch: Path) -> str | None:
 
 
 def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """One run with one to six kills."""
+    """One run with two to twelve kills, or fewer if it ends before."""
     began, wrong, codes, gaps = time.monotonic(), "", Counter[int](), AWAKE.gaps
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_bytes(bytes(8))
     kills = 0
-    for _ in range(rng.randrange(1, 7)):
+    for _ in range(rng.randrange(2, 13)):
         process = start(kind, folder, HITS[hit])
         killed = live(process, folder, HITS[hit], rng, KINDS[kind])
         kills += killed
