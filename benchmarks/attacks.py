@@ -91,7 +91,7 @@ class Started:
     """A `longhaul` command that runs."""
 
     def __init__(self, home: Path, words: str, *, prefix: Sequence[str] = (), **variables: str) -> None:
-        home.mkdir(exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         self.log = home / f"log-{time.monotonic_ns()}"
         mine = {"HOME": str(home), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [*prefix, sys.executable, "-m", "longhaul", *shlex.split(words)]
