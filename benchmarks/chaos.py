@@ -253,13 +253,15 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_bytes(bytes(8))
-    kills = 0
+    kills, said = 0, list[str]()  # by processes that ended with an error before their moment
     for _ in range(rng.randrange(2, 13)):
         process = start(kind, folder, HITS[hit])
         killed = live(process, folder, HITS[hit], rng, KINDS[kind])
         kills += killed
         code = process.returncode
         codes[code] += 1
+        if not killed and code:
+            said.append(" ".join(log(folder).split())[-300:])
         if "Traceback" in log(folder) and not killed:
             wrong = f"ended by a traceback with {code}: {log(folder)[-300:]!r}"
         if HITS[hit].jumps and gaps == AWAKE.gaps and (hung := re.search(HUNG, log(folder))):
@@ -279,7 +281,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         wrong = "other parameters"
     seconds = round(time.monotonic() - began, 1)
     about = {"kind": kind, "hit": hit, "kills": kills, "codes": dict(codes), "same": same, "seconds": seconds}
-    return about | {"wrong": wrong}
+    return about | {"said": said, "wrong": wrong}
 
 
 def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, kind: Kind) -> int:
