@@ -22,6 +22,9 @@ INITS = ("orthogonal", "lecun")
 SMALLEST, LARGEST = 0.01, 1000
 """Bounds of a network's size, in millions of parameters; the rule is tested from 0.3 to 25."""
 
+DEEPEST = 4096
+"""Layers of a network, at most: each one is traced."""
+
 PRECISIONS = ("fp32", "bf16")
 """Types that a torso computes in."""
 
@@ -41,7 +44,7 @@ class NetworkConfig:
         own=True,
     )
     hidden_dim: int = setting(64, "width of a layer", least=1)
-    num_layers: int = setting(2, "layers of the torso, or blocks of an encoder by attention", least=1)
+    num_layers: int = setting(2, "layers of the torso, or blocks of an encoder by attention", least=1, most=DEEPEST)
     model_size: float | None = setting(
         None,
         "millions of parameters, 0.3 to 25, from which hidden-dim and num-layers follow; none: they count",

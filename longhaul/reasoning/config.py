@@ -134,7 +134,7 @@ class ModelConfig:
     )
     vocabulary: int = 23
     width: int = setting(64, "width of the residual stream", least=1)
-    layers: int = setting(2, "layers of attention and a gated perceptron", least=1)
+    layers: int = setting(2, "layers of attention and a gated perceptron", least=1, most=4096)
     heads: int = setting(2, "heads of queries", least=1)
     kv_heads: int = setting(2, "heads of keys and values, each shared by equally many heads of queries", least=1)
     head_dim: int = setting(32, "width of a head", least=1)
