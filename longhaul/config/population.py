@@ -56,6 +56,9 @@ class Member(NamedTuple):
 def members(population: Population, seed: int) -> tuple[Member, ...]:
     """The members in order: all seeds of the first setting, then of the next. Raises FieldError as `sweeps` does."""
     swept = sweeps(population.sweep)
+    count = population.seeds * math.prod(map(len, swept.values()))
+    if count > MOST_MEMBERS:
+        raise FieldError("sweep", f"of {count} runs, with --seeds", f"at most {MOST_MEMBERS} are trained side by side")
     settings = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     return tuple(Member(seed + i, values) for values in settings for i in range(population.seeds))
 
@@ -84,8 +87,8 @@ def _values(said: str) -> tuple[float, ...]:
         ends, _, count = said.partition(":")
         low, high = (float(end) for end in ends.split(".."))
         n = int(count) if count else 0
-        if n < 2 or not low < high:
-            raise ValueError("a range has LOW < HIGH and a COUNT of at least 2")
+        if not 2 <= n <= MOST_MEMBERS or not low < high:
+            raise ValueError(f"a range has LOW < HIGH and a COUNT of 2 to {MOST_MEMBERS}")
         spread = np.geomspace if low > 0 and high / low >= 10 * (1 - 1e-9) else np.linspace
         values = tuple(float(f"{value:.9g}") for value in spread(low, high, n))
     if not all(math.isfinite(value) for value in values):
@@ -99,10 +102,6 @@ def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
     """The members. Raises FieldError where `config` has no such hyperparameters."""
     config_fields.check(population)
     found = members(population, seed)
-    if len(found) > MOST_MEMBERS:
-        raise FieldError(
-            "sweep", f"of {len(found)} runs, with --seeds", f"at most {MOST_MEMBERS} are trained side by side"
-        )
     hints = typing.get_type_hints(type(config))
     known = [
         field.name

@@ -55,6 +55,8 @@ BAD = [
     ("train cartpole --topology actors --tls-key k", ["--tls-key is k, and --topology actors has none"]),
     ("train cartpole --topology actors --ray-address local", ["--actor-kind is process; choose --actor-kind ray"]),
     ("train cartpole --num-envs 0", ["--num-envs is 0; it must be at least 1"]),
+    ("train cartpole --seeds 10000000", ["--sweep is of 10000000 runs, with --seeds; at most 4096"]),
+    ("train cartpole --sweep lr=1e-4..1e-3:1000000000", ["a COUNT of 2 to 4096"]),
     ("train cartpole --num-layers 100000000", ["--num-layers is 100000000; it must lie in 1 to 4096"]),
     ("train reasoning-arithmetic --model-layers 100000000", ["--model-layers is 100000000; it must lie in 1 to 4096"]),
     ("train cartpole --num-minibatches 7", ["--num-minibatches is 7, which does not divide", "choose a divisor"]),
