@@ -35,8 +35,8 @@ def test_who_would_hit_a_wall_brakes_gently_before_it_and_no_sooner() -> None:
     gap = wall - 4.0 - x[braking - 1]
     needed = SPEED * safety.HORIZON + 0.5 * safety.SOFT * safety.HORIZON**2  # as far as gentle braking is looked at
     assert needed < gap < needed + safety.MARGIN + SPEED * (2 * DT + safety.STEP)
-    assert speed[-1] < 0.1
-    assert 0.0 < wall - 4.0 - x[-1] < 3.0
+    assert speed[-1] < 1.0  # rolls up to it
+    assert 0.0 < wall - 4.0 - x[-1] < 5.0
     assert checked.metrics["comfortable"] == [1.0]
 
 
