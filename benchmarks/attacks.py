@@ -364,7 +364,7 @@ TOO_LARGE = (
     "train cartpole-dqn --replay-size 100000000000",
     "train pendulum-sac --hidden-dim 1000000",
     "train driving --num-envs 10000000",
-    "train driving --hidden-dim 10000000",
+    "train driving --scenarios 8 --hidden-dim 10000000",
     "train hackmatrix --num-envs 1000000000",
     "train reasoning-arithmetic --num-envs 100000000",
     f"train cartpole {POLES} --topology actors --actors 2 --hidden-dim 1000000",
