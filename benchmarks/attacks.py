@@ -377,7 +377,8 @@ def too_large(home: Path) -> Iterator[Row]:
     for number, words in enumerate(TOO_LARGE):
         done = longhaul(home, words + ("" if "launch" in words else f" --run-name run-{number}"))
         left = list((home / "runs").glob(f"run-{number}")) if (home / "runs").is_dir() else []
-        yield Row(5, f"longhaul {words}", done.line, done.one_line and not left)
+        refused = done.told and done.code == 1 if "launch" in words else done.one_line  # it has a code of its own
+        yield Row(5, f"longhaul {words}", done.line, refused and not left)
 
 
 def signals(home: Path) -> Iterator[Row]:
