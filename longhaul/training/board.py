@@ -393,7 +393,12 @@ def application(where: str, token: str | None = None, hosts: Sequence[str] = LOO
     async def unknown(request: Request, error: Exception) -> Response:
         return PlainTextResponse("there is no such run here", 404)
 
-    return _guarded(Starlette(routes=routes, exception_handlers={KeyError: unknown}), token, hosts)
+    async def busy(request: Request, error: Exception) -> Response:
+        if "start new thread" not in str(error):
+            raise error
+        return PlainTextResponse("no thread can start on this machine at present; ask again later", 503)
+
+    return _guarded(Starlette(routes=routes, exception_handlers={KeyError: unknown, RuntimeError: busy}), token, hosts)
 
 
 def _listed(summary: runs.Summary) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -68,6 +69,16 @@ def test_a_strangers_run_is_answered_for(text: str, folder: Path) -> None:
         asked = client(folder)
         for path in ("/api/runs", "/api/run/a", "/api/run/a/curves", "/api/run/a/evaluations", "/api/compare?run=a"):
             assert asked.get(path).status_code == 200, (file, path)
+
+
+def test_without_a_thread_it_asks_to_come_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(*words: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asked = client(folder)
+    monkeypatch.setattr(asyncio, "to_thread", none)
+    found = asked.get("/api/runs")
+    assert found.status_code == 503 and found.text.endswith("ask again later")
 
 
 def test_only_runs_and_its_own_assets_are_reached(folder: Path) -> None:
