@@ -1,6 +1,6 @@
 """Small inputs that once took all memory or all time, each with what reads it.
 
-    python -m tests.helpers.resource_attacks NAME    reads one; seconds and peak megabytes on stdout, as JSON
+    python -m tests.helpers.resource_attacks NAME    reads one; CPU-seconds and peak megabytes on stdout, as JSON
 
 Each was made by hand against a reader (`ATTACKS`). A test of each reader asks for one line that refuses it, and
 `benchmarks/fuzz.py` starts from them.
@@ -162,12 +162,12 @@ def main() -> None:
         size = path.stat().st_size if path.is_file() else sum(each.stat().st_size for each in path.iterdir())
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before, began = _peak(), time.perf_counter()
+        before, began = _peak(), time.process_time()
         try:
             outcome = f"read: {attack.read(path)!r:.60}"
         except (Exception, MemoryError) as error:
             outcome = f"{type(error).__name__}: {str(error).replace(folder, '')[:200]}"
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
     about = {"attack": sys.argv[1], "bytes": size, "seconds": round(seconds, 2), "megabytes": _peak() - before}
     print(json.dumps(about | {"outcome": outcome}))
 
