@@ -141,17 +141,21 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     """`recipe` with the given settings, by the names of their flags with underscores; `mesh` is a MeshShape.
 
     Where no topology is given, actors step an environment that is on the host: in threads, where no other process finds
-    its class. Raises RunError where a setting is unknown, or would change nothing.
+    its class. A recipe of driving leaves its safety check out with dynamics that it can't check. Raises RunError where
+    a setting is unknown, or would change nothing.
     """
     usual = config_fields.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
     run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
     if "topology" not in given and run.topology == "fused" and not run.many:
-        task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
-        if isinstance(task, Named) and is_hosted(task.env):
+        named_task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
+        if isinstance(named_task, Named) and is_hosted(named_task.env):
             run = dataclasses.replace(run, topology="actors")
     if run.topology == "actors" and "actor_kind" not in given and not _importable(run):
         run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
+    task = run.environment
+    if isinstance(task, Driving) and "safety" not in given and task.simulator.dynamics not in sim.CHECKED:
+        run = replaced(run, {"safety": False})  # a recipe's own choice gives way
     check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
     return run
 

@@ -339,3 +339,13 @@ def test_unknown_recipes_and_environments_name_the_nearest() -> None:
         recipes.recipe("driving-scaling")
     with pytest.raises(RunError, match="no environment is named 'pendulun'; did you mean pendulum"):
         runs.named(Named("pendulun"))
+
+
+def test_driving_is_checked_unless_its_dynamics_cannot_be() -> None:
+    def simulator(**given: Any) -> Any:
+        return runs.changed(recipes.recipe("driving"), given).environment.simulator  # type: ignore[union-attr]
+
+    assert simulator().safety
+    assert not simulator(dynamics="delta").safety
+    with pytest.raises(RunError, match="safety checks the commands of bicycle, steering alone"):
+        runs.resolve(runs.changed(recipes.recipe("driving"), {"dynamics": "delta", "safety": True}))
