@@ -20,7 +20,7 @@ from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.actor_learner.host_rollout import Sizes
 from longhaul.topologies.actor_learner.learner import tree
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import Algorithm
+from tests.helpers.counting import counting
 from tests.helpers.small_runs import begin, records, small
 
 TENSORS = "torch/tests.helpers.host_environments:Tensors?action_bound=1.0"
@@ -48,19 +48,6 @@ class OnDevice:
         final[led_to.finals.columns] = led_to.finals.observation
         made = (jnp.array(x) for x in led_to[:4])
         return DeviceStep(*made, jnp.array(final) if self._tells else None)
-
-
-def counting() -> Algorithm:
-    """Acts at random; its memory counts the steps since it was put back."""
-
-    def act(policy: Any, memory: jax.Array, seen: Any, key: Any) -> Any:
-        action = jax.random.randint(key, memory.shape[:1], 0, 2)
-        return action, memory + 1.0, {"remembered": memory[:, 0]}
-
-    return Algorithm(
-        lambda key: jnp.float32(0.5), lambda state: state, lambda n: jnp.zeros((n, 1)), act,
-        lambda state, data, key: (state, {}),
-    )  # fmt: skip
 
 
 def described(worlds: int, steps: int) -> Any:

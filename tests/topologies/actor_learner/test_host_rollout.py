@@ -22,25 +22,13 @@ from longhaul.topologies.actor_learner.host_rollout import Carry, Sizes
 from longhaul.topologies.actor_learner.learner import CompiledActor as Does
 from longhaul.topologies.actor_learner.learner import tree
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import Algorithm, Rollout
+from longhaul.types import Rollout
+from tests.helpers.counting import counting
 from tests.helpers.host_environments import length
 from tests.helpers.small_runs import after, begin, make_quick, result, resume, small
 
 COUNT, CARTPOLE = "vector/tests.helpers.host_environments:Count", "numpy/longhaul.envs.host.numpy_cartpole:cartpole"
 KEY = np.array([3, 4], np.uint32)
-
-
-def counting() -> Algorithm:
-    """Acts at random; its memory counts the steps since it was put back."""
-
-    def act(policy: Any, memory: jax.Array, seen: Any, key: Any) -> Any:
-        action = jax.random.randint(key, memory.shape[:1], 0, 2)
-        return action, memory + 1.0, {"remembered": memory[:, 0]}
-
-    return Algorithm(
-        lambda key: jnp.float32(0.5), lambda state: state, lambda n: jnp.zeros((n, 1)), act,
-        lambda state, data, key: (state, {}),
-    )  # fmt: skip
 
 
 def acting(name: str, sizes: Sizes) -> tuple[Does, Carry]:
