@@ -148,8 +148,8 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
     run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
     if "topology" not in given and run.topology == "fused" and not run.many:
-        named_task = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
-        if isinstance(named_task, Named) and is_hosted(named_task.env):
+        imported = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
+        if isinstance(imported, Named) and is_hosted(imported.env):
             run = dataclasses.replace(run, topology="actors")
     if run.topology == "actors" and "actor_kind" not in given and not _importable(run):
         run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
