@@ -303,9 +303,16 @@ def open_store(about: str) -> Store | None:
 def maker() -> str:
     """The digest of all that a scenario follows from but its seed: our code, NumPy's version, the kind of machine."""
     digest = hashlib.sha256(f"{np.__version__} {platform.machine()}".encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def sources() -> list[Path]:
+    """Files of the code that makes scenarios; those that simulate and draw them may change."""
+    here = Path(__file__)
+    parts = (here.parent / part for part in ("datasets", "generator", "scenario"))
+    return sorted([here, *(path for part in parts for path in part.rglob("*.py"))])
 
 
 def _arrays(scenario: Scenario) -> dict[str, np.ndarray]:

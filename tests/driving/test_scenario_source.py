@@ -206,3 +206,17 @@ def test_what_no_other_bound_has_found_ends_in_a_line_beside_jax(
     monkeypatch.setattr(scenario_source, "_scenarios", read)
     with pytest.raises(BadData, match=rf"a\.json: {words}"):
         scenario_source.from_logs([str(path)])
+
+
+def test_the_digest_covers_the_code_that_makes_scenarios() -> None:
+    """Every module that making one imports, and none of those that simulate: their change makes nothing anew."""
+    call = (
+        "import sys; from longhaul.driving.generator.generate import generate;"
+        "from longhaul.driving.scenario.from_log import scenario_from_log; scenario_from_log(generate(0));"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('longhaul.driving')), sep='\\n')"
+    )
+    used = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True).stdout.split()
+    root = Path(scenario_source.__file__).parent
+    covered = {str(path) for path in scenario_source.sources()}
+    assert {path for path in used if path != str(root / "__init__.py")} <= covered
+    assert not any(str(root / "sim") in path for path in covered)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import CYCLIST, LANE_FREEWAY, LANE_STREET, PEDESTRIAN
-from longhaul.driving.scenario.lane_graph import INFERRED
+from longhaul.driving.scenario.lane_graph import INFERRED, SLOWEST
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.device_bank import DeviceBank
@@ -56,7 +56,7 @@ class OnLanes(NamedTuple):
     along: jax.Array  # m to the nearest lane that leads within 90 degrees of its heading; FREE without
     against: jax.Array  # bool: it is in a lane that leads against it, and in none that does not
     straddles: jax.Array  # bool: its box reaches from its lane into another beside it
-    limit: jax.Array  # m/s, of the nearest lane that leads its way; 0 unknown
+    limit: jax.Array  # m/s, of the nearest lane that leads its way, else of the nearest; SLOWEST where none tells one
     inferred: jax.Array  # bool: the limit is not the source's
     rule: jax.Array  # m/s: the limit by which a drive is scored: the source's, else that of the lane's kind
 
@@ -124,6 +124,7 @@ def on_lanes(
     along = jnp.where(turn > 0.0, distance, FREE)
     nearest = jnp.argmin(along)
     known = along[nearest] <= NEAR_LANE
+    limit = lanes.limit[jnp.where(known, nearest, jnp.argmin(lanes.distance))]
     within = distance <= HALF_WIDTH
     opposed = turn < OPPOSED
     reach = half[0] * across + half[1] * jnp.abs(turn)
@@ -139,7 +140,7 @@ def on_lanes(
         along=along[nearest],
         against=jnp.any(within & opposed) & ~jnp.any(within & ~opposed),
         straddles=jnp.any(reaches),
-        limit=jnp.where(known, lanes.limit[nearest], 0.0),
+        limit=jnp.where(limit > 0.0, limit, SLOWEST),
         inferred=known & lanes.inferred[nearest],
         rule=jnp.where(known, rule[nearest], 0.0),
     )

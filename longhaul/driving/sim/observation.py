@@ -204,10 +204,8 @@ def view_self(features: Features, agent: Agent, left: jax.Array) -> jax.Array:
 
 
 def view_limit(limit: jax.Array, speed: jax.Array) -> jax.Array:
-    """Float32 [LIMIT]: presence of a speed limit, the limit, and the speed above it; zeros where it is unknown."""
-    known = limit > 0.0
-    values = jnp.stack([jnp.ones_like(limit), limit / 20.0, jnp.clip((speed - limit) / 4.0, -1.5, 1.5)])
-    return jnp.where(known, values, 0.0)
+    """Float32 [LIMIT]: 1, since there is always a limit, the limit, and the speed above it."""
+    return jnp.stack([jnp.ones_like(limit), limit / 20.0, jnp.clip((speed - limit) / 4.0, -1.5, 1.5)])
 
 
 def view_route(features: Features, at: Motion, offsets: np.ndarray) -> jax.Array:

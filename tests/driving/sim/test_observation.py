@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario import lane_graph
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.sim import road_lookup
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.dynamics import Drive, Motion
-from longhaul.driving.sim.features import Agent
-from longhaul.driving.sim.observation import perceive, perceive_road
-from longhaul.driving.sim.road_lookup import Pieces
+from longhaul.driving.sim.features import Agent, on_lanes
+from longhaul.driving.sim.geometry import FREE
+from longhaul.driving.sim.observation import perceive, perceive_road, view_limit
+from longhaul.driving.sim.road_lookup import LanesHere, Pieces
 from longhaul.driving.sim.simulator import driving
 from longhaul.driving.sim.traffic import Scene
 from tests.helpers.driving_scenarios import bank
@@ -187,3 +190,33 @@ def test_options_change_what_is_seen_and_nothing_else() -> None:
     for part in (found.reset, found.seen):
         assert (part.agents[0] != part.agents[1]).any()
         assert (part.points[0] != part.points[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("distance", "turn", "told", "seen"),
+    [
+        ((1.0, 3.0), (1.0, 1.0), (12.0, 20.0), 12.0),
+        ((1.0, 3.0), (-1.0, 1.0), (12.0, 20.0), 20.0),  # the nearest leads the other way
+        (
+            (9.0, 8.0),
+            (1.0, -1.0),
+            (12.0, 20.0),
+            20.0,
+        ),  # beside all lanes, as on a forecourt: the nearest, however it leads
+        ((9.0, 8.0), (1.0, -1.0), (12.0, 0.0), lane_graph.SLOWEST),  # that tells none
+        ((FREE, FREE), (0.0, 0.0), (0.0, 0.0), lane_graph.SLOWEST),
+    ],
+)
+def test_there_is_always_a_limit(
+    distance: tuple[float, ...], turn: tuple[float, ...], told: tuple[float, ...], seen: float
+) -> None:
+    """Of two lanes, whose directions differ from the agent's by a cosine of `turn`."""
+    at, zeros = jnp.array(distance), jnp.zeros(2)
+    no = zeros > 0.0
+    lanes = LanesHere(
+        at, at, jnp.array(turn), zeros, jnp.where(at < FREE, jnp.arange(2), -1), jnp.array(told), no, no, no
+    )
+    one = jnp.float32(1.0)
+    found = on_lanes(lanes, one, one * 0.0, (one * 2.0, one), jnp.int32(VEHICLE))
+    assert float(found.limit) == pytest.approx(seen)
+    assert view_limit(found.limit, one * 0.0).tolist() == pytest.approx([1.0, seen / 20.0, max(-seen / 4.0, -1.5)])
