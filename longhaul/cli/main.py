@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 import longhaul
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import FlagError
-from longhaul.cli.tables import BAD_INPUT, FAILED, say
+from longhaul.cli.tables import BAD_INPUT, FAILED, STOPPED, say
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.runtime.signals import AT_WORK, watching
 from longhaul.telemetry import screen
@@ -79,6 +79,8 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBU
 """Errors of a machine that has too few descriptors, threads or memory for the moment: a supervisor tries again."""
 
 INTERRUPTED = "interrupted; nothing was saved"
+
+TERMINATED = "SIGTERM before a run began or after its end; the same command can be given again"
 
 LONGEST = 600
 """Characters of an error's line."""
@@ -150,7 +152,7 @@ def _run(words: list[str]) -> int:
         otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     module, name = ENTRIES.get(command, (command, command))
-    with nullcontext() if command in OWN_INTERRUPT else _ending_at_once():
+    with nullcontext() if command in OWN_INTERRUPT else _ending_at_once(begins=command == "train"):
         with screen.stage("importing", plain=False):  # its own module alone: most import JAX, which takes seconds
             entry = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)
         code: int = entry(rest[1:])
@@ -158,25 +160,33 @@ def _run(words: list[str]) -> int:
 
 
 @contextmanager
-def _ending_at_once() -> Iterator[None]:
+def _ending_at_once(*, begins: bool = False) -> Iterator[None]:
     """Context in which Ctrl-C ends the process where `training` does not listen: JAX swallows some KeyboardInterrupts.
 
-    A thread ends it, as the main thread may be in the compiler.
+    A thread ends it, as the main thread may be in the compiler. SIGTERM ends a command that `begins` a run alike, with
+    the code that says: give the same command again.
     """
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield
         return
 
     def hear(number: int) -> None:
-        if number == signal.SIGINT:
-            os._exit(say(INTERRUPTED, FAILED))
+        if number in numbers:
+            os._exit(say(INTERRUPTED, FAILED) if number == signal.SIGINT else say(TERMINATED, STOPPED))
 
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    def quiet(number: int, frame: object) -> None:
+        if os.getpid() != owner:  # a forked process has no thread that hears
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    owner, numbers = os.getpid(), (signal.SIGINT, signal.SIGTERM) if begins else (signal.SIGINT,)
+    before = {number: signal.signal(number, quiet) for number in numbers}
     try:
         with watching(hear):
             yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _help() -> None:

@@ -155,7 +155,14 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells from /proc that JAX is being imported")
-def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 1, "interrupted; nothing was saved"),
+        (signal.SIGTERM, 75, "SIGTERM before a run began or after its end; the same command can be given again"),
+    ],
+)
+def test_a_signal_while_jax_is_imported_ends_the_command(number: int, code: int, line: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "longhaul", "train", "cartpole", "--run-name", "a"], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -163,9 +170,9 @@ def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (1, "", "longhaul: error: interrupted; nothing was saved\n")
+    assert (process.returncode, out, err) == (code, "", f"longhaul: error: {line}\n")
     assert not (tmp_path / "runs").exists()
 
 

@@ -6,7 +6,8 @@ Where we differ: the staleness S of experience is bounded by construction (`stal
 equals `fused` on a mesh of N devices, bit for bit if the compiled programs round alike. Threads, processes and killed
 actors change no number.
 
-Batches lie in shared memory in the learner's layout; it moves them without reading them.
+Batches lie in shared memory in the learner's layout; it moves them without reading them. Where most of a state is
+fixed (`Algorithm.fixed`), an update leaves the state before it as it was, so that a run can stop while it computes.
 
 Several learners, one a process of a group (`longhaul launch`), each have an equal share of the actors. Their gradients
 meet in the one mean over `data`, so they learn what one learner on a mesh of as many devices learns.
@@ -14,8 +15,12 @@ meet in the one mean over `data`, so they learn what one learner on a mesh of as
 
 from __future__ import annotations
 
+import atexit
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +32,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition, process_group
 from longhaul.runtime.batch_shards import part
 from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.signals import AT_WORK
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
@@ -39,10 +45,15 @@ Join = Callable[[Sequence[PyTree]], PyTree]
 
 
 class Parted(NamedTuple):
-    """Leaves of a pytree: those that an update changes, which are donated and travel, and those that are fixed."""
+    """Leaves of a pytree: those that an update changes, which travel, and those that are fixed."""
 
     structure: Any
     fixed: tuple[bool, ...]
+
+    @property
+    def left(self) -> bool:
+        """True where an update leaves the state before it as it was: what changes is the smaller part of it."""
+        return any(self.fixed)
 
     def split(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
         """(leaves that change, fixed ones)."""
@@ -258,7 +269,7 @@ def _own_rows(leaf: Any) -> np.ndarray:
 def compiled(
     algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> jax.stages.Compiled:
-    """Update of the learner for runs like `progress`, compiled ahead of time; donates the state.
+    """Update of the learner for runs like `progress`, compiled ahead of time; donates the state if nothing is fixed.
 
     (state, fixed, key, updates, data, scores) -> (state, updates, metrics, weights). The state is a list of the leaves
     that change, `fixed` of the others (`Parted`). Data and scores are flat lists of [N, ...]; weights are bytes, or ()
@@ -294,7 +305,8 @@ def compiled(
         for leaves in (acting.shapes.data, acting.shapes.scores)
     ]
     begun = *parts.split(progress.state), progress.key, progress.updates
-    return jax.jit(program, donate_argnums=0, out_shardings=lies).lower(*begun, *flat).compile()
+    donated = () if parts.left else 0
+    return jax.jit(program, donate_argnums=donated, out_shardings=lies).lower(*begun, *flat).compile()
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
@@ -338,7 +350,8 @@ def actors(
     """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
     `progress` and its carry are donated when the iterator advances: save them before. Once `leaving`, it ends and waits
-    for no batch. `parts` of the state are those that `update` was compiled for; none: nothing is fixed.
+    for no batch; nor, longer than `GRACE`, for an update that leaves the state as it was. `parts` of the state are
+    those that `update` was compiled for; none: nothing is fixed.
     """
     parts = parts or Parted(jax.tree.structure(progress.state), (False,) * len(jax.tree.leaves(progress.state)))
     pinned = pool.rule.pinned
@@ -362,8 +375,16 @@ def actors(
         else:
             data, scores = jax.device_put((batch.data, batch.scores), layout)
         changing, fixed = parts.split(state)
-        del state  # its arrays are donated
-        changing, count, rows, made = update(changing, fixed, key, count, data, scores)
+        del state  # its arrays may be donated
+        learn = functools.partial(update, changing, fixed, key, count, data, scores)
+        if parts.left and not mesh.is_multi_process:
+            learnt = unless(leaving, lambda: jax.block_until_ready(learn()))  # noqa: B023  called at once
+            if learnt is None:
+                return
+        else:
+            learnt = learn()
+        changing, count, rows, made = learnt
+        del learn, learnt
         state = parts.join(changing, fixed)
         versions = [head.version for head in batch.heads]
         pool.learnt(publish(state) if meshes.splits(mesh) else _on_host(made))  # waits until the update has finished
@@ -371,6 +392,33 @@ def actors(
         done += 1
         carry = jax.tree.unflatten(structure, pool.carry())
         yield Progress(state, PinnedCarry(carry, pool.past()) if pinned else carry, key, count), 1, rows | told
+
+
+GRACE, LOOK = 5.0, 0.1
+"""Seconds that an update may still compute once its run leaves, and between two looks whether it does."""
+
+
+def unless(leaving: Callable[[], bool], work: Callable[[], Any]) -> Any:
+    """Result of `work`, which a thread computes; None where it is not there `GRACE` seconds after `leaving`."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(work())
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"{AT_WORK}'s learner", daemon=True)
+    thread.start()
+    last = None
+    while not wait([made], LOOK).done:
+        if last is None and leaving():
+            last = time.monotonic() + GRACE
+        if last is not None and time.monotonic() >= last:
+            atexit.register(thread.join)  # in a user's own program; the command ends without the interpreter
+            return None
+    thread.join()
+    return made.result()
 
 
 class _Meter:

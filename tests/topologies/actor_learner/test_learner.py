@@ -6,10 +6,12 @@ import functools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,7 +33,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import learner
-from longhaul.topologies.actor_learner.actor_pool import ActorPool
+from longhaul.topologies.actor_learner.actor_pool import ActorPool, Batch
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.staleness import Rule, Ticket
 from longhaul.training import actor_learner
@@ -124,6 +126,32 @@ def test_without_staleness_it_is_fused_bit_for_bit(slow: bool) -> None:
         np.testing.assert_array_equal(rows[name], values, err_msg=name)
     assert np.all(rows["actors/staleness_max"] == 0)
     assert np.unique(rows["toy/step"]).size == UPDATES
+
+
+def test_a_run_that_leaves_does_not_wait_for_an_update_that_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state before it is intact, so the run saves that one and ends while the update still computes."""
+    monkeypatch.setattr(learner, "GRACE", 0.0)
+    computes, ends = threading.Event(), threading.Event()
+
+    def update(changing: Any, fixed: Any, key: Any, count: Any, *data: Any) -> Any:
+        computes.set()
+        ends.wait(20.0)
+        return [x + 1.0 for x in changing], count + 1, {"toy/step": np.zeros(1)}, jnp.zeros(1, jnp.uint8)
+
+    pool = SimpleNamespace(rule=Rule(1, 0, until=2), open=lambda *_: None, take=lambda leaving: Batch([], [], []),
+                           worked=lambda: (0.0, 0.0), waited=0.0, queue=0, restarts=0, learnt=lambda weights: None,
+                           carry=list)  # fmt: skip
+    begun = Progress([jnp.float32(1.0), jnp.arange(3.0)], (), jax.random.key(0), jnp.int32(0))
+    parts = learner.Parted(jax.tree.structure(begun.state), (False, True))
+    try:
+        calls = learner.actors(update, meshes.make_mesh(1), pool, begun, lambda state: np.zeros(1, np.uint8),
+                               updates=2, leaving=computes.is_set, parts=parts)  # type: ignore[arg-type]  # fmt: skip
+        began = time.monotonic()
+        assert list(calls) == []
+        assert time.monotonic() - began < 10.0
+        assert_same(plain(begun.state), [np.float32(1.0), np.arange(3.0, dtype=np.float32)])  # type: ignore[list-item]
+    finally:
+        ends.set()
 
 
 @pytest.mark.slow
