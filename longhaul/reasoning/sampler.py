@@ -229,6 +229,181 @@ LARGE, LONG = 2**24, 64
 """Parameters of a model, and tokens of its completions, whose steps are worth a second program, for fewer rows."""
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """Completions that are being written: N of M prompts [M, P], a group of each, by S rows at a time."""
+
+    config: ModelConfig
+    how: Sampling
+    words: Tokeniser
+    ends: bool  # a completion may end before its last allowed token
+    params: Params
+    kernels: decode.Kernels
+    prompt: jax.Array  # int32 [M, P]
+    uniforms: jax.Array  # float32 [N, T, 2], of each token's draw
+    budget: jax.Array  # int32: most steps of each
+    most: jax.Array | None  # int32 [N]: most tokens of each
+
+    @property
+    def number(self) -> int:
+        return self.how.group * len(self.prompt)
+
+    @property
+    def rows(self) -> int:
+        return min(self.how.wave, self.number)
+
+    @property
+    def together(self) -> int:
+        """Prompts that are read at a time."""
+        return min(max(READ // self.prompt.shape[1], 1), len(self.prompt))
+
+    # ------------------------------------------------------------------------------------------------------ a token
+
+    def chosen(self, logits: jax.Array, uniforms: jax.Array) -> draw.Token:
+        return draw.chosen(logits, uniforms, self.how.rule, self.words.pad)
+
+    def accepted(self, flow: _Flow, found: draw.Token, numbers: jax.Array) -> tuple[_Flow, _Written]:
+        """(progress with one more token, the token) of the completions with these numbers."""
+        words, length = self.words, self.how.length
+        most = length if self.most is None else jnp.minimum(self.most[numbers], length)
+        forced = (flow.steps >= self.budget) & ~flow.answering
+        token = jnp.where(forced, words.answer, found.token)
+        answering = flow.answering | (token == words.answer)
+        steps = flow.steps + ((token == words.step) & ~flow.answering)
+        matched, stops = flow.matched, _any_of(token, words.ends)
+        if words.stop is not None:
+            matched = jnp.asarray(words.stop)[flow.matched, token]
+            stops |= matched == len(words.stop)
+        tokens = flow.tokens + 1
+        ended = flow.ended | stops & self.ends | (tokens >= most)
+        after = _Flow(tokens, steps, jnp.where(ended, 0, matched), answering, ended)
+        return after, _Written(token, ~forced, *(jnp.where(forced, 0.0, x) for x in found[1:]))
+
+    # ----------------------------------------------------------------------------------------------------- prompts
+
+    def read(self, first: jax.Array | int, count: int) -> _Asked:
+        """Prompts from number `first` on."""
+        asked = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
+        mask = asked != self.words.pad
+        hidden, kept = transformer.trunk(self.config, self.params, asked, mask, keeps=True)
+        assert kept is not None
+        return _Asked(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
+
+    def unread(self) -> _Asked:
+        """Nothing, in the place of prompts."""
+        shapes = jax.eval_shape(lambda: self.read(0, self.together))
+        nothing: _Asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return nothing._replace(first=jnp.int32(-self.together))
+
+    def read_again(self, asked: _Asked, place: jax.Array) -> _Asked:
+        """Prompts among which is number `place`, read if they are not those of `asked`."""
+
+        def far(asked: _Asked) -> jax.Array:
+            return (place < asked.first) | (place >= asked.first + self.together)
+
+        def near(_: _Asked) -> _Asked:
+            return self.read(jnp.minimum(place, len(self.prompt) - self.together), self.together)
+
+        return jax.lax.while_loop(far, near, asked)  # of at most one turn: unlike a conditional it copies nothing
+
+    # -------------------------------------------------------------------------------------------------- completions
+
+    def begin(self) -> _Decoding:
+        """Every row with a completion, and its first token."""
+        rows, number, length = self.rows, self.number, self.how.length
+        asked = self.read(0, -(-rows // self.how.group))
+        each, here = jnp.arange(rows) // self.how.group, jnp.arange(rows)
+        cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
+        found = self.chosen(asked.logits[:, each], self.uniforms[:rows, 0])
+        flow, written = self.accepted(_of_nothing(rows), found, here)
+        zeros = jnp.zeros(number, jnp.int32)
+        first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
+        steps = length if rows == number else number * length // rows + length
+        log = jax.tree.map(lambda x: jnp.zeros((steps, rows), x.dtype), written)
+        none = jnp.full((steps, rows), number, jnp.int32)
+        return _Decoding(jnp.int32(0), cache, written.token, flow, here, jnp.int32(rows), self.unread(),
+                         zeros.at[:rows].set(here), zeros, first, (none, log))  # fmt: skip
+
+    def waits(self, now: _Decoding) -> jax.Array:
+        """Flag: a row has ended while a completion has not begun."""
+        return (now.begun < self.number) & jnp.any(now.flow.ended)
+
+    def next_one(self, now: _Decoding) -> _Decoding:
+        """A row that has ended begins the next completion, and has its first token."""
+        place, new, row = now.begun // self.how.group, now.begun, jnp.argmax(now.flow.ended)
+        asked = self.read_again(now.asked, place)
+        which = place - asked.first
+        kept, mask = jax.tree.map(lambda x: x[:, which], asked.kept), asked.mask[which]
+        found = self.chosen(asked.logits[:, which][:, None], self.uniforms[new, :1])
+        flow, written = self.accepted(_of_nothing(1), found, new[None])
+
+        def put(old: jax.Array, it: jax.Array) -> jax.Array:
+            return jnp.where(jnp.arange(self.rows) == row, it, old)
+
+        return now._replace(
+            cache=decode.renew(now.cache, row, kept, mask), token=put(now.token, written.token),
+            flow=jax.tree.map(put, now.flow, flow), number=put(now.number, new), begun=new + 1, asked=asked,
+            row=now.row.at[new].set(row), since=now.since.at[new].set(now.t),
+            first=jax.tree.map(lambda old, it: old.at[new].set(it[0]), now.first, written),
+        )  # fmt: skip
+
+    def goes_on(self, now: _Decoding, fewer: int = 0) -> jax.Array:
+        """Flag: completions have not begun, or more than `fewer` rows have not ended."""
+        return (jnp.sum(~now.flow.ended) > fewer) | (now.begun < self.number)
+
+    def one(self, now: _Decoding) -> _Decoding:
+        """One more token of each row."""
+        if self.rows < self.number and len(now.token) == self.rows:
+            now = jax.lax.while_loop(self.waits, self.next_one, now)
+        logits, cache = decode.step(self.config, self.kernels, now.token, now.cache)
+        at = jnp.minimum(now.flow.tokens, self.how.length - 1)
+        found = self.chosen(logits, self.uniforms[now.number, at])
+        flow, written = self.accepted(now.flow, found, now.number)
+        numbers = jnp.where(now.flow.ended, self.number, now.number)
+        log = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice(all_, new[None], (now.t, 0)), now.log,
+                           (numbers, written))  # fmt: skip
+        cache = cache._replace(own=jnp.where(flow.ended, 0, cache.own))
+        return now._replace(t=now.t + 1, cache=cache, token=written.token, flow=flow, log=log)
+
+    def all(self) -> Drawn:
+        """All completions, the last ones of a large model by fewer rows."""
+        large = transformer.size(self.config) >= LARGE and self.how.length >= LONG
+        fewer = self.rows // FEWER if large else 0
+        last = jax.lax.while_loop(functools.partial(self.goes_on, fewer=fewer), self.one, self.begin())
+        moved, row = last.t, last.row
+        if fewer:
+            last = jax.lax.while_loop(self.goes_on, self.one, _in_fewer_rows(last, fewer))
+        return self.gathered(last, row, moved)
+
+    def gathered(self, last: _Decoding, row: jax.Array, moved: jax.Array) -> Drawn:
+        """Tokens by completion, from those by step and row; `row` [N] is a completion's before step `moved`."""
+        places = jnp.arange(self.how.length)[None]
+        step = last.since[:, None] + places - 1
+        row = jnp.where(step < moved, row[:, None], last.row[:, None])
+        begins = places == 0
+        written = begins | (last.log[0][step, row] == jnp.arange(self.number)[:, None])
+
+        def whole(first: jax.Array, rest: jax.Array, nothing: Any) -> jax.Array:
+            return jnp.where(written, jnp.where(begins, first[:, None], rest[step, row]), nothing)
+
+        token, taken, *log_probs = map(whole, last.first, last.log[1], (self.words.pad, False, 0.0, 0.0))
+        return Drawn(token, written, taken, *log_probs)
+
+
+def _of_nothing(count: int) -> _Flow:
+    """Progress of completions without a token."""
+    zero, never = jnp.zeros(count, jnp.int32), jnp.zeros(count, bool)
+    return _Flow(zero, zero, zero, never, never)
+
+
+def _in_fewer_rows(now: _Decoding, fewer: int) -> _Decoding:
+    """The same completions, without most rows that have ended."""
+    left = jnp.argsort(now.flow.ended, stable=True)[:fewer]
+    token, flow, of = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
+    return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=of,
+                        row=now.row.at[of].set(jnp.arange(fewer)))  # fmt: skip
+
+
 def sampler(
     config: ModelConfig,
     how: Sampling,
@@ -245,134 +420,14 @@ def sampler(
     Without `ends` a completion ends with the last allowed token alone. Raises FieldError for an impossible `how`.
     """
     check(how)
-    pad, length, group, rule = words.pad, how.length, how.group, how.rule
-
-    def accepted(
-        flow: _Flow, found: draw.Token, budget: jax.Array, most: jax.Array | int
-    ) -> tuple[_Flow, _Written]:
-        """(progress with one more token, the token); `most` tokens are allowed."""
-        forced = (flow.steps >= budget) & ~flow.answering
-        token = jnp.where(forced, words.answer, found.token)
-        answering = flow.answering | (token == words.answer)
-        steps = flow.steps + ((token == words.step) & ~flow.answering)
-        matched, stops = flow.matched, _any_of(token, words.ends)
-        if words.stop is not None:
-            matched = jnp.asarray(words.stop)[flow.matched, token]
-            stops |= matched == len(words.stop)
-        tokens = flow.tokens + 1
-        ended = flow.ended | stops & ends | (tokens >= most)
-        after = _Flow(tokens, steps, jnp.where(ended, 0, matched), answering, ended)
-        return after, _Written(token, ~forced, *(jnp.where(forced, 0.0, x) for x in found[1:]))
 
     def sample(
         params: Params, prompt: jax.Array, keys: Key, budget: jax.Array, most: jax.Array | None = None
     ) -> Drawn:
-        number = group * len(prompt)
-        rows, together = min(how.wave, number), min(max(READ // prompt.shape[1], 1), len(prompt))
-        kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], length)))
-        uniforms = jax.vmap(lambda key: prng.uniform(key, (length, 2)))(keys)  # [N, T, 2]
-
-        def allowed(numbers: jax.Array) -> jax.Array | int:
-            return length if most is None else jnp.minimum(most[numbers], length)
-
-        def read(first: jax.Array | int, count: int) -> _Asked:
-            asked = jax.lax.dynamic_slice_in_dim(prompt, first, count)
-            hidden, kept = transformer.trunk(config, params, asked, asked != pad, keeps=True)
-            assert kept is not None
-            return _Asked(jnp.int32(first), kept, asked != pad, transformer.unembed(config, params, hidden[:, -1]).T)
-
-        def of_nothing(count: int) -> _Flow:
-            zero, never = jnp.zeros(count, jnp.int32), jnp.zeros(count, bool)
-            return _Flow(zero, zero, zero, never, never)
-
-        def begin() -> _Decoding:
-            """Every row with a completion, and its first token."""
-            asked = read(0, -(-rows // group))
-            each = jnp.arange(rows) // group
-            cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
-            found = draw.chosen(asked.logits[:, each], uniforms[:rows, 0], rule, pad)
-            flow, written = accepted(of_nothing(rows), found, budget, allowed(jnp.arange(rows)))
-            here, zeros = jnp.arange(rows), jnp.zeros(number, jnp.int32)
-            first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
-            steps = length if rows == number else number * length // rows + length
-            log = jax.tree.map(lambda x: jnp.zeros((steps, rows), x.dtype), written)
-            none = jnp.full((steps, rows), number, jnp.int32)
-            return _Decoding(jnp.int32(0), cache, written.token, flow, here, jnp.int32(rows), unread(),
-                             zeros.at[:rows].set(here), zeros, first, (none, log))  # fmt: skip
-
-        def unread() -> _Asked:
-            """Nothing, in the place of prompts."""
-            shapes = jax.eval_shape(lambda: read(0, together))
-            nothing: _Asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return nothing._replace(first=jnp.int32(-together))
-
-        def waits(now: _Decoding) -> jax.Array:
-            return (now.begun < number) & jnp.any(now.flow.ended)
-
-        def next_one(now: _Decoding) -> _Decoding:
-            """A row that has ended begins the next completion, and has its first token."""
-            place, new, row = now.begun // group, now.begun, jnp.argmax(now.flow.ended)
-
-            def far(asked: _Asked) -> jax.Array:
-                return (place < asked.first) | (place >= asked.first + together)
-
-            # A loop of at most one turn: unlike a conditional it copies nothing.
-            asked = jax.lax.while_loop(far, lambda _: read(jnp.minimum(place, len(prompt) - together), together),
-                                       now.asked)  # fmt: skip
-            which = place - asked.first
-            kept, mask = jax.tree.map(lambda x: x[:, which], asked.kept), asked.mask[which]
-            found = draw.chosen(asked.logits[:, which][:, None], uniforms[new, :1], rule, pad)
-            flow, written = accepted(of_nothing(1), found, budget, allowed(new[None]))
-
-            def put(old: jax.Array, it: jax.Array) -> jax.Array:
-                return jnp.where(jnp.arange(rows) == row, it, old)
-
-            return now._replace(
-                cache=decode.renew(now.cache, row, kept, mask), token=put(now.token, written.token),
-                flow=jax.tree.map(put, now.flow, flow), number=put(now.number, new), begun=new + 1, asked=asked,
-                row=now.row.at[new].set(row), since=now.since.at[new].set(now.t),
-                first=jax.tree.map(lambda old, it: old.at[new].set(it[0]), now.first, written),
-            )  # fmt: skip
-
-        def goes_on(now: _Decoding, fewer: int = 0) -> jax.Array:
-            return (jnp.sum(~now.flow.ended) > fewer) | (now.begun < number)
-
-        def one(now: _Decoding) -> _Decoding:
-            if rows < number and len(now.token) == rows:
-                now = jax.lax.while_loop(waits, next_one, now)
-            logits, cache = decode.step(config, kernels, now.token, now.cache)
-            at = jnp.minimum(now.flow.tokens, length - 1)
-            found = draw.chosen(logits, uniforms[now.number, at], rule, pad)
-            flow, written = accepted(now.flow, found, budget, allowed(now.number))
-            numbers = jnp.where(now.flow.ended, number, now.number)
-            log = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice(all_, new[None], (now.t, 0)), now.log,
-                               (numbers, written))  # fmt: skip
-            cache = cache._replace(own=jnp.where(flow.ended, 0, cache.own))
-            return now._replace(t=now.t + 1, cache=cache, token=written.token, flow=flow, log=log)
-
-        def in_fewer_rows(now: _Decoding, fewer: int) -> _Decoding:
-            """The same completions, without most rows that have ended."""
-            left = jnp.argsort(now.flow.ended, stable=True)[:fewer]
-            token, flow, of = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
-            return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=of,
-                                row=now.row.at[of].set(jnp.arange(fewer)))  # fmt: skip
-
-        fewer = rows // FEWER if transformer.size(config) >= LARGE and length >= LONG else 0
+        kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], how.length)))
+        uniforms = jax.vmap(lambda key: prng.uniform(key, (how.length, 2)))(keys)
         with jax.named_scope(INFERENCE):
-            last = jax.lax.while_loop(functools.partial(goes_on, fewer=fewer), one, begin())
-            moved, row = last.t, last.row[:, None]
-            if fewer:
-                last = jax.lax.while_loop(goes_on, one, in_fewer_rows(last, fewer))
-        step = last.since[:, None] + jnp.arange(length)[None] - 1
-        row = jnp.where(step < moved, row, last.row[:, None])
-        begins = jnp.arange(length)[None] == 0
-        written = begins | (last.log[0][step, row] == jnp.arange(number)[:, None])
-
-        def whole(first: jax.Array, rest: jax.Array, nothing: Any) -> jax.Array:
-            return jnp.where(written, jnp.where(begins, first[:, None], rest[step, row]), nothing)
-
-        token, taken, *log_probs = map(whole, last.first, last.log[1], (pad, False, 0.0, 0.0))
-        return Drawn(token, written, taken, *log_probs)
+            return _Writing(config, how, words, ends, params, kernels, prompt, uniforms, budget, most).all()
 
     return sample
 
