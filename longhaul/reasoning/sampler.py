@@ -301,8 +301,10 @@ class _Writing:
         def far(asked: _Asked) -> jax.Array:
             return (place < asked.first) | (place >= asked.first + self.together)
 
-        def near(_: _Asked) -> _Asked:
-            return self.read(jnp.minimum(place, len(self.prompt) - self.together), self.together)
+        def near(asked: _Asked) -> _Asked:
+            # By the loop's own state, or XLA reads before the loop, and so for every completion.
+            first = jnp.where(far(asked), jnp.minimum(place, len(self.prompt) - self.together), asked.first)
+            return self.read(first, self.together)
 
         return jax.lax.while_loop(far, near, asked)  # of at most one turn: unlike a conditional it copies nothing
 

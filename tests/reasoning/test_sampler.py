@@ -132,6 +132,35 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
     assert set(found.written.sum(axis=1).tolist()) >= {7, 16} and found.written.sum(axis=1).min() < 7
 
 
+def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -> None:
+    """The compiler has taken no product out of the loop in which it is written."""
+    sample = sampler.sampler(CONFIG, dataclasses.replace(HOW, group=4, wave=8, length=4))
+    prompt = jnp.ones((6, sampler.READ // 2), jnp.int32)
+    program = jax.jit(sample).lower(params(), prompt, KEYS[:24], jnp.int32(9)).compile().as_text()
+    assert program is not None
+    inside: dict[str, list[str]] = {}
+    for line in program.splitlines():
+        if begun := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = "the entry" if begun[1] else begun[2]
+            inside[name] = []
+        elif inside:
+            inside[name].append(line)
+    depth, ahead = {"the entry": 0}, ["the entry"]
+    while ahead:
+        outer = ahead.pop()
+        for line in inside[outer]:
+            for how, inner in re.findall(r"(body|condition|calls|to_apply)=%?([\w.\-]+)", line):
+                deep = depth[outer] + (how == "body")
+                if depth.get(inner, -1) < deep:
+                    depth[inner] = deep
+                    ahead.append(inner)
+    products = [(depth[name], line) for name, lines in inside.items() for line in lines if " dot(" in line]
+    written = [(deep, named[1].count("while/body")) for deep, line in products
+               if (named := re.search(r'op_name="([^"]*)"', line))]  # fmt: skip
+    assert max(asked for _, asked in written) >= 3
+    assert [pair for pair in written if pair[0] < min(pair[1], 3)] == []  # the fourth is over one layer: none
+
+
 def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
     """Not on its batch, its place there, its group or its row."""
     bank, order = drawn_problems()[1], np.random.default_rng(0).permutation(16)
