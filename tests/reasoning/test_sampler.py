@@ -133,7 +133,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
 
 
 def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -> None:
-    """The compiler has taken no product out of the loop in which it is written."""
+    """The compiler takes none of their products out of the three loops in which they are written."""
     sample = sampler.sampler(CONFIG, dataclasses.replace(HOW, group=4, wave=8, length=4))
     prompt = jnp.ones((6, sampler.READ // 2), jnp.int32)
     program = jax.jit(sample).lower(params(), prompt, KEYS[:24], jnp.int32(9)).compile().as_text()
@@ -157,8 +157,8 @@ def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -
     products = [(depth[name], line) for name, lines in inside.items() for line in lines if " dot(" in line]
     written = [(deep, named[1].count("while/body")) for deep, line in products
                if (named := re.search(r'op_name="([^"]*)"', line))]  # fmt: skip
-    assert max(asked for _, asked in written) >= 3
-    assert [pair for pair in written if pair[0] < min(pair[1], 3)] == []  # the fourth is over one layer: none
+    read = [deep for deep, asked in written if asked >= 3]
+    assert read and min(read) >= 3
 
 
 def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
