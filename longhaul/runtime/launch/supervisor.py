@@ -240,7 +240,8 @@ def verdict(ended: Ended, asked: Sequence[int], there: bool) -> int:
         return STOPPED if STOPPED in ended.codes else FAILED if None in ended.codes else 0
     if there and -ended.first.code in asked:  # it had not begun to listen
         return STOPPED
-    return BAD_INPUT if ended.first == Death(0, BAD_INPUT) else FAILED
+    refused = ended.first.code == BAD_INPUT and not ended.first.why
+    return BAD_INPUT if refused and ended.codes[0] == BAD_INPUT else FAILED  # whoever refused first: process 0 did, too
 
 
 def report(ended: Ended) -> str:

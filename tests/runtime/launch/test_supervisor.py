@@ -129,3 +129,10 @@ def test_the_newest_step_is_that_of_a_whole_checkpoint(tmp_path: Path) -> None:
     for name in ("4", "12", "12.1", "20.partial", "notes"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert supervisor.newest_step(tmp_path) == 12
+
+
+def test_who_refuses_bad_input_first_makes_no_difference() -> None:
+    assert supervisor.verdict(Ended((2, 2), supervisor.Death(1, 2)), [], False) == 2
+    assert supervisor.verdict(Ended((None, 2), supervisor.Death(1, 2)), [], False) == FAILED
+    hung = supervisor.Death(1, 2, "process 1 was stopped, and was killed")
+    assert supervisor.verdict(Ended((2, 2), hung), [], False) == FAILED
