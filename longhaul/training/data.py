@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import named
 from longhaul.config.run import BEGINNING, Driving, Origin, Run
 from longhaul.driving import scenario_source
@@ -38,8 +39,8 @@ from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padded
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
+from longhaul.runtime import device_memory, process_group
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import process_group
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
@@ -151,6 +152,7 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
             title = run.algorithm.title
             raise RunError(f"{title} has no expert in {task.env}; give --recorded FILES, or train driving-bc")
         return Feed(lambda context: environment, once(()))
+    check_network(run)
     if task.bank is not None:
         for path in readers.expand(task.data):
             if readers.detect(path) != readers.SHARD:
@@ -160,6 +162,16 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
         if len(library) > task.bank:
             return _streamed(run, task, library, origin)
     return _resident(run, task)
+
+
+def check_network(run: Run) -> None:
+    """Raises RunError if a run's network and its optimiser cannot fit on its devices, by their shapes alone: before its
+    scenarios are made or read, which takes minutes."""
+    algorithm = registry.make(spec(run), run.algorithm, RunContext(last_update(run), meshes.identity))
+    state = jax.eval_shape(algorithm.init, jax.random.key(run.seed))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    mesh = meshes.make_mesh(*run.mesh)
+    device_memory.check_state(size // (mesh.size if run.fsdp or run.mesh.parts > 1 else 1), mesh)
 
 
 def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:

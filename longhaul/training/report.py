@@ -142,7 +142,9 @@ def write_report(
             + web_player.styles() * bool(recordings)
             + filming.styles() * bool(films),
             scripts=[
-                pages.asset("curves.js"), *web_player.scripts() * bool(recordings), *filming.scripts() * bool(films)
+                pages.asset("curves.js"),
+                *web_player.scripts() * bool(recordings),
+                *filming.scripts() * bool(films),
             ],
         ),
     )

@@ -190,9 +190,7 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(
-    "command", ["scaling driving", pytest.param("train driving-scaling", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("command", ["scaling driving", pytest.param("train driving-scaling", marks=pytest.mark.slow)])
 def test_the_command_runs_a_grid_and_goes_on(
     command: str, trainer: Trainer, runs_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

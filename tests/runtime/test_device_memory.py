@@ -11,6 +11,7 @@ import pytest
 
 from longhaul.cli import main
 from longhaul.diagnostics.compiled_run import Program, compiled
+from longhaul.driving import scenario_source
 from longhaul.runtime import device_memory
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
@@ -105,7 +106,7 @@ def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyP
     assert prepared == [2]
 
 
-@pytest.mark.parametrize("how", ["", "--topology actors", "--seeds 2", "--dry-run"])
+@pytest.mark.parametrize("how", ["", "--topology actors", "--seeds 2", "--dry-run", "--scenarios 4096"])
 def test_what_cannot_fit_is_refused_before_it_is_allocated(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +116,9 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(
     monkeypatch.setattr(Assembly, "start", allocated)
     monkeypatch.setattr(fused, "lowered", allocated)
     monkeypatch.setattr(device_memory, "memory_of", lambda device: 10**9)
-    words = ["train", "cartpole", "--hidden-dim", "8192", "--mesh", "data=1", *how.split()]
+    monkeypatch.setattr(scenario_source, "generated", allocated)  # takes minutes
+    recipe = "driving" if "scenarios" in how else "cartpole"
+    words = ["train", recipe, "--hidden-dim", "8192", "--mesh", "data=1", *how.split()]
     assert main.main([*words, *([] if "dry" in how else ["--runs-dir", str(tmp_path)])]) == 2
     assert "its state alone" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
