@@ -503,7 +503,7 @@ def reasoning_smollm() -> Run:
             template="Question: {question}\nAnswer: ", stop="\n", shots=2, problems=2048, wave=128,
         ),
         GRPOConfig(
-            loss="dapo", group=16, lr=1e-4, warmup=4, num_minibatches=1,
+            loss="dapo", group=16, lr=1e-4, warmup=4, num_minibatches=1, accumulate=4,
             model_folder="smollm2-135m", model=ModelConfig(lora=16),
         ),
         topology="actors",

@@ -176,15 +176,21 @@ def gru(params: Mapping[str, Params], memory: jax.Array, x: jax.Array) -> tuple[
     return memory, memory
 
 
-def rematerialised(part: Function, remat: str, *, scanned: bool = False) -> Function:
+def _unless_converted(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in ("convert_element_type", "bitcast_convert_type")
+
+
+def rematerialised(part: Function, remat: str, *, scanned: bool = False, widens: bool = False) -> Function:
     """Part of a network whose gradient computes it again by the rule `remat`, one of config.REMATS.
 
     `scanned`: it is the body of a loop. Its gradient is another loop, so XLA cannot merge the two computations, and the
-    barrier that keeps them apart elsewhere would only cost time.
+    barrier that keeps them apart elsewhere would only cost time. `widens`: it computes in a wider type than that of its
+    kernels; without `remat` their gradient widens them again, where each loop kept all layers' in the wider type.
     """
-    if remat == "none":
+    if remat == "none" and not widens:
         return part
-    return jax.checkpoint(part, policy=POLICIES[remat], prevent_cse=not scanned)  # type: ignore[return-value]
+    policy = _unless_converted if remat == "none" else POLICIES[remat]
+    return jax.checkpoint(part, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
 
 
 def _embedded(kernel: jax.Array, bias: jax.Array, item: jax.Array) -> jax.Array:

@@ -230,7 +230,8 @@ def trunk(
         return x, kept if keeps else None
 
     x = params["embedding"][tokens].astype(dtype)
-    part = rematerialised(layer, config.remat, scanned=True)
+    widens = bool(config.lora) and PRECISIONS[config.frozen] != dtype
+    part = rematerialised(layer, config.remat, scanned=True, widens=widens)
     unroll = config.layers if config.layers <= UNROLLED else 1
     prefixes = None if past is None else past.kept
     layers = {name: _bits(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
