@@ -3,7 +3,7 @@
 The text is a tool's result (reasoning/tools.py), or the answer's mark after a number of steps (s1, Muennighoff et al.
 2025, arXiv 2501.19393). It was not sampled: `taken` is False for its tokens, and no loss counts them.
 
-A later turn reads prompt and completion so far, by one program of the shape of all rows; the host writes between turns.
+A later turn reads prompt and completion so far, by one program for a number of rows; the host writes between turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Drawn, Sampling, sampler
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Key, Params
+
+TOGETHER = 32
+"""Completions that go on together, at most; the last ones of a turn are filled up to as many."""
 
 Continue = Callable[[Params, Any, Drawn, Key], Drawn]
 """(params, prompts [B, P], first turns, keys [B]) -> whole completions; NumPy's arrays."""
@@ -39,22 +42,29 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
         going = np.ones(len(prompt), bool)
         while (going := _replied(made, begun, going, words)).any():
             filled = made.written.sum(axis=1)
-            so_far = np.full((len(prompt), prompt.shape[1] + length), words.pad, np.int32)
-            for row in np.flatnonzero(going):
-                said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
-                so_far[row, -len(said) :] = said
-            so_far[~going] = so_far[np.flatnonzero(going)[0]]  # any: the program has one shape
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-            most = jnp.asarray(np.where(going, length - filled, 1), jnp.int32)
-            more = jax.device_get(sample(params, jnp.asarray(so_far), of_turn, jnp.int32(UNBOUNDED), most))
-            for row in np.flatnonzero(going):
-                begun[row] = filled[row]
-                for old, new in zip(made, more, strict=True):
-                    old[row, filled[row] :] = new[row, : length - filled[row]]
+            for some in _in_parts(np.flatnonzero(going), min(TOGETHER, len(prompt))):
+                so_far = np.full((len(some), prompt.shape[1] + length), words.pad, np.int32)
+                for place, row in enumerate(some):
+                    said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
+                    so_far[place, -len(said) :] = said
+                most = jnp.asarray(length - filled[some], jnp.int32)
+                asked = jnp.asarray(so_far), of_turn[some]
+                more = jax.device_get(sample(params, *asked, jnp.int32(UNBOUNDED), most))
+                for place, row in enumerate(some):
+                    begun[row] = filled[row]
+                    for old, new in zip(made, more, strict=True):
+                        old[row, filled[row] :] = new[place, : length - filled[row]]
             turn += 1
         return made
 
     return whole
+
+
+def _in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Parts of `size` rows; the last one is filled up with its first row."""
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [np.concatenate([part, np.full(size - len(part), part[0])]) for part in parts]
 
 
 def _replied(made: Any, begun: np.ndarray, going: np.ndarray, words: Tokeniser) -> np.ndarray:
