@@ -8,13 +8,13 @@ from typing import Any
 
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import flags
-from longhaul.cli.evaluate import MEMBER, STEP
-from longhaul.cli.flags import DEBUG, PATH, Flag, choice, optional
+from longhaul.cli.evaluate import AVERAGE, MEMBER, STEP, averaged_policy
+from longhaul.cli.flags import DEBUG, PATH, Flag, FlagError, choice, optional
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.reasoning import huggingface
 from longhaul.runtime.errors import RunError
-from longhaul.training import api, hub
 from longhaul.training import export as exports
+from longhaul.training import hub
 from longhaul.training.checkpoint.resume import restore_policy
 
 HF, PEFT = "hf", "peft"
@@ -31,6 +31,7 @@ FLAGS = (
         "adapters",
     ),
     Flag("out", optional(PATH), None, "the folder to write to", shown="export, in the run's folder"),
+    AVERAGE,
     STEP,
     MEMBER,
     RUNS_DIR,
@@ -44,9 +45,11 @@ def export(words: Sequence[str]) -> int:
     parsed = flags.parse("export", about, {"": FLAGS}, words).values
     folder = folder_of(parsed, "longhaul export RUN --to jax", on_hub=True)
     if parsed["to"] in (HF, PEFT):
+        if parsed["average"] is not None:
+            raise FlagError(f"--average is of policies that act; leave it out with --to {parsed['to']}")
         print(_language_model(folder, parsed))
         return 0
-    policy = api.load(folder, member=parsed["member"], step=parsed["step"])
+    policy = averaged_policy(parsed, folder)
     for path in exports.save(
         policy, parsed["to"], Path(parsed["out"] or ("export" if hub.is_address(parsed["RUN"]) else folder / "export"))
     ):

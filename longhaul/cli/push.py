@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.cli import flags
-from longhaul.cli.evaluate import MEMBER, STEP
+from longhaul.cli.evaluate import AVERAGE, MEMBER, STEP, averaged_policy
 from longhaul.cli.flags import DEBUG, SWITCH, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
-from longhaul.training import api, hub, model_card
+from longhaul.training import hub, model_card
 
 USAGE = "longhaul push RUN hf:USER/NAME"
 
@@ -20,6 +20,7 @@ FLAGS = (
     Flag("private", SWITCH, False, "make the repository private, where it is new"),
     Flag("message", TEXT, None, "of the commit", shown="the run's name"),
     Flag("licence", TEXT, None, "of the policy, as the hub calls it: mit, cc-by-nc-4.0, ...", aliases=("license",)),
+    AVERAGE,
     STEP,
     MEMBER,
     RUNS_DIR,
@@ -36,7 +37,7 @@ def push(words: Sequence[str]) -> int:
         raise FlagError(f"where to? {USAGE}")
     address = hub.parse(parsed["ADDRESS"])
     hub.check_token(address)
-    policy = api.load(folder, member=parsed["member"], step=parsed["step"])
+    policy = averaged_policy(parsed, folder)
     with tempfile.TemporaryDirectory() as scratch:
         model_card.write(policy, folder, Path(scratch), address, parsed["licence"])
         message = parsed["message"] or f"Policy of run {folder.name}"

@@ -320,6 +320,30 @@ class Policy:
         """Action as of a call, in NumPy arrays: what `env.step` of Gymnasium takes."""
         return jax.tree.map(np.asarray, self(observation, memory=memory))
 
+    def averaged(self, other: Policy, share: float) -> Policy:
+        """Policy whose parameters are the mean of these and of `other`'s, which count for `share`, 0 to 1.
+
+        Of a policy and what was fine-tuned from it, the mean often keeps what the first could on data unlike the
+        second's training (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022, arXiv 2109.01903). A
+        normaliser stays this policy's own. Raises RunError where the networks differ.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise RunError(f"the share of the other policy is {share}; it must lie in 0 to 1")
+        shapes, there = (
+            {name: list(leaf.shape) for name, leaf in init_from.names(policy.params.params, "params").items()}
+            for policy in (self, other)
+        )
+        for name in sorted(shapes.keys() | there.keys()):
+            here, others = shapes.get(name, "absent"), there.get(name, "absent")
+            if here != others:
+                raise RunError(f"the policies' networks differ: {name} is {others} there and {here} here")
+
+        def mean(x: Any, y: Any) -> Any:
+            return ((1.0 - share) * x + share * y).astype(x.dtype)
+
+        mixed = jax.tree.map(mean, self.params.params, other.params.params)
+        return Policy(self.run, self.params._replace(params=mixed))
+
     def export(self, folder: str | Path, to: str = "jax") -> list[Path]:
         """Writes the policy to `folder`; -> the files.
 

@@ -12,6 +12,8 @@ import pytest
 
 import longhaul
 from longhaul.cli import export as command
+from longhaul.cli import main
+from longhaul.runtime.errors import RunError
 from longhaul.training import export, init_from, onnx_program
 from tests.helpers import own_environments as own
 from tests.helpers.drawn_policies import drawn
@@ -157,3 +159,21 @@ def test_a_file_of_arrays_is_what_a_run_begins_from(kind: str, trained: longhaul
         np.testing.assert_array_equal(arrays[name], value)
     with pytest.raises(ValueError, match="--to is 'torch'; choose one of jax, onnx, safetensors, npz"):
         trained.policy.export(tmp_path, "torch")
+
+
+def test_a_policys_mean_with_another_is_of_their_parameters() -> None:
+    one, other = drawn("ppo", env="cartpole", hidden_dim=8), drawn("ppo", env="cartpole", hidden_dim=8)
+    other.params = jax.tree.map(lambda x: -3.0 * x if x.dtype == np.float32 else x, other.params)
+    mixed = one.averaged(other, 0.25)
+    for x, y in zip(jax.tree.leaves(mixed.params.params), jax.tree.leaves(one.params.params), strict=True):
+        np.testing.assert_allclose(x, 0.75 * y - 0.25 * 3.0 * y, atol=1e-6)
+    with pytest.raises(RunError, match=r"bias is \[16\] there and \[8\] here"):
+        one.averaged(drawn("ppo", env="cartpole", hidden_dim=16), 0.5)
+    with pytest.raises(RunError, match=r"networks differ: .* absent here"):
+        one.averaged(drawn("ppo", env="cartpole", hidden_dim=8, num_layers=3), 0.5)
+
+
+@pytest.mark.parametrize("average", ["other", "=0.5", "other=2", "other=half"])
+def test_a_mean_without_a_share_is_refused(average: str, trained: longhaul.Result, capsys: Any) -> None:
+    assert main.main(["export", str(trained.folder), "--to", "npz", "--average", average]) == 2
+    assert f"--average is {average}; give RUN=SHARE" in capsys.readouterr().err
