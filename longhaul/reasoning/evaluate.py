@@ -23,6 +23,7 @@ from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, sampler
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, answers, checked, ended, marks
+from longhaul.runtime import device_memory
 from longhaul.types import Key, Params
 
 
@@ -115,10 +116,14 @@ def evaluate_on_host(
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(sampler(config, how, words=words))
     on = turns.continuing(config, how, words)
+    made: list[jax.stages.Compiled] = []
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
         keys = jax.random.split(key, len(posed.prompt) * how.group)
-        drawn = jax.device_get(sample(params, posed.prompt, keys, jnp.int32(UNBOUNDED)))
+        given = params, posed.prompt, keys, jnp.int32(UNBOUNDED)
+        if not made:
+            made.append(device_memory.compiled(sample, *given))
+        drawn = jax.device_get(made[0](*given))
         drawn = on(params, np.repeat(posed.prompt, how.group, axis=0), drawn, keys)
         return quality_on_host(task, asked, drawn, words, how.group), drawn
 

@@ -19,6 +19,7 @@ import numpy as np
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Drawn, Sampling, sampler
 from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.runtime import device_memory
 from longhaul.types import Key, Params
 
 TOGETHER = 32
@@ -34,6 +35,7 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
         return lambda params, prompt, drawn, keys: drawn
     length = how.length
     sample = jax.jit(sampler(config, dataclasses.replace(how, group=1), words=words))
+    made_for: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
     def whole(params: Params, prompt: Any, drawn: Drawn, keys: Key) -> Drawn:
         made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
@@ -49,8 +51,10 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
                     said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
                     so_far[place, -len(said) :] = said
                 most = jnp.asarray(length - filled[some], jnp.int32)
-                asked = jnp.asarray(so_far), of_turn[some]
-                more = jax.device_get(sample(params, *asked, jnp.int32(UNBOUNDED), most))
+                asked = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
+                if not made_for.get(shape := so_far.shape):
+                    made_for[shape] = device_memory.compiled(sample, *asked)
+                more = jax.device_get(made_for[shape](*asked))
                 for place, row in enumerate(some):
                     begun[row] = filled[row]
                     for old, new in zip(made, more, strict=True):

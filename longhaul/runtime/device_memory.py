@@ -173,6 +173,13 @@ def trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def compiled(function: Any, *arguments: Any) -> jax.stages.Compiled:
+    """Program of a jitted function for such arguments. What its compiler took is the machine's again before it runs."""
+    program: jax.stages.Compiled = function.lower(*arguments).compile()
+    trim()
+    return program
+
+
 def memory_of(device: jax.Device) -> int | None:
     """Bytes of a device; of a CPU device all of this machine's memory. None if unknown."""
     counted = device.memory_stats() if device.platform != "cpu" else None
