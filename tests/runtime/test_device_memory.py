@@ -122,3 +122,11 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(
     assert main.main([*words, *([] if "dry" in how else ["--runs-dir", str(tmp_path)])]) == 2
     assert "its state alone" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_compiler_took_is_given_back_before_its_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(device_memory, "trim", lambda: given_back.append(True))
+    program = device_memory.compiled(jax.jit(lambda x, y: x - 2.0 * y), jnp.float32(5.0), jnp.float32(1.0))
+    assert given_back == [True]
+    assert float(program(jnp.float32(7.0), jnp.float32(3.0))) == 1.0
