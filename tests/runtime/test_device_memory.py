@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from longhaul.cli import main
