@@ -8,7 +8,8 @@ Events, of one agent in one step (after its motion, t >= 1):
   (s_before + l/2 < light_s <= s + l/2) and the light is red both before and after the step; only within 5 m and 90
   degrees of the route.
 - goal: s >= route_length - min(1 m, 2 % of it). Where the log moved less than 0.5 m there is nothing to reach: the
-  goal is then to be still within 2 m of there when the log ends.
+  goal is then to be still within 2 m of there when the log ends, and a metre onward costs what a metre of progress is
+  worth elsewhere.
 
 The limits of comfort are V-Max's (arXiv 2503.08388), after nuPlan (arXiv 2106.11810). What an episode is worth in the
 end is said by `metrics`.
@@ -122,7 +123,9 @@ def reward(
 
     Without `conduct` its three terms are left out.
     """
-    total = weights.progress * covered(furthest, features, route_length)
+    onward = jnp.maximum(features.s - furthest, 0.0)
+    gained = jnp.where(route_length < STILL, -onward, covered(furthest, features, route_length))
+    total = weights.progress * gained
     total = total + weights.discomfort * excess(ride)
     total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
     total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)

@@ -164,7 +164,9 @@ def test_who_has_nothing_to_reach_has_to_stay() -> None:
     stays = trip(still)
     assert outcome(stays) == CLEAN
     assert np.flatnonzero(stays.steps.terminated[:, 0]).tolist() == [T - 2]
-    leaves = trip(still, (5, 6))
+    leaves = trip(still, (5, 6), weights=TERMS)
+    moved = float(leaves.states.motion.x[-1, 0])
+    assert moved > 4.0 and leaves.steps.reward.sum() == pytest.approx(-0.5 * moved, rel=1e-4)
     assert leaves.metrics["goal"] == [0.0]
     assert leaves.metrics["progress"] == [1.0]
 
