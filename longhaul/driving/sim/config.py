@@ -27,7 +27,7 @@ EVENTS = ("collision", "offroad", "red_light", "goal")
 class Weights:
     """Reward weights. Events count once an episode."""
 
-    progress: float = setting(0.1, "reward for a metre along the route, not beyond its end; its price where the log stands")
+    progress: float = setting(0.1, "reward for a metre of the route, not beyond its end; a price where the log stands")
     collision: float = setting(-4.0, "reward for a collision")
     offroad: float = setting(-4.0, "reward for leaving the road")
     red_light: float = setting(-4.0, "reward for running a red light")
