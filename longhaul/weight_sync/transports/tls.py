@@ -42,8 +42,8 @@ def serve(address: str, token: str | None = None) -> TlsTransport:
     """Serves at HOST:PORT. ValueError where certificates are missing, or a token beyond loopback without mutual TLS."""
     host, port = credentials.split(address)
     check_token(token)
-    certificate, key, authority = (os.environ.get(name) for name in VARIABLES)
-    if not certificate or not key:
+    certificate, key, authority = (os.environ.get(name) or None for name in VARIABLES)
+    if certificate is None or key is None:
         raise ValueError(f"tls:{address} needs a certificate: set {VARIABLES[0]} and {VARIABLES[1]} to its files")
     credentials.load(tls_cert=certificate, tls_key=key, tls_ca=authority)  # so that a wrong file is named
     if token is None and not authority and not credentials.is_loopback(host):
@@ -66,7 +66,7 @@ def connect(address: str, receiver: str, token: str | None = None) -> SocketSour
     """Receiver's end. OSError where nobody serves there; ConnectionError where the certificate is another one."""
     host, port = credentials.split(address)
     check_token(token)
-    certificate, key, authority = (os.environ.get(name) for name in VARIABLES)
+    certificate, key, authority = (os.environ.get(name) or None for name in VARIABLES)
     context = ssl.create_default_context(cafile=authority)
     if certificate and key:
         context.load_cert_chain(certificate, key)

@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sender(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
     monkeypatch.setenv("LONGHAUL_TLS_CERT", str(folder / "a.pem"))
     monkeypatch.setenv("LONGHAUL_TLS_KEY", str(folder / "a.key"))
+    monkeypatch.setenv("LONGHAUL_TLS_CA", "")  # as good as unset
     with Publisher("a", transports=[transports.serve("tls:127.0.0.1:0", TOKEN)]) as made:
         monkeypatch.delenv("LONGHAUL_TLS_CERT"), monkeypatch.delenv("LONGHAUL_TLS_KEY")
         yield made
