@@ -483,6 +483,7 @@ class Sender:
                 finally:
                     os.close(descriptor)
                 total += sum(move.nbytes for move in moves)
+                self._at("between")
                 continue
             with socket.create_connection((to["host"], int(to["port"])), timeout=PATIENCE) as sock:
                 sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
