@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training import api, cross_play, evaluate_driving, hub, loop
+from longhaul.training import cross_play, evaluate_driving, hub, loop
 from longhaul.training import evaluate as evaluation
 from longhaul.training import report as run_report
 from longhaul.training.checkpoint.resume import restore_policy
@@ -43,10 +43,6 @@ from longhaul.training.run_dir import load_run
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
 STEP = Flag("step", INT, None, "updates after which the checkpoint was saved", shown="the newest", least=1,
             aliases=("checkpoint",))  # fmt: skip
-AVERAGE = Flag(
-    "average", TEXT, None,
-    "RUN=SHARE: the mean of the parameters with those of RUN, which count for SHARE, 0 to 1",
-)  # fmt: skip
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True)
 JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout")
 TRAFFIC = Flag(
@@ -102,24 +98,6 @@ class Result(NamedTuple):
     estimates: dict[str, Estimate]
     drives: Drives | None = None
     realism: Scores | None = None
-
-
-# ----------------------------------------------------------------------------------------------------------- policy
-
-
-def averaged_policy(values: Mapping[str, Any], folder: Path) -> api.Policy:
-    """Policy of the run in `folder` as `member`, `step` and `average` ask for."""
-    policy = api.load(folder, member=values["member"], step=values["step"])
-    if values["average"] is None:
-        return policy
-    word, _, share = str(values["average"]).rpartition("=")
-    try:
-        number = float(share)
-    except ValueError:
-        number = -1.0
-    if not word or not 0.0 <= number <= 1.0:
-        raise FlagError(f"--average is {values['average']}; give RUN=SHARE, with a share of 0 to 1")
-    return policy.averaged(api.load(folder_of({**values, "RUN": word}, "", on_hub=True)), number)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import flags
-from longhaul.cli.evaluate import AVERAGE, MEMBER, STEP, averaged_policy
-from longhaul.cli.flags import DEBUG, PATH, Flag, FlagError, choice, optional
+from longhaul.cli.evaluate import MEMBER, STEP
+from longhaul.cli.flags import DEBUG, PATH, TEXT, Flag, FlagError, choice, optional
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.reasoning import huggingface
 from longhaul.runtime.errors import RunError
+from longhaul.training import api, hub
 from longhaul.training import export as exports
-from longhaul.training import hub
 from longhaul.training.checkpoint.resume import restore_policy
 
 HF, PEFT = "hf", "peft"
 """Language models: config, weights, tokeniser and chat template, as transformers reads them; LoRA's adapters alone, as
 PEFT reads them."""
+
+AVERAGE = Flag(
+    "average", TEXT, None,
+    "RUN=SHARE: the mean of the parameters with those of RUN, which count for SHARE, 0 to 1",
+)  # fmt: skip
 
 FLAGS = (
     RUN,
@@ -55,6 +60,21 @@ def export(words: Sequence[str]) -> int:
     ):
         print(path)
     return 0
+
+
+def averaged_policy(values: Mapping[str, Any], folder: Path) -> api.Policy:
+    """Policy of the run in `folder` as `member`, `step` and `average` ask for."""
+    policy = api.load(folder, member=values["member"], step=values["step"])
+    if values["average"] is None:
+        return policy
+    word, _, share = str(values["average"]).rpartition("=")
+    try:
+        number = float(share)
+    except ValueError:
+        number = -1.0
+    if not word or not 0.0 <= number <= 1.0:
+        raise FlagError(f"--average is {values['average']}; give RUN=SHARE, with a share of 0 to 1")
+    return policy.averaged(api.load(folder_of({**values, "RUN": word}, "", on_hub=True)), number)
 
 
 def _language_model(folder: Path, parsed: dict[str, Any]) -> Path:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.cli import flags
-from longhaul.cli.evaluate import AVERAGE, MEMBER, STEP, averaged_policy
+from longhaul.cli.evaluate import MEMBER, STEP
+from longhaul.cli.export import AVERAGE, averaged_policy
 from longhaul.cli.flags import DEBUG, SWITCH, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.training import hub, model_card
