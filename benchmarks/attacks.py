@@ -245,7 +245,11 @@ def idle(home: Path) -> Iterator[Row]:
         ("tls", 256),
         ("central", 256),
     ]:
-        yield idle_at(home / f"{port}-{limit}", port, limit)
+        try:
+            row = idle_at(home / f"{port}-{limit}", port, limit)
+        except (psutil.NoSuchProcess, SystemExit) as error:
+            row = Row(2, f"idle connections to {port}, ulimit -n {limit}", f"it has ended: {error}"[:2000], False)
+        yield row
 
 
 def idle_at(home: Path, port: str, limit: int) -> Row:

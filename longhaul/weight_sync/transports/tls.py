@@ -21,8 +21,9 @@ import threading
 from typing import Any
 
 from longhaul.runtime import credentials, descriptors
+from longhaul.weight_sync.transports import socket_server
 from longhaul.weight_sync.transports.base import PublisherSide
-from longhaul.weight_sync.transports.socket_server import BACKLOG, PAUSE, STRANGERS, Admission, SocketTransport, fail
+from longhaul.weight_sync.transports.socket_server import PAUSE, STRANGERS, Admission, SocketTransport, fail
 from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, check_token
 from longhaul.weight_sync.transports.tcp import TcpCollection, TcpDelivery
 
@@ -35,7 +36,11 @@ MOST = 1024
 """Connections of a sender at once behind TLS's handshake. In it there are STRANGERS: another one ends the oldest."""
 
 RATE = 25.0
-"""Connections accepted in a second, at most, after STRANGERS at once: a handshake takes a millisecond and more."""
+"""Handshakes begun in a second, at most, after STRANGERS at once: one takes a millisecond and more. Connections that say
+nothing cost as little as those of `tcp`, and are accepted at its rate: who speaks does not wait behind them."""
+
+BACKLOG = 200
+"""Connections that wait to be accepted, at most: at RATE the last one's turn comes before its PATIENCE is over."""
 
 
 def serve(address: str, token: str | None = None) -> TlsTransport:
@@ -105,7 +110,9 @@ class TlsTransport:
         self._inner = SocketTransport(inner, address, token, TcpDelivery, admits=_is_ours)
         self._loop: _Loop | None = None
         self._open = 0
-        self._greeted: dict[asyncio.Future[None], None] = {}  # in TLS's handshake, the oldest first
+        self._greeted: dict[asyncio.Future[None], None] = {}  # in TLS's handshake or before it, the oldest first
+        self._visits: set[asyncio.Future[None]] = set()  # all connections: a loop alone does not keep its tasks
+        self._handshakes = Admission(RATE)
 
     def open(self, publisher: PublisherSide) -> None:
         try:
@@ -119,11 +126,11 @@ class TlsTransport:
 
     async def _accept(self) -> None:
         """Accepts who comes, as many as the rate and the descriptors allow."""
-        admission, loop = Admission(RATE), asyncio.get_running_loop()
+        admission, loop = Admission(socket_server.RATE), asyncio.get_running_loop()
         most = descriptors.raise_limit() - descriptors.RESERVE
         try:
             while True:
-                while seconds := admission.pause():
+                while seconds := max(admission.pause(), self._handshakes.pause()):
                     await asyncio.sleep(seconds)
                 try:
                     sock, _ = await loop.sock_accept(self._bound)
@@ -142,6 +149,7 @@ class TlsTransport:
                     oldest.cancel()
                 task = asyncio.ensure_future(self._visited(sock))
                 self._greeted[task] = None
+                self._visits.add(task)
                 task.add_done_callback(self._forget)
                 await asyncio.sleep(0)  # it begins, so that it closes its socket if it has to make room
         except Exception as error:
@@ -149,11 +157,19 @@ class TlsTransport:
 
     def _forget(self, task: asyncio.Future[None]) -> None:
         self._greeted.pop(task, None)
+        self._visits.discard(task)
         if not task.cancelled():
             task.exception()  # of that connection alone
 
     async def _visited(self, sock: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await _speaks(sock)
+        except BaseException:
+            sock.close()
+            raise
+        self._handshakes.count()
         reader = asyncio.StreamReader(PIECE, loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
@@ -215,6 +231,17 @@ class _Loop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
+
+
+async def _speaks(sock: socket.socket) -> None:
+    """Waits until a connection's first bytes are there, or its end."""
+    loop = asyncio.get_running_loop()
+    heard = loop.create_future()
+    loop.add_reader(sock, lambda: heard.done() or heard.set_result(None))
+    try:
+        await heard
+    finally:
+        loop.remove_reader(sock)
 
 
 async def _passed(outside: Any, inside: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import ssl
 from collections.abc import Iterator
@@ -89,6 +90,40 @@ def test_strangers_in_a_handshake_are_few(sender: Publisher, folder: Path, monke
         made[-1].settimeout(0.05)
         with pytest.raises(TimeoutError):  # the newest is left alone until its time is over
             made[-1].recv(1)
+
+
+def test_a_connection_outlives_the_garbage_collector(
+    sender: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop keeps its tasks by weak references alone."""
+    monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "a.pem"))
+    with follow([address(sender)], token=TOKEN) as receiver:
+        for version in (1, 2, 3):
+            sender.publish(version, {"w": np.ones(3, np.float32)})
+            assert receiver.wait(version, 10.0), receiver.errors
+            with socket.create_connection(credentials.split(address(sender).removeprefix("tls:"))) as other:
+                other.sendall(b"no TLS")  # another one is the newest
+                other.recv(4096)
+            gc.collect()
+        assert receiver.errors == []
+
+
+@pytest.fixture
+def few_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "RATE", 1e-9)
+
+
+def test_a_newcomer_does_not_wait_behind_the_silent(
+    few_handshakes: None, sender: Publisher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate of handshakes holds back who asks for one alone."""
+    monkeypatch.setenv("LONGHAUL_TLS_CA", str(folder / "a.pem"))
+    sender.publish(1, {"w": np.ones(3, np.float32)})
+    with contextlib.ExitStack() as ends:
+        for _ in range(3 * STRANGERS):
+            ends.enter_context(socket.create_connection(credentials.split(address(sender).removeprefix("tls:"))))
+        with follow([address(sender)], token=TOKEN) as receiver:
+            assert receiver.wait(1, 10.0), receiver.errors
 
 
 def test_with_an_authority_a_receiver_needs_a_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
