@@ -36,8 +36,8 @@ MOST = 1024
 """Connections of a sender at once behind TLS's handshake. In it there are STRANGERS: another one ends the oldest."""
 
 RATE = 25.0
-"""Handshakes begun in a second, at most, after STRANGERS at once: one takes a millisecond and more. Connections that say
-nothing cost as little as those of `tcp`, and are accepted at its rate: who speaks does not wait behind them."""
+"""Handshakes begun in a second, at most, after STRANGERS at once: one takes a millisecond and more. Connections that
+say nothing cost as little as those of `tcp`, and are accepted at its rate: who speaks does not wait behind them."""
 
 BACKLOG = 200
 """Connections that wait to be accepted, at most: at RATE the last one's turn comes before its PATIENCE is over."""
@@ -235,11 +235,10 @@ class _Loop:
 
 async def _speaks(sock: socket.socket) -> None:
     """Waits until a connection's first bytes are there, or its end."""
-    loop = asyncio.get_running_loop()
-    heard = loop.create_future()
-    loop.add_reader(sock, lambda: heard.done() or heard.set_result(None))
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, heard.set)
     try:
-        await heard
+        await heard.wait()
     finally:
         loop.remove_reader(sock)
 
