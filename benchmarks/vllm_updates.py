@@ -1,6 +1,7 @@
 """A real vLLM server that takes new weights while clients ask: tokens, digests, pauses.
 
-    python -m benchmarks.vllm_updates --model smollm2-135m --python VLLM_PYTHON --json FILE [--untied]
+    python -m benchmarks.vllm_updates --model smollm2-135m --python VLLM_PYTHON --json FILE [--untied] [--compiled]
+    VLLM_PYTHON -m benchmarks.vllm_updates --model smollm2-135m --in-process --json FILE
 
 VLLM_PYTHON is a Python with vLLM, transformers and this package. Each update is published by a process of its own
 (`--sender`) and brought to the server over HTTP, while 4 clients ask. After each: the answers to 50 prompts are greedy
@@ -9,7 +10,9 @@ of each layer, as it computes, is the sender's; answers of one version are those
 are right on both sides. One update is refused in the middle, and one sender is killed with
 half of its tensors sent. At the end vLLM loads a version's folder by its own loader.
 
-`copy_seconds` is the time to copy the tensors once, into memory that was written before.
+`copy_seconds` is the time to copy the tensors once, into memory that was written before. `held_seconds` is the longest
+call before the pause, in which the server packs tensors and makes no token. The second line updates an `LLM` of this
+process instead, without clients.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ LINK = "shm:@longhaul-vllm-updates"
 NOUNS = ("capital of France", "sum of 2 and 3", "largest planet", "colour of the sky", "name of a dog",
          "first month", "opposite of hot", "author of Hamlet", "metal in a magnet", "number of legs")  # fmt: skip
 FORMS = ("The {} is", "What is the {}? It is", "Tell me the {}.", "Q: {}\nA:", "I always forget the {}, which is")
+ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+DIGESTS = "benchmarks.peers.vllm_digests.Digests"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -74,21 +80,22 @@ def sender(folder: Path, url: str) -> None:
             if asked["do"] == "update":
                 began = time.monotonic()
                 rollout.update(number, tensors, 120.0, label=str(asked["version"]))
-                told = {"seconds": time.monotonic() - began, "paused": rollout.paused} | copied(tensors)
+                told = {"seconds": time.monotonic() - began, "paused": rollout.paused, "held": rollout.held}
+                told |= copied(tensors)
                 told["digests"] = digests(tensors)
             else:  # "refuse": without the last tensor; "half": killed when half is sent
                 vllm.offer(publisher, number, tensors, 120.0)
                 root, count = publisher.status()["root"], len(tensors)
-                http.pause()
                 http.start_weight_update()
                 end = count - 1 if asked["do"] == "refuse" else count // 2
-                announced = vllm.Announced(number, root, 0, end, asked["do"] == "refuse", 120.0)
-                try:
-                    http.update_weights(announced._asdict())
-                except vllm.EngineError as error:
-                    told = {"refused": str(error)[-300:]}
+                http.update_weights(vllm.Announced(number, root, 0, end, False, 120.0)._asdict())
                 if asked["do"] == "half":
                     os.kill(os.getpid(), signal.SIGKILL)
+                http.pause()
+                try:
+                    http.update_weights(vllm.Announced(number, root, end, end, True, 120.0)._asdict())
+                except vllm.EngineError as error:
+                    told = {"refused": str(error)[-300:]}
             print(json.dumps(told), flush=True)
 
 
@@ -103,11 +110,11 @@ def copied(tensors: dict[str, np.ndarray]) -> dict[str, float]:
 def digests(tensors: dict[str, np.ndarray]) -> dict[str, str]:
     """SHA-256 of each of vLLM's layers, by its name: some are joined there."""
     parts: dict[str, list[np.ndarray]] = {}
-    for name, x in tensors.items():
-        layer = name.removesuffix(".weight")
-        head, _, last = layer.rpartition(".")
-        joined = next((new for new, olds in FUSED.items() if last in olds), None)
-        parts.setdefault(layer if joined is None else f"{head}.{joined}", []).append(x)
+    for name in tensors:
+        head, _, last = name.removesuffix(".weight").rpartition(".")
+        joined, olds = next(((new, olds) for new, olds in FUSED.items() if last in olds), (last, (last,)))
+        layer = f"{head}.{joined}" if head else joined
+        parts[layer] = [tensors[f"{head}.{old}.weight" if head else name] for old in olds]
     if moved_weights.HEAD not in tensors:
         parts["lm_head"] = parts["model.embed_tokens"]
     found = {}
@@ -156,16 +163,15 @@ def untied(folder: Path, to: Path) -> Path:
     return to
 
 
-def served(python: str, model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+def served(python: str, model: Path, port: int, log: Path, compiled: bool) -> subprocess.Popen[bytes]:
     variables = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    }  # fmt: skip
+        "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT),
+    } | ONE_CORE  # fmt: skip
     words = [
         str(Path(python).parent / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--dtype",
-        "float32", "--max-model-len", "256", "--max-num-seqs", "64", "--enforce-eager", "--enable-scale-out",
-        "--weight-transfer-config",
-        '{"backend": "longhaul"}', "--worker-extension-cls", "benchmarks.peers.vllm_digests.Digests",
+        "float32", "--max-model-len", "256", "--max-num-seqs", "64", "--enable-scale-out",
+        "--weight-transfer-config", '{"backend": "longhaul"}', "--worker-extension-cls", DIGESTS,
+        *(() if compiled else ("--enforce-eager",)),
     ]  # fmt: skip
     variables["PATH"] = f"{Path(python).parent}:{variables['PATH']}"
     return subprocess.Popen(words, env=variables, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=log.parent,
@@ -224,6 +230,8 @@ def main() -> None:
     flags.add_argument("--model", type=Path, required=True, help="folder of a model")
     flags.add_argument("--python", help="Python with vLLM")
     flags.add_argument("--untied", action="store_true", help="give the model an output layer of its own")
+    flags.add_argument("--compiled", action="store_true", help="let vLLM compile the model, as it does by itself")
+    flags.add_argument("--in-process", action="store_true", help="update vLLM in this process")
     flags.add_argument("--updates", type=int, default=20)
     flags.add_argument("--length", type=int, default=16, help="tokens of an answer")
     flags.add_argument("--seconds", type=float, default=3600.0, help="no update begins later than this")
@@ -237,17 +245,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, too
     with tempfile.TemporaryDirectory() as scratch:
         model = untied(given.model, Path(scratch) / "untied") if given.untied else given.model.resolve()
+        if given.in_process:
+            results.emit(in_process(given, model), given.json)
+            return
         log = given.log or Path(scratch) / "server.log"
-        server = served(given.python, model, given.port, log.absolute())
+        server = served(given.python, model, given.port, log.absolute(), given.compiled)
         children: list[Child] = []
         try:
             figure = measured(given, model, Path(scratch), server, children)
         finally:
             for child in children:
                 child.close()
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            server.wait()
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(server.pid, how)
+                    server.wait(20.0)
         results.emit(figure, given.json)
 
 
@@ -323,7 +335,8 @@ def measured(
         sums["of_two_right"] += right
         found = reference.ask(call="check", prompts=prompts, tokens=checked[label], old=last)
         changed = sum(a != b for a, b in zip(checked[label], checked[before], strict=True))
-        rows.append(found | {name: told[name] for name in ("seconds", "paused", "copy_seconds")} | {"changed": changed})
+        spent = {name: told[name] for name in ("seconds", "paused", "held", "copy_seconds")}
+        rows.append(found | spent | {"changed": changed})
         print(json.dumps({"version": version, **sums, **rows[-1]}), file=sys.stderr)
         before, last = label, version
     disk = by_folder(url, model, scratch, last + 1)
@@ -331,19 +344,64 @@ def measured(
     own = reference.ask(call="check", prompts=prompts, tokens=every("disk"), old=last)
     clients.over = True
 
+    return {
+        "benchmark": "vllm_updates", "model": given.model.name, "tied": not given.untied, "compiled": given.compiled,
+        "updates": last, "prompts": PROMPTS, "length": given.length, "before": first, **summed(rows),
+        "changed_answers": [row["changed"] for row in rows], **sums, "failed_requests": clients.failed,
+        "refused": refused, "killed_senders": int(last >= KILLED),
+        "update_seconds": round(statistics.median(row["seconds"] for row in rows), 3),
+        "disk_pause_seconds": round(disk, 3), "disk_equal": own["equal"], "disk_tokens": own["tokens"],
+        "disk_near_ties": own["near_ties"],
+    }  # fmt: skip
+
+
+def in_process(given: argparse.Namespace, model: Path) -> dict[str, Any]:
+    os.environ.update(ONE_CORE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(model), dtype="float32", max_model_len=256, max_num_seqs=64, enforce_eager=not given.compiled,
+              weight_transfer_config={"backend": "longhaul"}, worker_extension_cls=DIGESTS)  # fmt: skip
+    base, prompts = moved_weights.base(model), prompts_of(model)
+    greedy = SamplingParams(max_tokens=given.length, temperature=0.0, ignore_eos=True, detokenize=False)
+    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    reference = Child([sys.executable, str(ROOT / "benchmarks/peers/vllm_reference.py"), str(model)])
+    rows: list[dict[str, Any]] = []
+    same = 0
+    try:
+        with Publisher("vllm-updates", transports=[transports.serve(LINK)]) as publisher:
+            rollout = vllm.Rollout(publisher, vllm.InProcess(llm), [LINK])
+            for version in range(1, given.updates + 1):
+                tensors = moved_weights.moved(base, version)
+                rollout.update(version, tensors, 120.0)
+                spent = {"paused": rollout.paused, "held": rollout.held} | copied(tensors)
+                same += llm.collective_rpc("digests") == [digests(tensors)]
+                tokens = [list(each.outputs[0].token_ids) for each in llm.generate(asked, greedy, use_tqdm=False)]
+                assert llm.get_weight_version() == str(version)
+                reference.ask(call="load", version=version)
+                rows.append(spent | reference.ask(call="check", prompts=prompts, tokens=tokens, old=version - 1))
+                print(json.dumps({"version": version, "digests_equal": same, **rows[-1]}), file=sys.stderr)
+    finally:
+        reference.close()
+    return {
+        "benchmark": "vllm_updates", "in_process": True, "model": given.model.name, "tied": not given.untied,
+        "compiled": given.compiled, "updates": len(rows), "prompts": PROMPTS, "length": given.length,
+        "digests_equal": same, **summed(rows),
+    }  # fmt: skip
+
+
+def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums of tokens, and medians of seconds, over updates."""
+
     def middle(name: str) -> float:
         return round(statistics.median(row[name] for row in rows), 3)
 
+    copies = [row["paused"] / row["copy_seconds"] for row in rows]
     return {
-        "benchmark": "vllm_updates", "model": given.model.name, "tied": not given.untied, "updates": last,
-        "prompts": PROMPTS, "length": given.length, "before": first,
         "tokens": sum(row["tokens"] for row in rows), "equal": sum(row["equal"] for row in rows),
         "near_ties": sum(row["near_ties"] for row in rows), "wrong_prompts": sum(len(row["wrong"]) for row in rows),
-        "old_head_differs": [row["old_head_differs"] for row in rows], "changed_answers": [r["changed"] for r in rows],
-        **sums, "failed_requests": clients.failed, "refused": refused, "killed_senders": int(last >= KILLED),
-        "update_seconds": middle("seconds"), "pause_seconds": middle("paused"), "copy_seconds": middle("copy_seconds"),
-        "disk_pause_seconds": round(disk, 3), "disk_equal": own["equal"], "disk_tokens": own["tokens"],
-        "disk_near_ties": own["near_ties"],
+        "old_head_differs": [row["old_head_differs"] for row in rows], "pause_seconds": middle("paused"),
+        "copy_seconds": middle("copy_seconds"), "held_seconds": middle("held"),
+        "pause_in_copies": [round(x, 2) for x in (min(copies), statistics.median(copies), max(copies))],
     }  # fmt: skip
 
 

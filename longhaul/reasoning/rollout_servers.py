@@ -38,6 +38,9 @@ REST, LONGEST_REST = 0.5, 10.0
 LOOK = 0.1
 """Seconds between two looks for something to do."""
 
+SILENT, AGAIN = 5.0, 60.0
+"""Seconds without any server after which that is reported, and seconds from one report to the next."""
+
 
 class ServerError(RuntimeError):
     """No server answers, or one refuses the request itself; one line."""
@@ -287,10 +290,12 @@ class Servers:
         ]
         for thread in threads:
             thread.start()
+        report = math.inf  # time of the next report that no server is there
         with work.changed:
             while not work.over:
                 work.changed.wait(LOOK)
                 beat()
+                report = self._reported(report, work)
                 if self._closed:
                     work.error = ServerError("the servers are left")
                 if time.monotonic() - work.progress > self._patience:
@@ -312,6 +317,20 @@ class Servers:
         server.until = time.monotonic() + min(REST * 2 ** (server.failures - 1), LONGEST_REST)
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _reported(self, report: float, work: _Work) -> float:
+        """Reports at the time `report` that all servers are out; returns the time of the next report."""
+        now = time.monotonic()
+        if any(server.why is None for server in self.all):
+            return math.inf
+        if report == math.inf:
+            return now + SILENT
+        if now < report:
+            return report
+        left = max(0.0, work.progress + self._patience - now)
+        whose = "; ".join(f"{server.address}: {server.why}" for server in self.all)
+        self._note(f"waits for a server, {left:.0f} s more at most; none answers ({whose})")
+        return now + AGAIN
 
     def _serve(self, server: Server, asks: Sequence[Ask], oldest: int, work: _Work) -> None:
         """Takes requests of `work` to one server until all are answered."""

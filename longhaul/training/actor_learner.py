@@ -231,11 +231,17 @@ def calls(
     with ExitStack() as closed:
         if process_group.index() == 0:
             closed.callback((folder / LIVE).unlink, missing_ok=True)
-        pool, updates = opened(run, folder, assembly, prepared, progress, closed, leaving)
-        written = 0.0
-        for progress, n, rows in updates:
+
+        def left() -> bool:
+            """Notes news while the learner waits, too."""
             while pool.news:
                 note(pool.news.pop(0))
+            return leaving()
+
+        pool, updates = opened(run, folder, assembly, prepared, progress, closed, left)
+        written = 0.0
+        for progress, n, rows in updates:
+            left()
             if time.monotonic() - written >= EVERY and process_group.index() == 0:
                 written = time.monotonic()
                 now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}

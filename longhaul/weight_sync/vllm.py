@@ -3,8 +3,9 @@
 vLLM (0.25 and later) asks of a backend: init_transfer_engine, start_weight_update, receive_weights (once or more),
 finish_weight_update, shutdown; its clients call init_weight_transfer_engine, start_weight_update, update_weights,
 finish_weight_update. Here every worker follows a sender by itself, so that a host's workers map one verified image. A
-call of update_weights names tensors by version and root, so that no worker loads another version than the rest. Checks
-that vLLM's own backends leave out: the order of phases, each tensor loaded exactly once, all of them before the end.
+call of update_weights names tensors by version and root, so that no worker loads another version than the rest. Calls
+before the last one stage their tensors while the server answers; the last one makes them the model's. Checks that
+vLLM's own backends leave out: the order of phases, each tensor exactly once, all of them before the model changes.
 
 vLLM finds the backend by itself where this package is installed (an entry point in `vllm.general_plugins`): `vllm serve
 MODEL --weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
@@ -25,8 +26,9 @@ from longhaul.weight_sync.consumers import torch_tensor
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver, follow
 
-CHUNK = 1 << 30
-"""Bytes of tensors that one call of update_weights names, at most, unless one tensor is larger."""
+CHUNK = 1 << 25
+"""Bytes of tensors that one call of update_weights names, at most, unless one tensor is larger: a server that packs
+them makes no token meanwhile."""
 
 PATIENCE = 60.0
 """Seconds that a worker waits for the announced version."""
@@ -48,7 +50,7 @@ class PhaseError(RuntimeError):
 
 
 class Announced(NamedTuple):
-    """Arguments of update_weights: tensors `begin` to `end` of the version with this root; `last` ends the update."""
+    """Arguments of update_weights: tensors `begin` to `end` of the version with this root; `last` applies them all."""
 
     version: int
     root: str
@@ -58,25 +60,29 @@ class Announced(NamedTuple):
     seconds: float = PATIENCE
 
 
-class Worker:
-    """End of an inference worker.
+class Model(Protocol):
+    """Model of a worker, which takes a version in two steps.
 
-    `load` takes (name, torch tensor) pairs over the received image, which it must copy and not keep; `begin` and
-    `finish` enclose an update, also one that fails (vLLM's layerwise reload, which puts back what was not loaded);
-    `on_commit(version)` is called at an update's end, when a prefix cache is stale.
+    `stage` takes (name, torch tensor) pairs over the received image, in one call or more; the model computes with the
+    older version meanwhile. `apply` makes what was staged the model's. `drop` forgets it; it may be called at any time.
     """
 
-    def __init__(
-        self,
-        load: Callable[[Iterable[tuple[str, Any]]], object],
-        begin: Callable[[], object] = lambda: None,
-        finish: Callable[[], object] = lambda: None,
-        on_commit: Callable[[int], object] = lambda version: None,
-    ) -> None:
-        self._load, self._begin, self._finish, self._on_commit = load, begin, finish, on_commit
+    def stage(self, pairs: Iterable[tuple[str, Any]]) -> None: ...
+
+    def apply(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Worker:
+    """End of an inference worker. `on_commit(version)` is called at an update's end, when a prefix cache is stale."""
+
+    def __init__(self, model: Model, on_commit: Callable[[int], object] = lambda version: None) -> None:
+        self._model, self._on_commit = model, on_commit
         self._receiver: Receiver | None = None
         self._version, self._root = -1, ""
         self._left: set[int] = set()
+        self._applied = False
         self.phase, self.version = Phase.CLOSED, -1
 
     def init_transfer_engine(self, addresses: Sequence[str], token: str | None = None) -> None:
@@ -90,24 +96,23 @@ class Worker:
         """Starts an update; one that was started before, here or in another worker, is given up."""
         if self.phase is Phase.CLOSED:
             raise PhaseError(f"the worker is {self.phase}; call init_weight_transfer_engine first")
-        if self.phase is Phase.STARTED:
-            self._finish()
-        self._version, self._root, self._left = -1, "", set()
-        self._begin()
+        self._model.drop()
+        self._version, self._root, self._left, self._applied = -1, "", set(), False
         self.phase = Phase.STARTED
 
     def receive_weights(self, announced: Announced) -> None:
-        """Loads the named tensors. TimeoutError where their version does not come in time."""
+        """Stages the named tensors; the last call also applies all. TimeoutError where their version does not come in
+        time."""
         if self.phase is not Phase.STARTED:
             raise PhaseError(f"the worker is {self.phase}; call start_weight_update before update_weights")
         try:
-            self._loaded(announced)
+            self._staged(announced)
         except BaseException:  # the server is ready for the next update
             self.phase = Phase.BROKEN
-            self._finish()
+            self._model.drop()
             raise
 
-    def _loaded(self, announced: Announced) -> None:
+    def _staged(self, announced: Announced) -> None:
         names, tensors = self._awaited(announced)
         if not self._root:
             self._version, self._root, self._left = announced.version, announced.root, set(range(len(names)))
@@ -117,24 +122,27 @@ class Worker:
         if not named <= self._left:
             these = f"tensors {announced.begin} to {announced.end} of version {announced.version}"
             raise PhaseError(f"{these}: missing, or already loaded")
-        self._load((names[i], torch_tensor(tensors[names[i]])) for i in range(announced.begin, announced.end))
+        self._model.stage((names[i], torch_tensor(tensors[names[i]])) for i in range(announced.begin, announced.end))
         self._left -= named
-        if announced.last and self._left:  # vLLM forgets an update that fails here, and not one that can't end
-            raise PhaseError(f"version {announced.version} lacks {len(self._left)} tensors at its end; start it again")
+        if announced.last:  # vLLM forgets an update that fails here, and not one that can't end
+            if self._left:
+                these = f"version {announced.version} lacks {len(self._left)} tensors at its end"
+                raise PhaseError(f"{these}; start it again")
+            self._model.apply()
+            self._applied = True
 
     def finish_weight_update(self) -> None:
         """Finishes the update. PhaseError where tensors are missing."""
-        if self.phase is not Phase.STARTED or self._left or not self._root:
-            why = f"{len(self._left)} tensors are missing" if self._left else "nothing was loaded"
+        if self.phase is not Phase.STARTED or not self._applied:
+            why = f"{len(self._left)} tensors are missing" if self._left else "nothing was applied"
             raise PhaseError(f"an update can't end: the worker is {self.phase}, {why}; start it again")
-        self._finish()
+        self._model.drop()
         self.phase, self.version = Phase.OPEN, self._version
         self._on_commit(self.version)
 
     def shutdown(self) -> None:
         """Gives up an update that was started, and leaves the sender. Idempotent."""
-        if self.phase is Phase.STARTED:
-            self._finish()
+        self._model.drop()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -158,7 +166,7 @@ class Worker:
 
 
 class Engine(Protocol):
-    """vLLM as its trainers see it: `Http`, vLLM's own clients, or an object with the four methods."""
+    """vLLM as its trainers see it: `Http`, `InProcess`, or an object with these methods."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -190,9 +198,10 @@ class EngineError(RuntimeError):
 class Rollout:
     """Trainer's end: `update(version, tensors)` publishes, and updates the engine by the four phases.
 
-    The engine serves until all workers hold the verified version, and is paused while they load it: requests keep their
-    places. After an error in these phases it stays paused, since layers of two versions may be loaded, until a later
-    update succeeds. `paused` is how many seconds the last pause took.
+    The engine serves until all workers have staged the verified version, and is paused while they apply it: requests
+    keep their places. After an error before the pause it serves the older version. After one in the pause it stays
+    paused, since layers of two versions may be there, until a later update succeeds. `paused` is how many seconds the
+    last pause took, `held` the longest call before it: the engine makes no token in such a call.
 
     `publisher` has quorum "all", or the number of workers; `addresses` are its transports as workers reach them.
     Several engines have one publisher and a `Rollout` each: `offer` once, then each `load`.
@@ -201,7 +210,8 @@ class Rollout:
     def __init__(
         self, publisher: Publisher, engine: Engine, addresses: Sequence[str], token: str | None = None
     ) -> None:
-        self._publisher, self._engine, self.paused = publisher, engine, 0.0
+        self._publisher, self._engine = publisher, engine
+        self.paused = self.held = 0.0
         engine.init_weight_transfer_engine({"addresses": list(addresses), "token": token})
 
     def update(
@@ -217,13 +227,15 @@ class Rollout:
 
     def load(self, version: int, sizes: Sequence[int], seconds: float = PATIENCE, label: str | None = None) -> None:
         """Loads the version that was offered last, whose tensors have these bytes."""
-        root = self._publisher.status()["root"]
-        began = time.monotonic()
-        self._engine.pause()
+        root, count, self.held = self._publisher.status()["root"], len(sizes), 0.0
         self._engine.start_weight_update()
         for begin, end in chunks(sizes, CHUNK):
-            told = Announced(version, root, begin, end, end == len(sizes), seconds)
-            self._engine.update_weights(told._asdict())
+            called = time.monotonic()
+            self._engine.update_weights(Announced(version, root, begin, end, False, seconds)._asdict())
+            self.held = max(self.held, time.monotonic() - called)
+        began = time.monotonic()
+        self._engine.pause()
+        self._engine.update_weights(Announced(version, root, count, count, True, seconds)._asdict())
         self._engine.finish_weight_update(label or str(version))
         self._engine.resume()
         self.paused = time.monotonic() - began
@@ -317,6 +329,31 @@ class Http:
         return json.loads(text) if text.startswith(b"{") else None
 
 
+class InProcess:
+    """vLLM's `LLM` object in the trainer's own process, as an engine: it answers nothing while it is updated."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update(weight_version)
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM keeps the cached values of the version before")
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 def register() -> None:
     """Registers the backend "longhaul" with vLLM. ValueError where vLLM 0.25 or later is not installed.
 
@@ -325,7 +362,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: F401
     except ImportError:
         raise ValueError("the backend needs vLLM 0.25 or later: pip install vllm") from None
     from dataclasses import dataclass
@@ -350,11 +387,7 @@ def register() -> None:
 
         def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
             super().__init__(config, vllm_config, device, model)
-            self._worker = Worker(model.load_weights, lambda: initialize_layerwise_reload(model), self._reloaded)
-
-        def _reloaded(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            refresh_tied(self.model)
+            self._worker = Worker((Beside if packs_beside(model) else Reloaded)(model, self.model_config))
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
             self._worker.shutdown()  # another trainer, or the same one started again
@@ -380,15 +413,172 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, LonghaulEngine)
 
 
-def refresh_tied(model: Any) -> None:
-    """Makes what a layer keeps of its weight anew (the packed form of vLLM's CPU kernels) where another layer has the
-    same weight, since vLLM's layerwise reload does so in one of them alone."""
-    layers: dict[int, list[Any]] = {}
+# ------------------------------------------------------------------------------------------------------ models of vLLM
+
+
+class Reloaded:
+    """Model of vLLM that loads a version while it is paused, by vLLM's layerwise reload."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self._model, self._config = model, config
+        self._pairs: list[tuple[str, Any]] = []
+
+    def stage(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        self._pairs += pairs  # views of the image
+
+    def apply(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self._model)
+        try:
+            self._model.load_weights(iter(self._pairs))
+        finally:  # puts back what was not loaded
+            finalize_layerwise_reload(self._model, self._config)
+        for layers in tied(self._model):
+            for layer in layers:
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def drop(self) -> None:
+        self._pairs = []
+
+
+class Beside:
+    """Model of vLLM on a CPU, whose next version is packed for its kernels beside the one that computes.
+
+    A copy of the model loads the version by vLLM's layerwise reload, layer by layer. To apply it, the model's
+    parameters take the memory of the copy's, and its layers what the kernels keep of a weight. Meanwhile memory for a
+    second model is needed.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self._model, self._config = model, config
+        self._copies: dict[Any, Any] = {}  # copy of each layer
+        self._tied: list[list[Any]] = []  # copies of layers with one weight
+
+    def stage(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        import torch
+
+        with torch.no_grad():
+            if not self._copies:
+                self._copies = copies(self._model)
+                self._tied = [[self._copies[layer] for layer in layers] for layers in tied(self._model)]
+            self._tie()
+            self._copies[self._model].load_weights(iter(list(pairs)))
+
+    def apply(self) -> None:
+        import torch
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        attention = [layer for layer in self._copies if is_deferred_attention_layer(layer)]
+        if any(layerwise.get_layerwise_info(self._copies[layer]).load_numel for layer in attention):
+            raise ValueError("scales of keys and values can't be updated on a CPU; leave them out of the version")
+        with torch.no_grad():
+            for copy in self._copies.values():
+                info = layerwise.get_layerwise_info(copy)
+                if not is_packed(copy) and info.load_numel > 0:  # a padded layer has room for more than is loaded
+                    layerwise._layerwise_process(copy, info)
+            self._tie()
+            for layer, copy in self._copies.items():
+                if is_packed(copy):
+                    take(layer, copy)
+            for layer in attention:
+                layer.process_weights_after_loading(self._config.dtype)
+
+    def drop(self) -> None:
+        for copy in self._copies.values():  # refers to itself by its parameters' loaders
+            copy._parameters.clear()
+            copy._modules.clear()
+        self._copies, self._tied = {}, []
+
+    def _tie(self) -> None:
+        """Packs the layers whose weight another layer loaded, which vLLM's layerwise reload leaves as they were."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for those in self._tied:
+            loaded = next((copy for copy in those if is_packed(copy)), None)
+            if loaded is None:
+                continue
+            for copy in those:
+                if not is_packed(copy):
+                    copy._parameters["weight"] = loaded._parameters["weight"]
+                    copy.quant_method.process_weights_after_loading(copy)
+                    layerwise.get_layerwise_info(copy).reset()
+
+
+def packs_beside(model: Any) -> bool:
+    """True if `Beside` knows all layers of a model: on a CPU, without quantisation, LoRA, or buffers in files."""
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+        from vllm.model_executor.model_loader.reload import layerwise, meta  # noqa: F401
+    except ImportError:
+        return False
+    known = type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+    for layer in model.modules():
+        if type(layer).__module__.startswith("vllm.lora"):
+            return False
+        if any(x is not None and x.device.type != "cpu" for x in layer._parameters.values()):
+            return False
+        kept = layer._buffers.keys() - layer._non_persistent_buffers_set
+        if not is_deferred_attention_layer(layer) and (type(getattr(layer, "quant_method", None)) not in known or kept):
+            return False
+    return True
+
+
+def copies(model: Any) -> dict[Any, Any]:
+    """Copy of each layer of a model, whose parameters are as vLLM's layerwise reload makes them: without memory, until
+    all that a layer needs was loaded."""
+    import copy
+    from types import MethodType
+
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    found: dict[Any, Any] = {layer: copy.copy(layer) for layer in model.modules()}
+    for layer, new in found.items():
+        recorded, _ = layerwise.get_layerwise_info(layer).restore_metadata
+        own = {name: x for name, x in layer._parameters.items() if x is not None} | recorded
+        new._parameters = {name: meta.to_meta_tensor(x) for name, x in own.items()}
+        new._buffers = {name: None if x is None else meta.to_meta_tensor(x) for name, x in layer._buffers.items()}
+        new._modules = {name: None if child is None else found[child] for name, child in layer._modules.items()}
+        new._non_persistent_buffers_set = set(layer._non_persistent_buffers_set)
+        for param in new._parameters.values():
+            for name, value in vars(param).items():
+                while getattr(value, "__name__", "") == "online_process_loader":  # of a reload before
+                    value = value.__wrapped__
+                if isinstance(value, MethodType):  # vLLM's records name no layer
+                    value = value.__func__.__get__(found.get(value.__self__, new))
+                vars(param)[name] = value
+    for new in found.values():
+        layerwise.initialize_online_processing(new)
+    return found
+
+
+def is_packed(copy: Any) -> bool:
+    """Whether all that a layer needs was loaded into its copy, and packed."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return not layerwise.get_layerwise_info(copy).can_load()
+
+
+def take(layer: Any, copy: Any) -> None:
+    """Gives a layer the parameters of its copy, and what the kernels keep of them."""
+    for name, param in layer._parameters.items():
+        if param is not None:
+            param.data = copy._parameters[name].data
+    own = vars(layer)
+    for name, value in vars(copy).items():
+        if name not in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own[name] = value
+
+
+def tied(model: Any) -> list[list[Any]]:
+    """Layers of a model that have one weight: vLLM's layerwise reload packs it for one of them alone."""
+    found: dict[int, list[Any]] = {}
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.numel() and weight.is_floating_point() and weight.element_size() > 1:
-            layers.setdefault(weight.data_ptr(), []).append(layer)
-    for tied in layers.values():
-        for layer in tied if len(tied) > 1 else ():
-            if (method := getattr(layer, "quant_method", None)) is not None:
-                method.process_weights_after_loading(layer)
+            found.setdefault(weight.data_ptr(), []).append(layer)
+    packed = [[each for each in layers if getattr(each, "quant_method", None) is not None] for layers in found.values()]
+    return [layers for layers in packed if len(layers) > 1]

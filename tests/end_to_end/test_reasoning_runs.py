@@ -358,6 +358,36 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
 
 
 @pytest.mark.slow
+def test_a_run_whose_servers_are_all_down_says_so_while_it_waits(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server comes back once the line is there, or after 100 requests."""
+    monkeypatch.setattr(rollout_servers, "LONGEST_REST", 0.05)
+    monkeypatch.setattr(rollout_servers, "SILENT", 0.2)
+    told: list[str] = []
+    deaths = itertools.count()
+
+    def is_told() -> bool:
+        told.append(capfd.readouterr().err)
+        return "waits for a server, " in "".join(told)
+
+    with serving(files) as one:
+        route = "/inference/v1/generate"
+
+        def fault(_: str) -> str | None:
+            return "die" if len(one.asks(route)) >= 10 and not is_told() and next(deaths) < 100 else None
+
+        one.fault = fault
+        acting = ActorConfig(1, "thread", 0, rollout_servers=(one.address,), rollout_updates="folder")
+        algorithm = GRPOConfig(model_folder=str(files), group=8, num_minibatches=1)
+        run = asking(files, algorithm=algorithm, acting=acting, total_steps=3 * 64 * SHORT)
+        assert begin(run, tmp_path / "run").code == 0
+    assert next(deaths) < 100
+    assert is_told() and f"none answers ({one.address}: " in "".join(told)
+    assert len(records(tmp_path / "run")) == 3
+
+
+@pytest.mark.slow
 def test_a_run_two_updates_behind_ends_no_lower_than_one_that_is_not(files: Path, tmp_path: Path) -> None:
     """From rewards alone, two threads, two seeds each; but for noise, of which so few questions make much."""
     algorithm = GRPOConfig(model_folder=str(files), group=8, lr=1e-2, warmup=0, num_minibatches=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,34 @@ def test_without_any_server_a_call_ends_in_time_and_says_why(two: tuple[RolloutS
     with pytest.raises(ServerError, match=r"no server answered for 0\.3 s .*nobody listens"):
         servers(*two, revive=revive, patience=0.3).complete(ASKS, 3, lambda: beats.append(1))
     assert len(beats) > 5
+
+
+def test_while_no_server_answers_the_run_says_that_it_waits_and_for_which(
+    two: tuple[RolloutServer, RolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_servers, "SILENT", 0.1)
+    monkeypatch.setattr(rollout_servers, "AGAIN", 0.1)
+    for each in two:
+        each.fault = lambda route: "die"
+    news: list[str] = []
+
+    def waits() -> list[str]:
+        return [line for line in news if line.startswith("waits for a server")]
+
+    def revive(server: Server) -> None:
+        if len(waits()) < 2:
+            raise ConnectionRefusedError("nobody listens")
+        for each in two:
+            each.fault = lambda route: None
+
+    made = servers(*two, revive=revive, note=news.append)
+    assert made.complete(ASKS, 3) == EXPECTED
+    addresses = rf"{two[0].address}: .*nobody listens; {two[1].address}: .*nobody listens"
+    assert re.fullmatch(rf"waits for a server, [45] s more at most; none answers \({addresses}\)", waits()[0])
+    told = len(waits())
+    assert made.complete(ASKS, 3) == EXPECTED and len(waits()) == told  # nothing to wait for
+    two[0].fault = lambda route: "die"
+    assert made.complete(ASKS, 3) == EXPECTED and len(waits()) == told  # the other answers
 
 
 def test_a_request_that_is_refused_itself_is_an_error_at_once(two: tuple[RolloutServer, RolloutServer]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,34 @@ from tests.helpers.weight_sync_transports import until, way
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
 
 
+class Dictionary:
+    """Model that is a dictionary; what is staged stands beside it."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, np.ndarray] = {}
+        self.next: dict[str, np.ndarray] = {}
+        self.drops = 0
+
+    def stage(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        self.next.update((name, tensor.clone()) for name, tensor in pairs)
+
+    def apply(self) -> None:
+        self.now = self.next
+
+    def drop(self) -> None:
+        self.next, self.drops = {}, self.drops + 1
+
+
 class Fake:
     """vLLM as its trainers see it: a server whose workers each load into a dictionary of their own."""
 
     def __init__(self, count: int = 2) -> None:
-        self.models: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
+        self.models = [Dictionary() for _ in range(count)]
         self.flushed: list[int] = []
         self.label: str | None = None
         self.calls: list[str] = []
         self.fail = 0  # calls of update_weights from now until one fails in the last worker
-        self.workers = [
-            Worker(
-                lambda pairs, into=into: into.update((n, t.clone()) for n, t in pairs), on_commit=self.flushed.append
-            )
-            for into in self.models
-        ]
+        self.workers = [Worker(model, self.flushed.append) for model in self.models]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         for worker in self.workers:
@@ -97,7 +110,8 @@ def filled(version: int) -> dict[str, np.ndarray]:
 
 def loaded(fake: Fake, version: int) -> bool:
     return all(
-        list(model) == list(filled(version)) and all(np.array_equal(model[n], a) for n, a in filled(version).items())
+        list(model.now) == list(filled(version))
+        and all(np.array_equal(model.now[name], x) for name, x in filled(version).items())
         for model in fake.models
     )
 
@@ -118,18 +132,25 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
         with pytest.raises(RuntimeError, match="died"):
             rollout.update(3, filled(3), 20)
         assert [worker.version for worker in fake.workers] == [2, 2] and len(fake.flushed) == 4
+        assert loaded(fake, 2)  # and it was not paused yet
         with pytest.raises(PhaseError, match="start it again"):
             fake.finish_weight_update()
         rollout.update(4, filled(4), 20)  # all of it is loaded anew
         assert loaded(fake, 4) and [worker.version for worker in fake.workers] == [4, 4]
-        assert fake.calls == [*2 * ["pause", "resume"], "pause", "pause", "resume"]  # paused after the failure
+        fake.fail = 4  # in the call that applies, after three that stage
+        with pytest.raises(RuntimeError, match="died"):
+            rollout.update(5, filled(5), 20)
+        assert [model.now["layer.0"][0, 0] for model in fake.models] == [500, 400]
+        rollout.update(6, filled(6), 20)
+        assert loaded(fake, 6)
+        assert fake.calls == [*3 * ["pause", "resume"], "pause", "pause", "resume"]  # paused after the second failure
+        assert rollout.paused > 0 and rollout.held > 0
 
 
 @pytest.mark.usefixtures("plain_tensors")
 def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> None:
-    got: dict[str, Any] = {}
-    closed: list[None] = []  # layerwise reloads that were ended, by a failure or by an update's end
-    worker = Worker(lambda pairs: got.update(pairs), finish=lambda: closed.append(None))
+    model = Dictionary()
+    worker = Worker(model)
     lane = way("shared", tmp_path).serve()
     for call in (worker.start_weight_update, worker.finish_weight_update):
         with pytest.raises(PhaseError, match="not initialised"):
@@ -154,7 +175,6 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
             assert worker.phase is Phase.BROKEN
             with pytest.raises(PhaseError):
                 worker.receive_weights(Announced(1, root, 0, 5, True))
-        assert len(closed) == 2
         worker.start_weight_update()
         with pytest.raises(PhaseError, match="lacks 1 tensors at its end"):  # before vLLM is asked to finish
             worker.receive_weights(Announced(1, root, 0, 4, True))
@@ -162,15 +182,18 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
         worker.receive_weights(Announced(1, root, 0, 4, False))
         with pytest.raises(PhaseError, match="1 tensors are missing"):
             worker.finish_weight_update()
+        worker.receive_weights(Announced(1, root, 4, 5, False))
+        with pytest.raises(PhaseError, match="nothing was applied"):
+            worker.finish_weight_update()
         worker.start_weight_update()
-        assert len(closed) == 4
         worker.receive_weights(Announced(1, root, 0, 4, False))
         with pytest.raises(PhaseError, match="already loaded"):
             worker.receive_weights(Announced(1, root, 3, 5, True))
         worker.start_weight_update()
+        worker.receive_weights(Announced(1, root, 0, 4, False))
+        assert len(model.next) == 4 and not model.now  # no refused update has changed the model
         worker.shutdown()  # the next trainer, after one that was killed
-        assert len(closed) == 6
-        got.clear()
+        assert not model.next and not model.now
     assert worker.phase is Phase.CLOSED and worker.version == -1
 
 
@@ -207,6 +230,33 @@ def test_the_routes_are_those_of_vllm() -> None:
         Http("127.0.0.1:8000")
     with pytest.raises(ValueError, match="vLLM"):
         vllm.register()
+
+
+def test_a_vllm_in_process_is_asked_by_its_own_methods() -> None:
+    asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Llm:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *told, **named: (asked.append((name, (*told, *named.values()))), name != full)[1]
+
+    full = ""
+    engine = vllm.InProcess(Llm())
+    engine.init_weight_transfer_engine({"addresses": ["shm:@w"], "token": None})
+    engine.start_weight_update()
+    engine.update_weights({"version": 1})
+    engine.pause()
+    engine.finish_weight_update("1")
+    engine.resume()
+    assert asked == [
+        ("init_weight_transfer_engine", ({"init_info": {"addresses": ["shm:@w"], "token": None}},)),
+        ("start_weight_update", ()),
+        ("update_weights", ({"update_info": {"version": 1}},)),
+        ("finish_weight_update", ("1",)),
+        ("reset_prefix_cache", (True,)),
+    ]
+    full = "reset_prefix_cache"
+    with pytest.raises(vllm.EngineError, match="keeps the cached values"):
+        engine.finish_weight_update("2")
 
 
 def test_an_update_that_a_killed_trainer_left_open_is_given_up_first() -> None:
