@@ -79,27 +79,34 @@ class Kind(NamedTuple):
     exact: bool = True  # the parameters at the end follow from the seed
     from_saves: bool = False  # and from which saves there are
     own: str = ""  # words before `train`
+    line: int = 5  # updates of a line of metrics
+    save: int = 20  # updates between saves
 
 
 KINDS = {
-    "ppo": Kind(f"cartpole {SMALL}", 1000, 256),
-    "impala": Kind(f"impala-cartpole {SMALL}", 1000, 256),
-    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 100, 256),
-    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 40, 256),
-    "population": Kind(f"cartpole {SMALL} --seeds 3", 500, 256),
-    "actors": Kind(f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 300, 256),
-    "central": Kind(f"cartpole {POLES} {SMALL} --topology central --actors 2", 200, 256, exact=False),
-    "hackmatrix": Kind("hackmatrix --num-envs 16 --num-steps 16 --hidden-dim 8 --evaluation-episodes 2", 60, 256),
-    "driving": Kind(
-        "driving --scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 16 --evaluation-episodes 2", 30, 128
+    "ppo": Kind(f"cartpole {SMALL}", 300, 256),
+    "impala": Kind(f"impala-cartpole {SMALL}", 300, 256),
+    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 100, 256, line=2, save=8),
+    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 40, 256, line=1, save=4),
+    "population": Kind(f"cartpole {SMALL} --seeds 3", 200, 256),
+    "actors": Kind(
+        f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 150, 256, line=3, save=12
     ),
-    "reasoning": Kind("reasoning-arithmetic --num-envs 8 --evaluation-episodes 16", 10, 3584),
-    "launch": Kind(f"cartpole {SMALL}", 400, 256, own="launch --hosts 2 --devices-per-host 1 --restarts 9 --"),
+    "central": Kind(f"cartpole {POLES} {SMALL} --topology central --actors 2", 100, 256, exact=False, line=2, save=8),
+    "hackmatrix": Kind(
+        "hackmatrix --num-envs 16 --num-steps 16 --hidden-dim 8 --evaluation-episodes 2", 60, 256, line=1, save=4
+    ),
+    "driving": Kind(
+        "driving --scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 16 --evaluation-episodes 2",
+        30,
+        128,
+        line=1,
+        save=3,
+    ),
+    "reasoning": Kind("reasoning-arithmetic --num-envs 8 --evaluation-episodes 16", 10, 3584, line=1, save=2),
+    "launch": Kind(f"cartpole {SMALL}", 200, 256, own="launch --hosts 2 --devices-per-host 1 --restarts 9 --"),
     "nan": Kind(
-        f"ppo --env tests.helpers.nan_environment:poles {SMALL} --save-interval 10 --rollbacks 50",
-        150,
-        256,
-        from_saves=True,
+        f"ppo --env tests.helpers.nan_environment:poles {SMALL} --rollbacks 50", 150, 256, from_saves=True, save=10
     ),
 }
 """Recipe kinds and topologies. In `nan` some rewards are not numbers: the run goes back to its newest save, around
@@ -248,13 +255,13 @@ def undisturbed(kind: str, scratch: Path) -> str | None:
 
 
 def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """One run with two to twelve kills, or fewer if it ends before."""
+    """One run with four to sixteen kills, or fewer if it ends before."""
     began, wrong, codes, gaps = time.monotonic(), "", Counter[int](), AWAKE.gaps
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_bytes(bytes(8))
     kills, said = 0, list[str]()  # by processes that ended with an error before their moment
-    for _ in range(rng.randrange(2, 13)):
+    for _ in range(rng.randrange(4, 17)):
         process = start(kind, folder, HITS[hit])
         killed = live(process, folder, HITS[hit], rng, KINDS[kind])
         kills += killed
@@ -285,12 +292,12 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
 
 
 def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, kind: Kind) -> int:
-    """Kills of a process at random moments: within its start, or just behind some progress. One that it launches may be
-    killed alone."""
+    """Kills of a process at random moments: within its start, or behind one to four lines of progress. One that it
+    launches may be killed alone."""
     done, until, kills = updates(folder), AWAKE.seconds + LONGEST, 0
     while True:
         moment = time.monotonic() + rng.uniform(0.0, 8.0)
-        early = rng.random() < 0.4
+        early, done = rng.random() < 0.5, done + rng.randrange(4)
         while process.poll() is None and AWAKE.seconds < until:
             if (early and time.monotonic() >= moment) or (not early and updates(folder) > done):
                 break
@@ -298,7 +305,7 @@ def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.R
             if rng.random() < 0.05:
                 hit.meanwhile(folder, rng)
         if not early:
-            time.sleep(rng.uniform(0.0, 1.0))
+            time.sleep(rng.uniform(0.0, 0.3))
         hit.meanwhile(folder, rng)
         if process.poll() is not None:
             return kills
@@ -348,8 +355,8 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
         words = ["train", words[1], "--resume", folder.name]
     else:
         shutil.rmtree(folder, ignore_errors=True)  # it was killed before it said what it is
-        words += ["--total-steps", str(about.updates * about.steps), "--log-interval", "5", "--run-name", folder.name]
-        words += [] if "--save-interval" in words else ["--save-interval", "20"]
+        words += ["--total-steps", str(about.updates * about.steps), "--run-name", folder.name]
+        words += ["--log-interval", str(about.line), "--save-interval", str(about.save)]
     program = [sys.executable, "-m", "longhaul", *shlex.split(about.own), *words, "--runs-dir", str(folder.parent)]
     mine = {
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
