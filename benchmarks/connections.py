@@ -41,6 +41,7 @@ import psutil
 
 from benchmarks import results
 from longhaul.runtime import credentials, descriptors
+from longhaul.runtime.gloo_listener import MEETING
 from longhaul.weight_sync.protocol import NOTHING
 from longhaul.weight_sync.receiver import Receiver, follow
 from longhaul.weight_sync.transports.shared_memory import SharedCollection
@@ -180,7 +181,7 @@ def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iter
                 os.environ["LONGHAUL_TLS_CA"] = str(home / "cert.pem")
             follower = ends.enter_context(closing(follow([where], token=token)))
             await_(lambda: follower.held.version >= 0, log)
-        time.sleep(5.0)  # what is made once is made
+        time.sleep(MEETING + 5.0 if port == "launch" else 5.0)  # what is made once is made
         yield Target(folder, training, process, address, follower)
 
 

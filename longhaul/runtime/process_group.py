@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from longhaul.runtime import descriptors
+from longhaul.runtime import descriptors, gloo_listener
 from longhaul.runtime.launch.process import end_with_parent
 
 T = TypeVar("T")
@@ -213,10 +213,12 @@ def start(hosts: Hosts) -> None:
     late.start()
     if known and hosts.index == 0 and not by_file:
         _check_port(hosts.coordinator, here=here)
-    if here:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
-        from jax._src.lib import _jax
+    from jax._src.lib import _jax
 
-        _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    make = gloo_listener.guarded(_jax.make_gloo_tcp_collectives, _groups)
+    if here:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
+        make = functools.partial(make, hostname="127.0.0.1")
+    _jax.make_gloo_tcp_collectives = make
     try:
         descriptors.raise_limit()  # JAX's coordinator accepts every connection
         jax.distributed.initialize(
@@ -240,6 +242,11 @@ def start(hosts: Hosts) -> None:
         file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             file.parent.rmdir()
+
+
+def _groups() -> list[str]:
+    """Keys of the processes that have said that they meet as a group of devices."""
+    return [key for key, _ in _state().client.key_value_dir_get_bytes(gloo_listener.KEYS)]
 
 
 def _check_port(coordinator: str, *, here: bool) -> None:
