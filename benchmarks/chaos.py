@@ -86,8 +86,8 @@ class Kind(NamedTuple):
 KINDS = {
     "ppo": Kind(f"cartpole {SMALL}", 300, 256),
     "impala": Kind(f"impala-cartpole {SMALL}", 300, 256),
-    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 100, 256, line=2, save=8),
-    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 40, 256, line=1, save=4),
+    "dqn": Kind("cartpole-dqn --hidden-dim 16 --evaluation-episodes 4 --threads 1", 800, 32, line=16, save=64),
+    "sac": Kind("pendulum-sac --hidden-dim 16 --evaluation-episodes 4 --threads 1", 640, 8, line=16, save=64),
     "population": Kind(f"cartpole {SMALL} --seeds 3", 200, 256),
     "actors": Kind(
         f"cartpole {POLES} {SMALL} --topology actors --actors 2 --staleness 1 --pin", 150, 256, line=3, save=12
