@@ -173,6 +173,9 @@ PARAMETERS: dict[tuple[str, str], type] = NAMES | {
 MOST_VALUES = 1 << 24
 """Values that a pickle may stand for; a file of real logs has some 100,000."""
 
+MOST_DEPTH = 100
+"""Containers within one another; files of real logs have 6 and 7, trees of parameters some more."""
+
 MOST_BYTES = 384 << 20
 """Bytes of memory that a pickle's values may take, estimated by its instructions; other bytes look like them, so that
 arrays count about seven times. Files of real logs have some MB."""
@@ -275,7 +278,8 @@ class Unpickler(pickle._Unpickler):
 def weigh(document: Any) -> int:
     """Number of values that `document` stands for, with repetitions.
 
-    `Malformed` where they are more than `MOST_VALUES`, or a container holds itself.
+    `Malformed` where they are more than `MOST_VALUES`, more than `MOST_DEPTH` within one another, or a container holds
+    itself.
     """
     weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
     open_: set[int] = set()
@@ -296,6 +300,8 @@ def weigh(document: Any) -> int:
         if id(value) in open_:
             raise Malformed("a value that holds itself")
         open_.add(id(value))
+        if len(open_) > MOST_DEPTH:
+            raise Malformed(f"it has more than {MOST_DEPTH} lists and dicts within one another")
         left.append((value, True))
         left += [(each, False) for each in inner if isinstance(each, CONTAINERS)]
     return weights.get(id(document), 1)
