@@ -47,7 +47,7 @@ CLIENTS, PROMPTS = 4, 50
 REFUSED, KILLED = 2, 3
 """Updates before which one is refused, and in which the sender is killed."""
 
-LINK = "shm:@longhaul-vllm-updates"
+LINK = f"shm:@longhaul-vllm-updates-{os.getpid()}"
 NOUNS = ("capital of France", "sum of 2 and 3", "largest planet", "colour of the sky", "name of a dog",
          "first month", "opposite of hot", "author of Hamlet", "metal in a magnet", "number of legs")  # fmt: skip
 FORMS = ("The {} is", "What is the {}? It is", "Tell me the {}.", "Q: {}\nA:", "I always forget the {}, which is")

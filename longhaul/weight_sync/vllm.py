@@ -357,7 +357,7 @@ class InProcess:
 def register() -> None:
     """Registers the backend "longhaul" with vLLM. ValueError where vLLM 0.25 or later is not installed.
 
-    Tested with vLLM 0.32 on a CPU.
+    Tested with vLLM 0.32 on a CPU; of 0.25 and 0.33 the base classes were tried.
     """
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -479,9 +479,13 @@ class Beside:
                 if not is_packed(copy) and info.load_numel > 0:  # a padded layer has room for more than is loaded
                     layerwise._layerwise_process(copy, info)
             self._tie()
-            for layer, copy in self._copies.items():
-                if is_packed(copy):
-                    take(layer, copy)
+            packed = [(layer, copy) for layer, copy in self._copies.items() if is_packed(copy)]
+            for layer, copy in packed:
+                for name, param in layer._parameters.items():
+                    if param is not None and copy._parameters[name].is_meta:
+                        raise ValueError(f"{type(layer).__name__}.{name} was not loaded")
+            for layer, copy in packed:
+                take(layer, copy)
             for layer in attention:
                 layer.process_weights_after_loading(self._config.dtype)
 
@@ -540,6 +544,8 @@ def copies(model: Any) -> dict[Any, Any]:
         recorded, _ = layerwise.get_layerwise_info(layer).restore_metadata
         own = {name: x for name, x in layer._parameters.items() if x is not None} | recorded
         new._parameters = {name: meta.to_meta_tensor(x) for name, x in own.items()}
+        for name in new._parameters.keys() & meta.SKIP_TENSORS:  # vLLM gives these no memory later
+            new._parameters[name] = meta.materialize_meta_tensor(new._parameters[name])
         new._buffers = {name: None if x is None else meta.to_meta_tensor(x) for name, x in layer._buffers.items()}
         new._modules = {name: None if child is None else found[child] for name, child in layer._modules.items()}
         new._non_persistent_buffers_set = set(layer._non_persistent_buffers_set)

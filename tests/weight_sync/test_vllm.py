@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -228,8 +230,29 @@ def test_the_routes_are_those_of_vllm() -> None:
     assert asked[3][1] == {"update_info": told} and asked[4][1] == {"weight_version": "1"}
     with pytest.raises(ValueError, match="no address of a server"):
         Http("127.0.0.1:8000")
-    with pytest.raises(ValueError, match="vLLM"):
-        vllm.register()
+
+
+def test_the_backend_has_all_that_the_installed_vllm_asks_for() -> None:
+    """The real base class, where there is one: 0.25, 0.32 and 0.33 were tried."""
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(ValueError, match=r"needs vLLM 0\.25 or later"):
+            vllm.register()
+        return
+    import torch
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    vllm.register()
+    configs = types.SimpleNamespace(backend=vllm.BACKEND, parallel_config=None, model_config=None)
+    made = WeightTransferEngineFactory._registry[vllm.BACKEND]()
+    engine = made(config=configs, vllm_config=configs, device=torch.device("cpu"), model=torch.nn.Linear(2, 2))
+    assert isinstance(engine, WeightTransferEngine) and not engine.supports_draft_weight_update
+    told = Announced(1, "ab", 0, 5, True)._asdict()
+    assert vars(engine.parse_update_info(told)) == told
+    assert engine.parse_init_info({"addresses": ["shm:@w"], "token": None}).addresses == ["shm:@w"]
+    with pytest.raises(PhaseError, match="not initialised"):
+        engine.start_weight_update()
+    engine.shutdown()
 
 
 def test_a_vllm_in_process_is_asked_by_its_own_methods() -> None:
