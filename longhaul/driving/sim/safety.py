@@ -6,8 +6,11 @@ the bends of that route. Others keep their velocity; those that drive along the 
 on it brake from now on. Without such a manoeuvre the driver is in a state of inevitable collision (Fraichard and Asama,
 "Inevitable collision states", 2004), as far as this model of the world goes. An unsafe command is replaced by the safe
 acceleration that is nearest to it; where none is safe, by the one that comes to a conflict last, and by the hardest
-braking if that is near. The steering stays. This is the shield of Alshiekh et al., "Safe reinforcement learning via
+braking if that is near. This is the shield of Alshiekh et al., "Safe reinforcement learning via
 shielding", 2018, with a model of motion in place of an automaton.
+
+A steering is replaced by one that follows the route where it, held for a while and followed by the way back to the
+route, leads over the road's edge or into others, and following the route from now on does less so.
 
 Braking firmly is less than what the brakes hold, so that a driver whose last way out it was still has the rest.
 
@@ -30,11 +33,25 @@ from jax import lax
 from longhaul.driving.datasets.log import PEDESTRIAN
 from longhaul.driving.scenario.scenario import RED, ROUTE_SPACING
 from longhaul.driving.sim.device_bank import AHEAD, BEHIND
-from longhaul.driving.sim.dynamics import Drive, Limits, arc, travel
-from longhaul.driving.sim.features import Agent, Features
-from longhaul.driving.sim.geometry import FREE, Relative, into, pick, project, separation, wrap
+from longhaul.driving.sim.dynamics import MAX_CURVATURE, Drive, Limits, arc, travel
+from longhaul.driving.sim.features import NARROW, STOPPED, Agent, Features, time_to_contact
+from longhaul.driving.sim.geometry import (
+    FREE,
+    OPEN,
+    Field,
+    Relative,
+    clearance,
+    corners,
+    into,
+    nearest,
+    out_of,
+    pick,
+    project,
+    separation,
+    wrap,
+)
 from longhaul.driving.sim.idm import bend_speed
-from longhaul.driving.sim.observation import nearby
+from longhaul.driving.sim.observation import RANGE, approach
 from longhaul.driving.sim.traffic import Scene
 
 HORIZON, STEP = 3.0, 0.25
@@ -58,6 +75,10 @@ SWEPT = 0.25
 MARGIN = 0.2
 """m to be kept of others; less where they are nearer already."""
 
+STANDING = 1.1
+"""m to be kept ahead; less where they are nearer already. Who brakes by SOFT to this gap before somebody who stands is
+1 s from a contact or more: d / sqrt(2 SOFT (d - STANDING)) has its minimum 1 s where STANDING = SOFT / 2."""
+
 PUSHING_JERK, BRAKING_JERK = 4.0, 8.0
 """m/s^3: the largest change of a safe acceleration, up and down; V-Max's limit of comfort is 8.3."""
 
@@ -72,6 +93,13 @@ LATERAL = 4.7
 
 IMMINENT = 1.75
 """s to a conflict that nothing avoids, below which the brakes are used as far as they go."""
+
+CREEP = 0.005
+"""m by which one may come nearer in a step to who is in the way, beyond what gentle braking needs."""
+
+CALM, PRICE = 1.2, 20.0
+"""s to a contact with who is ahead, if both went on as they are, below which a gentle choice is preferred by which it
+is later, and what 1 s of that is worth, m/s^2. nuPlan and V-Max want 0.95 s."""
 
 NEAR = 1.0
 """s to a conflict above which braking stays gentle: others may turn out to do something else."""
@@ -88,6 +116,18 @@ BEND, SLOWING = 4.0, -2.5
 LINE = 0.3
 """m kept before a stop line."""
 
+EDGE, SIDE, LESS = 0.1, 0.3, 0.02
+"""m to be kept of the road's edge and of others by steering, and by how much following the route must do better."""
+
+HELD = 0.4
+"""s for which a curvature is held before the way back to the route."""
+
+STEERED = np.array([0.4, 0.8, 1.2], np.float32)
+"""s after which it is looked where a curvature led."""
+
+PURSUIT = 4.0, 0.9
+"""m and s: how far ahead on the route is steered to, the larger of both (pure pursuit: Coulter, 1992)."""
+
 
 def keep_safe(
     features: Features,
@@ -95,6 +135,7 @@ def keep_safe(
     agent: Agent,
     drive: Drive,
     limits: Limits,
+    road: Field,
     dt: jax.Array,
     count: int,
     easy: tuple[jax.Array, jax.Array],
@@ -117,15 +158,75 @@ def keep_safe(
     safe, gentle = free >= HORIZON, soft >= HORIZON
     # those after which gentle braking is enough first, the nearest to what was wanted; then those after which the
     # brakes are, the nearest to gentle braking; else the latest conflict: if it is near, the hardest braking
-    near = -jnp.abs(choices - smooth)
+    crowding = jnp.maximum(CALM - contact_after(features, agent, choices, limits, dt, count), 0.0)
+    crowding = jnp.where(choices > smooth, jnp.maximum(crowding, crowding[0]), crowding)
+    near = -jnp.abs(choices - smooth) - PRICE * crowding
     last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
     rank = jnp.where(gentle, near, jnp.where(safe, -1e2 - jnp.abs(choices - low), last))
     chosen = choices[jnp.argmax(rank)]
     # what is far off may turn out to be nothing: until it is near, as hard as is gentle
     chosen = jnp.where(jnp.max(free[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
-    chosen = jnp.where(gentle[0], smooth, chosen)
+    chosen = jnp.where(gentle[0] & (crowding[0] <= 0.0), smooth, chosen)
     grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
-    return arc(now, chosen, jnp.clip(drive.curvature, -grip, grip), limits, dt), ~gentle[0]
+    curvature, steered = keep_clear(features, here, agent, drive.curvature, road, count)
+    return arc(now, chosen, jnp.clip(curvature, -grip, grip), limits, dt), ~gentle[0] | steered
+
+
+def contact_after(
+    features: Features, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, count: int
+) -> jax.Array:
+    """Seconds [C] to a contact with somebody ahead if all went on as they are after each of `choices` [C]."""
+    chosen, there = relevant(features, count)
+    others, speed = features.others, agent.drive.motion.speed
+    after = travel(speed, choices, dt, limits.speed)[1][:, None]
+    x, y, cos, sin, vx, vy, length, width = (
+        pick(values, chosen)[None]
+        for values in (others.x, others.y, others.cos, others.sin, others.vx, others.vy, *others.half)
+    )
+    ahead = there[None] & (jnp.abs(y) <= NARROW * x)
+    boxes = Relative(x, y, cos, sin, others.own, (length, width), vx - (after - speed), vy)
+    contact = jnp.min(jnp.where(ahead, time_to_contact(boxes), FREE), axis=-1)
+    return jnp.where(after[:, 0] < STOPPED, FREE, contact)
+
+
+def keep_clear(
+    features: Features, here: Scene, agent: Agent, curvature: jax.Array, road: Field, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`curvature`, 1/m, or that which follows the route where this leads over the road's edge or into others; and
+    whether it was replaced, a bool."""
+    x, y, heading, speed = agent.drive.motion
+    reach = jnp.maximum(PURSUIT[0], PURSUIT[1] * speed)
+    aim_x, aim_y, _ = on_route(features, features.s + reach)
+    aim_x, aim_y = into(aim_x - x, aim_y - y, jnp.cos(heading), jnp.sin(heading))
+    follow = 2.0 * aim_y / jnp.maximum(jnp.square(aim_x) + jnp.square(aim_y), 1.0)
+    choices = jnp.stack([curvature, jnp.clip(follow, -MAX_CURVATURE, MAX_CURVATURE)])
+    # held for a while: how far beside the route then, and at which angle to it
+    held = speed * np.float32(HELD)
+    bend = wrap(on_route(features, features.s + held)[2] - on_route(features, features.s)[2])
+    turn = choices * held - bend
+    lateral = features.lateral + held * jnp.sin(features.heading_error + 0.5 * turn)
+    way, blend = speed * (STEERED - np.float32(HELD)), jnp.maximum(BLEND, speed)
+
+    def after(lateral: jax.Array, error: jax.Array) -> tuple[jax.Array, ...]:
+        return return_to(features, features.s + held, lateral, error, way, blend)
+
+    mine = jax.vmap(after)(lateral, features.heading_error + turn)
+    x, y, cos, sin = (value[..., None] for value in mine)  # [2, T, 1]
+    half_length, half_width = features.others.own
+    box_x, box_y = (value[None, None] for value in corners(half_length, half_width))
+    dx, dy = out_of(box_x, box_y, cos, sin)
+    over = jnp.max(clearance(road, x + dx, y + dy), axis=(1, 2)) + EDGE
+    over = jnp.where(features.kind == PEDESTRIAN, -OPEN, over)
+    boxes = others_at(features, here, speed, STEERED, count)
+    other_x, other_y, other_cos, other_sin = (value[None] for value in boxes[:4])  # [1, T, K]
+    other_length, other_width, least = (value[None, None] for value in boxes[4:7])
+    dx, dy = into(other_x - x, other_y - y, cos, sin)
+    turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
+    gap = separation(Relative(dx, dy, turn_cos, turn_sin, (half_length, half_width), (other_length, other_width)))
+    gap = jnp.min(jnp.where(least > -FREE, gap, FREE), axis=(1, 2))
+    over = jnp.maximum(over, SIDE - jnp.maximum(gap, 0.0))
+    replaced = (over[0] > 0.0) & (over[1] < over[0] - LESS)
+    return jnp.where(replaced, choices[1], curvature), replaced
 
 
 def time_to_conflict(
@@ -144,17 +245,19 @@ def time_to_conflict(
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
     way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
-    mine, boxes = lax.optimization_barrier((poses(features, way), others_at(features, here, times, count)))
+    mine, boxes = lax.optimization_barrier(
+        (poses(features, way), others_at(features, here, agent.drive.motion.speed, times, count))
+    )
     x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, K] from here on
     other_x, other_y, other_cos, other_sin = (value[None, None] for value in boxes[:4])
-    half_length, half_width, least = (value.reshape(1, 1, 1, -1) for value in boxes[4:])
+    half_length, half_width, least, ahead = (value.reshape(1, 1, 1, -1) for value in boxes[4:])
     dx, dy = into(other_x - x, other_y - y, cos, sin)
     turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
     moved = jnp.diff(way, axis=-1, prepend=0.0)[..., None]
-    own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
-    gap = separation(Relative(dx, dy, turn_cos, turn_sin, own, (half_length, half_width)))
+    own = own_length + SWEPT * moved + 0.5 * ahead, jnp.broadcast_to(own_width, moved.shape)
+    gap = separation(Relative(dx - 0.5 * ahead, dy, turn_cos, turn_sin, own, (half_length, half_width)))
     stop = features.light_distance
     stoppable = jnp.square(agent.drive.motion.speed) < 2.0 * limits.braking * stop
     red = (features.light_state == RED) & stoppable
@@ -186,27 +289,56 @@ def on_route(features: Features, s: jax.Array) -> tuple[jax.Array, jax.Array, ja
 
 def poses(features: Features, way: jax.Array) -> tuple[jax.Array, ...]:
     """x, y, cosine and sine along the own route after `way` [...] metres, coming back to it from beside it."""
-    x, y, along = on_route(features, features.s + way)
-    slope = jnp.tan(jnp.clip(features.heading_error, -0.8, 0.8))
-    fade, growth = jnp.exp(-way / BLEND), slope + features.lateral / BLEND
-    aside = features.lateral + growth * way
-    heading = along + jnp.arctan((growth - aside / BLEND) * fade)
+    return return_to(features, features.s, features.lateral, features.heading_error, way, BLEND)
+
+
+def return_to(
+    features: Features, s: jax.Array, lateral: jax.Array, error: jax.Array, way: jax.Array, blend: float | jax.Array
+) -> tuple[jax.Array, ...]:
+    """x, y, cosine and sine after `way` [...] metres from arc length `s` of the own route, to which one comes back on
+    `blend` metres from `lateral` beside it and a heading `error`, rad."""
+    x, y, along = on_route(features, s + way)
+    slope = jnp.tan(jnp.clip(error, -0.8, 0.8))
+    fade, growth = jnp.exp(-way / blend), slope + lateral / blend
+    aside = lateral + growth * way
+    heading = along + jnp.arctan((growth - aside / blend) * fade)
     return x - aside * fade * jnp.sin(along), y + aside * fade * jnp.cos(along), jnp.cos(heading), jnp.sin(heading)
 
 
-def others_at(features: Features, here: Scene, times: np.ndarray, count: int) -> tuple[jax.Array, ...]:
+def relevant(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
+    """Indices [K] of the `count` others that may matter most, and whether each does: those nearest, now and at their
+    closest approach, or in the way; the first in the way always, those who follow behind never."""
+    others, seen = features.others, features.seen
+    length, width = others.half
+    behind = others.x + length * jnp.abs(others.cos) + width * jnp.abs(others.sin) < -others.own[0]
+    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
+    now = jnp.sqrt(others.x * others.x + others.y * others.y)
+    rank = jnp.minimum(now + jnp.sqrt(then_x * then_x + then_y * then_y), features.blocks)
+    rank = jnp.where(features.blocks < jnp.minimum(features.gap + 1e-3, FREE), 0.0, rank)
+    counts = seen & (now < RANGE) & ~(behind & (others.cos > 0.7))
+    chosen = nearest(jnp.where(counts, rank, FREE), count)
+    return chosen, pick(counts, chosen)
+
+
+def others_at(
+    features: Features, here: Scene, speed: jax.Array, times: np.ndarray, count: int
+) -> tuple[jax.Array, ...]:
     """Boxes of the nearest others at `times` [T]: x, y, cosine and sine [T, K]; half length and half width [K], and
-    the gap [K], m, below which there is a conflict: -FREE for who does not count."""
-    chosen, there = nearby(features, count)
+    the gap [K], m, below which there is a conflict: -FREE for who does not count; and by how much more ahead [K] of
+    an agent of this `speed`."""
+    chosen, there = relevant(features, count)
     known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
-    behind = pick(features.others.x, chosen) + half_length < -features.others.own[0]
-    same = pick(features.others.cos, chosen) > 0.7
-    least = jnp.minimum(MARGIN, 0.7 * pick(features.separation, chosen))
-    least = jnp.where(there & ~(behind & same), least, -FREE)
+    apart = pick(features.separation, chosen)
+    least = jnp.minimum(MARGIN, 0.7 * apart)
+    least = jnp.where(there, least, -FREE)
     s, lateral, heading = jax.vmap(lambda x, y: project(features.route, features.route_first, x, y))(x, y)
     route_cos, route_sin = jnp.cos(heading), jnp.sin(heading)
     pace, facing = vx * route_cos + vy * route_sin, cos * route_cos + sin * route_sin
+    # nobody comes nearer by more than a tenth, and to who is in the way by no more than gentle braking needs
+    stop = jnp.square(speed) / (-2.0 * SOFT) - jnp.square(jnp.maximum(pace, 0.0)) / (2.0 * OTHERS_BRAKE)
+    held = jnp.where(pick(features.blocks, chosen) < FREE, apart - CREEP - jnp.maximum(stop, 0.0), 0.0)
+    ahead = jnp.clip(jnp.maximum(0.9 * apart, held) - MARGIN, 0.0, STANDING - MARGIN)
     first = features.route_first.astype(jnp.float32)
     within = (s > first + 0.5) & (s < first + np.float32(BEHIND + AHEAD - 2))
     follows = within & (jnp.abs(facing) > ALONG) & (jnp.abs(lateral) < BESIDE) & (kind != PEDESTRIAN)
@@ -223,4 +355,4 @@ def others_at(features: Features, here: Scene, times: np.ndarray, count: int) ->
         (sin[None] * turn_cos + cos[None] * turn_sin, jnp.broadcast_to(sin[None], bent.shape)),
     )
     swept = half_length + SWEPT * STEP * jnp.hypot(vx, vy)
-    return *(jnp.where(follows[None], a, b) for a, b in places), swept, half_width, least
+    return *(jnp.where(follows[None], a, b) for a, b in places), swept, half_width, least, ahead

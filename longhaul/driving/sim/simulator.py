@@ -363,8 +363,9 @@ class Simulator:
         def one(agent: Agent, drive: Drive, limits: Limits, easy: Any, key: Key | None) -> tuple[Drive, jax.Array]:
             seen = here if config.perfect else perceive(config, here, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
-            return safety.keep_safe(features, seen, agent, drive, limits, dt, config.neighbours, easy)
+            return safety.keep_safe(features, seen, agent, drive, limits, road, dt, config.neighbours, easy)
 
+        road = device_bank.field(self.tables, state.scenario)
         keys = prng.split(key, config.agents) if config.draws else None
         limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
         judged = jax.vmap(one, in_axes=(0, 0, 0, 0, None if keys is None else 0))

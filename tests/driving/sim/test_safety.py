@@ -34,10 +34,45 @@ def test_who_would_hit_a_wall_brakes_gently_before_it_and_no_sooner() -> None:
     braking = int(np.argmax(speed < SPEED - 1e-3))
     gap = wall - 4.0 - x[braking - 1]
     needed = SPEED * safety.HORIZON + 0.5 * safety.SOFT * safety.HORIZON**2  # as far as gentle braking is looked at
-    assert needed < gap < needed + safety.MARGIN + SPEED * (2 * DT + safety.STEP)
+    assert needed < gap < needed + safety.STANDING + SPEED * (2 * DT + safety.STEP)
     assert speed[-1] < 1.0  # rolls up to it
     assert 0.0 < wall - 4.0 - x[-1] < 5.0
     assert checked.metrics["comfortable"] == [1.0]
+    assert checked.metrics["time_to_collision"] == [1.0]
+
+
+def test_who_pushes_on_behind_somebody_who_stands_comes_no_nearer_than_a_standing_gap() -> None:
+    stands = line((12.0, 0), (0, 0), T)
+    checked = trip(scenario([line((0, 0), (1.5, 0), T), stands]), PUSH, terminations=(), safety=True)
+    x = checked.states.motion.x[:, 0]
+    assert 0.6 * safety.STANDING < 12.0 - 4.0 - x[-1] < safety.STANDING + 1.0
+    assert checked.states.motion.speed[-10:, 0].max() < 0.1
+
+
+def test_who_is_in_the_way_counts_before_a_crowd_that_is_nearer() -> None:
+    ego, wall = line((0, 0), (SPEED, 0), T), line((60.0, 0), (0, 0), T)
+    crowd = [line((x, side * 3.6), (SPEED, 0), T) for x in (-6.0, -1.0, 4.0, 9.0, 14.0) for side in (-1, 1)]
+    free, checked = both(scenario([ego, *crowd, wall], road=lambda x, y: np.abs(y) - 9.0))
+    assert (free.metrics["collision"], checked.metrics["collision"]) == ([1.0], [0.0])
+
+
+LEFT = (3, 10)
+"""The discrete action that holds the speed and steers to the left."""
+
+
+def test_steering_over_the_edge_is_replaced_by_following_the_route() -> None:
+    free, checked = both(scenario([line((0, 0), (8, 0), T)]), LEFT)
+    assert (free.metrics["offroad"], checked.metrics["offroad"]) == ([1.0], [0.0])
+    y = checked.states.motion.y[:, 0]
+    assert 1.0 < y.max() < 4.0  # on its way to the edge nothing is replaced
+    assert checked.metrics["goal"] == [1.0]
+
+
+def test_steering_into_others_beside_the_route_is_replaced() -> None:
+    parked = [line((x, 3.5), (0, 0), T) for x in np.arange(2.0, 60.0, 6.0)]
+    made = scenario([line((0, 0), (6, 0), T), *parked], road=lambda x, y: np.abs(y) - 9.0)
+    free, checked = both(made, LEFT)
+    assert (free.metrics["collision"], checked.metrics["collision"]) == ([1.0], [0.0])
 
 
 @pytest.mark.slow
