@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -287,6 +288,8 @@ def answer(address: Any, seconds: float = 5.0) -> int | str:
         with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/api/runs", timeout=seconds) as got:
             got.read()
             return int(got.status)
+    except urllib.error.HTTPError as error:
+        return int(error.code)
     except Exception as error:
         return type(error).__name__
 
