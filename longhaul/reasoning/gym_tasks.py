@@ -46,6 +46,13 @@ def answer(text: str, form: str) -> str | None:
     return (lines[-1] if lines and form == "line" else text).strip() or None
 
 
+def dataset(name: str, settings: str) -> Any:
+    """The library's dataset; each of its ITEMS is generated from its number."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
+
+
 def task(
     name: str,
     settings: str = "",
@@ -60,8 +67,9 @@ def task(
     A verifier that raises counts as wrong; the first error is reported once.
     """
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
+
+        from longhaul.reasoning import gym_verifier
     except ImportError as error:
         raise ValueError(f"{GYM}{name} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     if name not in DATASETS:
@@ -70,7 +78,7 @@ def task(
         near = " or ".join(get_close_matches(name, DATASETS, n=3, cutoff=0.5)) or "chain_sum"
         raise ValueError(f"reasoning-gym has no {name!r}; did you mean {near}?")
     try:
-        data = reasoning_gym.create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
+        data = dataset(name, settings)
         data[0]
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{GYM}{name} with {settings or 'no settings'}: {error}") from error
@@ -83,16 +91,19 @@ def task(
     examples = "".join(f"{text}{entry['answer']}\n\n" for text, entry in (plain(ITEMS - 1 - i) for i in range(shots)))
 
     def problem(rng: np.random.Generator) -> Problem:
-        text, entry = plain(int(rng.integers(ITEMS - shots)))
-        return Problem(examples + text, str(entry["answer"]), entry=entry)
+        number = int(rng.integers(ITEMS - shots))
+        text, entry = plain(number)
+        return Problem(examples + text, str(entry["answer"]), entry=(number, entry))
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         return f"<answer>{problem.answer}</answer>" if form == "tags" else problem.answer
 
     def scored(problem: Problem, completion: str) -> float:
         found = answer(completion, form)
-        known = found is not None and problem.entry is not None
-        return float(known and data.score_answer(found, problem.entry) >= RIGHT)
+        if found is None or problem.entry is None:
+            return 0.0
+        number, entry = problem.entry
+        return float(gym_verifier.score(data, name, settings, number, entry, found) >= RIGHT)
 
     reward = tasks.guarded(scored, name, report)
 

@@ -16,6 +16,7 @@ import os
 import re
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,13 @@ CALCULATOR = "calculator"
 
 SECONDS, BYTES, LETTERS = 2.0, 1 << 30, 64
 """Limits of a call: seconds of the clock, memory of its process, and letters of a result."""
+
+MOST = 1 << 10
+"""Letters of a result that leave the process."""
+
+ALONE = 30
+"""Seconds of a call after which its process ends, as where its parent was killed; the system sees to it, whatever C
+code is doing."""
 
 
 def calculator(text: str) -> str:
@@ -59,8 +67,9 @@ def calculator(text: str) -> str:
 class Tool:
     """Function by its path in a process, which is started by the first call, and again where it was lost."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._turn = path, threading.Lock()
+    def __init__(self, path: str, seconds: float | None = None) -> None:
+        """`seconds`: of a call, at most ALONE; None: SECONDS."""
+        self._path, self._seconds, self._turn = path, seconds, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, text: str) -> str:
@@ -76,7 +85,7 @@ class Tool:
             try:
                 self._process.stdin.write(json.dumps(text).encode() + b"\n")
                 self._process.stdin.flush()
-                return self._answer(SECONDS)
+                return self._answer(self._seconds or SECONDS)
             except BrokenPipeError:
                 return self._lost("BrokenPipeError")
 
@@ -146,10 +155,12 @@ def main(words: Sequence[str]) -> None:
 
     write("ready")
     for line in sys.stdin:
+        signal.alarm(ALONE)
         try:
-            write(str(function(json.loads(line))))
+            write(str(function(json.loads(line)))[:MOST])
         except Exception as error:  # of any kind: the model reads it
             write(type(error).__name__)
+        signal.alarm(0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax
 import psutil
 from jax.sharding import Mesh
 
-from longhaul.runtime.devices import machine_memory
+from longhaul.runtime.devices import machine_memory, most_of_a_file
 from longhaul.runtime.errors import RunError
 from longhaul.types import Algorithm, Progress, PyTree, is_local
 
@@ -156,6 +156,17 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
 def held(tree: PyTree) -> int:
     """Bytes of a pytree of arrays on the first device that has a part of it."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def made(function: Any, *arguments: Any) -> PyTree:
+    """What a jitted function makes of such arguments. RunError, before it is allocated, where the memory can't hold it.
+
+    A file may name any sizes, and an allocation that can't succeed may wait for ever.
+    """
+    found = jax.tree.leaves(function.eval_shape(*arguments))
+    if (need := sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in found)) > (most := most_of_a_file()):
+        raise RunError(f"its parameters take {size(need)}, and {size(most)} are possible here; see to its run.json")
+    return function(*arguments)
 
 
 def resident() -> int:

@@ -27,6 +27,7 @@ from longhaul.config.population import Member, own
 from longhaul.config.resolve import members_of
 from longhaul.config.run import Driving, Run
 from longhaul.replay import Sizes
+from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
@@ -65,7 +66,8 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
         found,
     )  # fmt: skip
     first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # keys as in a population's start
-    states = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))((own(found), first))
+    of_all = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))
+    states = device_memory.made(of_all, (own(found), first))
     return algorithm, states
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +57,16 @@ def test_a_tool_is_called_in_a_process_with_limits(tmp_path: Path, monkeypatch: 
     assert reply(f"[unruly(write {tmp_path / 'file'})->").startswith("OSError")
     assert reply("[unruly(again)->") == "<again> x]"
     assert reply("[calculator(9**9**9)->") == "TimeoutError]"
+
+
+def test_a_call_that_nobody_waits_for_ends() -> None:
+    """A power of Python's numbers hears no signal of Python's."""
+    program = f"from longhaul.reasoning import tools; tools.ALONE = 1; tools.main(['{tools.__name__}:calculator'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b'"9**9**9"\n')
+        process.stdin.flush()  # and stays open, as where a worker has inherited it
+        assert process.wait(60) == -signal.SIGALRM
 
 
 @pytest.mark.parametrize("text", ["[search(x)->", "no call ->", "[calculator(1+1->"])

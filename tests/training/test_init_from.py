@@ -207,6 +207,17 @@ def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
         init_from.published(copy, policy.params)
 
 
+def test_a_policy_whose_sizes_no_memory_holds_is_refused_at_once(tmp_path: Path) -> None:
+    """It was allocated, which took for ever, and no signal ended it."""
+    copy = tmp_path / "pretrained"
+    shutil.copytree(hub.folder_of("pretrained"), copy)
+    about = json.loads((copy / "run.json").read_text())
+    about["run"]["algorithm"]["network"]["hidden_dim"] = 10_000_000
+    (copy / "run.json").write_text(json.dumps(about))
+    with pytest.raises(RunError, match=r"its parameters take .* TB, and .* GB are possible here; see to its run.json"):
+        restore_policy(copy)
+
+
 def test_a_policy_of_another_observation_is_refused_by_name(tmp_path: Path) -> None:
     """As where the observation of this Longhaul is another than that of the one which trained it."""
     copy = tmp_path / "pretrained"

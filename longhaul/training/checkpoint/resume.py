@@ -33,7 +33,7 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
 from longhaul.config.run import BEGINNING, MOST, Origin, Run, to_dict
 from longhaul.reasoning import huggingface
-from longhaul.runtime import bounded_json, config_fields
+from longhaul.runtime import bounded_json, config_fields, device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import CHANGEABLE, FIXED
 from longhaul.runtime.devices import prepare_devices, started
@@ -329,7 +329,8 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
         algorithm, begun = population.begun(run, feeds.spec(run))
     else:
         algorithm = registry.make(feeds.spec(run), run.algorithm, RunContext(updates=1, mean=meshes.identity))
-        begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # key as in `fused.start`
+        key = jax.random.split(jax.random.key(run.seed), 3)[0]  # as in `fused.start`
+        begun = device_memory.made(jax.jit(algorithm.init), key)
         begun = reasoning_setup.loaded(run, begun)
     if (folder / hub.POLICY).is_file() and not (folder / "checkpoints").is_dir():
         untrained = jax.tree.map(np.array, jax.device_get(algorithm.policy(begun)))
