@@ -6,21 +6,21 @@ the bends of that route. Others keep their velocity; those that drive along the 
 on it brake from now on. Without such a manoeuvre the driver is in a state of inevitable collision (Fraichard and Asama,
 "Inevitable collision states", 2004), as far as this model of the world goes. An unsafe command is replaced by the safe
 acceleration that is nearest to it; where none is safe, by the one that comes to a conflict last, and by the hardest
-braking if that is near. This is the shield of Alshiekh et al., "Safe reinforcement learning via
-shielding", 2018, with a model of motion in place of an automaton.
+braking if that is near. This is the shield of Alshiekh et al., "Safe reinforcement learning via shielding", 2018, with
+a model of motion in place of an automaton.
 
 A steering is replaced by one that follows the route where it, held for a while and followed by the way back to the
 route, leads over the road's edge or into others, and following the route from now on does less so.
 
 Braking firmly is less than what the brakes hold, so that a driver whose last way out it was still has the rest.
 
-It is replaced as soon as gentle braking is not enough any more, by gentle braking while firm braking still is. While it
-is safe, an acceleration stays within GENTLE, changes by at most BRAKING_JERK and PUSHING_JERK, and jolts nobody: the
-choices of a discrete policy lie farther apart than what passengers like in a step.
+A command is replaced as soon as gentle braking is not enough any more, by gentle braking while firm braking still is.
+While it is safe, an acceleration stays within GENTLE, changes by at most BRAKING_JERK and PUSHING_JERK, and jolts
+nobody: the choices of a discrete policy lie farther apart than what passengers like in a step.
 
-Nothing is looked at but what an observation is made of: the nearest others that the agent perceives, with their size
-and velocity now, the next light of its route and its colour now, and the route. Who comes from behind does not count:
-the one behind keeps the distance.
+Nothing is looked at but what an observation is made of: the nearest others that the agent perceives and the first in
+the way, with their size and velocity now, the next light of its route and its colour now, the route, and the road's
+edges. Who comes from behind does not count: the one behind keeps the distance.
 """
 
 from __future__ import annotations
