@@ -46,6 +46,7 @@ def test_formulas_are_compared_in_a_process_with_limits(monkeypatch: pytest.Monk
     monkeypatch.setattr(gym_verifier._apart(), "_seconds", 1.0)
     assert made.reward(problem, "9**9**9**9") == 0.0
     assert "TimeoutError" in lines[0]
+    monkeypatch.undo()
     assert made.reward(problem, problem.answer) == 1.0  # in a new process
 
 
