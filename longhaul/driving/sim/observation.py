@@ -30,7 +30,7 @@ from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import AHEAD, ahead_of
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, MAX_CURVATURE, Motion, steerable
 from longhaul.driving.sim.features import FAN, Agent, Features
-from longhaul.driving.sim.geometry import FREE, into, nearest, pick
+from longhaul.driving.sim.geometry import FREE, Relative, into, nearest, pick
 from longhaul.driving.sim.road_lookup import ROAD, Pieces
 from longhaul.driving.sim.traffic import Scene
 from longhaul.types import Key
@@ -231,11 +231,15 @@ def approach(x: jax.Array, y: jax.Array, vx: jax.Array, vy: jax.Array) -> tuple[
     return x + when * vx, y + when * vy, when
 
 
+def nearness(others: Relative) -> tuple[jax.Array, jax.Array]:
+    """Distances [N], m, of the others' centres now and at their closest approach."""
+    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
+    return jnp.sqrt(others.x * others.x + others.y * others.y), jnp.sqrt(then_x * then_x + then_y * then_y)
+
+
 def nearby(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices [K] of the `count` others that are nearest, now and at their closest approach; whether each is seen."""
-    others = features.others
-    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
-    now, then = jnp.sqrt(others.x * others.x + others.y * others.y), jnp.sqrt(then_x * then_x + then_y * then_y)
+    now, then = nearness(features.others)
     near = features.seen & (now < RANGE)
     chosen = nearest(jnp.where(near, now + then, FREE), count)
     return chosen, pick(near, chosen)

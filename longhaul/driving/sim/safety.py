@@ -19,11 +19,14 @@ While it is safe, an acceleration stays within GENTLE, changes by at most BRAKIN
 nobody: the choices of a discrete policy lie farther apart than what passengers like in a step.
 
 Nothing is looked at but what an observation is made of: the nearest others that the agent perceives and the first in
-the way, with their size and velocity now, the next light of its route and its colour now, the route, and the road's
-edges. Who comes from behind does not count: the one behind keeps the distance.
+the way, with their size and velocity now (an observation tells the distance and the speed of the latter), the next
+light of its route and its colour now, the route, and the road's edges. Who comes from behind does not count: the one
+behind keeps the distance.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +54,7 @@ from longhaul.driving.sim.geometry import (
     wrap,
 )
 from longhaul.driving.sim.idm import bend_speed
-from longhaul.driving.sim.observation import RANGE, approach
+from longhaul.driving.sim.observation import RANGE, nearness
 from longhaul.driving.sim.traffic import Scene
 
 HORIZON, STEP = 3.0, 0.25
@@ -129,6 +132,22 @@ PURSUIT = 4.0, 0.9
 """m and s: how far ahead on the route is steered to, the larger of both (pure pursuit: Coulter, 1992)."""
 
 
+class Boxes(NamedTuple):
+    """Boxes of the others that are looked at, [K], at some times, [T]."""
+
+    x: jax.Array  # [T, K]
+    y: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    half: tuple[jax.Array, jax.Array]  # half length and half width, [K]
+    least: jax.Array  # [K], m: the gap below which there is a conflict; -FREE for who does not count
+    ahead: jax.Array  # [K], m: by how much more ahead
+
+
+Others = tuple[jax.Array, jax.Array]
+"""Indices [K] of the others that are looked at, and whether each counts."""
+
+
 def keep_safe(
     features: Features,
     here: Scene,
@@ -154,11 +173,12 @@ def keep_safe(
     eased = jnp.maximum(before + EASING, low)
     choices = jnp.concatenate([smooth[None], eased, low[None], jnp.asarray(ACCELERATIONS)])
     choices = jnp.maximum(choices, -limits.braking)
-    soft, free = time_to_conflict(features, here, agent, choices, jnp.maximum(low, SLOWING), limits, dt, count)
+    others = relevant(features, count)
+    soft, free = time_to_conflict(features, here, agent, choices, jnp.maximum(low, SLOWING), limits, dt, others)
     safe, gentle = free >= HORIZON, soft >= HORIZON
     # those after which gentle braking is enough first, the nearest to what was wanted; then those after which the
     # brakes are, the nearest to gentle braking; else the latest conflict: if it is near, the hardest braking
-    crowding = jnp.maximum(CALM - contact_after(features, agent, choices, limits, dt, count), 0.0)
+    crowding = jnp.maximum(CALM - contact_after(features, agent, choices, limits, dt, others), 0.0)
     crowding = jnp.where(choices > smooth, jnp.maximum(crowding, crowding[0]), crowding)
     near = -jnp.abs(choices - smooth) - PRICE * crowding
     last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
@@ -168,15 +188,15 @@ def keep_safe(
     chosen = jnp.where(jnp.max(free[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
     chosen = jnp.where(gentle[0] & (crowding[0] <= 0.0), smooth, chosen)
     grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
-    curvature, steered = keep_clear(features, here, agent, drive.curvature, road, count)
+    curvature, steered = keep_clear(features, here, agent, drive.curvature, road, others)
     return arc(now, chosen, jnp.clip(curvature, -grip, grip), limits, dt), ~gentle[0] | steered
 
 
 def contact_after(
-    features: Features, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, count: int
+    features: Features, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, looked_at: Others
 ) -> jax.Array:
     """Seconds [C] to a contact with somebody ahead if all went on as they are after each of `choices` [C]."""
-    chosen, there = relevant(features, count)
+    chosen, there = looked_at
     others, speed = features.others, agent.drive.motion.speed
     after = travel(speed, choices, dt, limits.speed)[1][:, None]
     x, y, cos, sin, vx, vy, length, width = (
@@ -190,7 +210,7 @@ def contact_after(
 
 
 def keep_clear(
-    features: Features, here: Scene, agent: Agent, curvature: jax.Array, road: Field, count: int
+    features: Features, here: Scene, agent: Agent, curvature: jax.Array, road: Field, looked_at: Others
 ) -> tuple[jax.Array, jax.Array]:
     """`curvature`, 1/m, or that which follows the route where this leads over the road's edge or into others; and
     whether it was replaced, a bool."""
@@ -217,13 +237,9 @@ def keep_clear(
     dx, dy = out_of(box_x, box_y, cos, sin)
     over = jnp.max(clearance(road, x + dx, y + dy), axis=(1, 2)) + EDGE
     over = jnp.where(features.kind == PEDESTRIAN, -OPEN, over)
-    boxes = others_at(features, here, speed, STEERED, count)
-    other_x, other_y, other_cos, other_sin = (value[None] for value in boxes[:4])  # [1, T, K]
-    other_length, other_width, least = (value[None, None] for value in boxes[4:7])
-    dx, dy = into(other_x - x, other_y - y, cos, sin)
-    turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
-    gap = separation(Relative(dx, dy, turn_cos, turn_sin, (half_length, half_width), (other_length, other_width)))
-    gap = jnp.min(jnp.where(least > -FREE, gap, FREE), axis=(1, 2))
+    boxes = others_at(features, here, speed, STEERED, looked_at)
+    gap = gaps((x, y, cos, sin), (half_length, half_width), boxes)
+    gap = jnp.min(jnp.where(boxes.least[None, None] > -FREE, gap, FREE), axis=(1, 2))
     over = jnp.maximum(over, SIDE - jnp.maximum(gap, 0.0))
     replaced = (over[0] > 0.0) & (over[1] < over[0] - LESS)
     return jnp.where(replaced, choices[1], curvature), replaced
@@ -237,7 +253,7 @@ def time_to_conflict(
     slowing: jax.Array,
     limits: Limits,
     dt: jax.Array,
-    count: int,
+    looked_at: Others,
 ) -> tuple[jax.Array, jax.Array]:
     """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre
     but FIRM braking, and the best of all; HORIZON where there is none. `slowing` is the braking that is enough before a
@@ -245,23 +261,19 @@ def time_to_conflict(
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
     way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
-    mine, boxes = lax.optimization_barrier(
-        (poses(features, way), others_at(features, here, agent.drive.motion.speed, times, count))
-    )
-    x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, K] from here on
-    other_x, other_y, other_cos, other_sin = (value[None, None] for value in boxes[:4])
-    half_length, half_width, least, ahead = (value.reshape(1, 1, 1, -1) for value in boxes[4:])
-    dx, dy = into(other_x - x, other_y - y, cos, sin)
-    turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
+    speed = agent.drive.motion.speed
+    mine, boxes = lax.optimization_barrier((poses(features, way), others_at(features, here, speed, times, looked_at)))
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
     moved = jnp.diff(way, axis=-1, prepend=0.0)[..., None]
-    own = own_length + SWEPT * moved + 0.5 * ahead, jnp.broadcast_to(own_width, moved.shape)
-    gap = separation(Relative(dx - 0.5 * ahead, dy, turn_cos, turn_sin, own, (half_length, half_width)))
+    forward = 0.5 * boxes.ahead[None, None, None]
+    own = own_length + SWEPT * moved + forward, jnp.broadcast_to(own_width, moved.shape)
+    x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, 1]
+    gap = gaps((x, y, cos, sin), own, boxes, forward)  # [C, F, T, K]
     stop = features.light_distance
     stoppable = jnp.square(agent.drive.motion.speed) < 2.0 * limits.braking * stop
     red = (features.light_state == RED) & stoppable
-    hit = jnp.any(gap < least, axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
+    hit = jnp.any(gap < boxes.least[None, None, None], axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
     before = (times - np.float32(STEP)).reshape(1, 1, -1)
     each = jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1)
     bend = bend_speed(features.route[2, BEHIND:], ROUTE_SPACING, np.arange(AHEAD, dtype=np.float32), BEND)
@@ -276,6 +288,21 @@ def distances(speed: jax.Array, choices: jax.Array, times: np.ndarray, limits: L
     manoeuvres = jnp.asarray([FIRM, SOFT, 0.0, HURRIED])[None, :, None]
     left = jnp.maximum(times - dt, 0.0)[None, None]
     return begun[:, None, None] + travel(then[:, None, None], manoeuvres, left, limits.speed)[0]
+
+
+def gaps(mine: tuple[jax.Array, ...], own: tuple[Any, Any], boxes: Boxes, forward: Any = 0.0) -> jax.Array:
+    """Metres [..., T, K] between the own box and those of others.
+
+    `mine`: x, y, cosine and sine [..., T, 1]; `own`: half length and half width of a box whose centre is `forward`
+    metres ahead of them.
+    """
+    x, y, cos, sin = mine
+    lead = (None,) * (x.ndim - 2)
+    other_x, other_y, other_cos, other_sin = (value[lead] for value in boxes[:4])
+    half_length, half_width = (value[(*lead, None)] for value in boxes.half)
+    dx, dy = into(other_x - x, other_y - y, cos, sin)
+    turn_cos, turn_sin = other_cos * cos + other_sin * sin, other_sin * cos - other_cos * sin
+    return separation(Relative(dx - forward, dy, turn_cos, turn_sin, own, (half_length, half_width)))
 
 
 def on_route(features: Features, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -305,28 +332,23 @@ def return_to(
     return x - aside * fade * jnp.sin(along), y + aside * fade * jnp.cos(along), jnp.cos(heading), jnp.sin(heading)
 
 
-def relevant(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
-    """Indices [K] of the `count` others that may matter most, and whether each does: those nearest, now and at their
-    closest approach, or in the way; the first in the way always, those who follow behind never."""
+def relevant(features: Features, count: int) -> Others:
+    """The `count` others that may matter most: those nearest, now and at their closest approach, or in the way; the
+    first in the way always, those who follow behind never."""
     others, seen = features.others, features.seen
     length, width = others.half
     behind = others.x + length * jnp.abs(others.cos) + width * jnp.abs(others.sin) < -others.own[0]
-    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
-    now = jnp.sqrt(others.x * others.x + others.y * others.y)
-    rank = jnp.minimum(now + jnp.sqrt(then_x * then_x + then_y * then_y), features.blocks)
+    now, then = nearness(others)
+    rank = jnp.minimum(now + then, features.blocks)
     rank = jnp.where(features.blocks < jnp.minimum(features.gap + 1e-3, FREE), 0.0, rank)
     counts = seen & (now < RANGE) & ~(behind & (others.cos > 0.7))
     chosen = nearest(jnp.where(counts, rank, FREE), count)
     return chosen, pick(counts, chosen)
 
 
-def others_at(
-    features: Features, here: Scene, speed: jax.Array, times: np.ndarray, count: int
-) -> tuple[jax.Array, ...]:
-    """Boxes of the nearest others at `times` [T]: x, y, cosine and sine [T, K]; half length and half width [K], and
-    the gap [K], m, below which there is a conflict: -FREE for who does not count; and by how much more ahead [K] of
-    an agent of this `speed`."""
-    chosen, there = relevant(features, count)
+def others_at(features: Features, here: Scene, speed: jax.Array, times: np.ndarray, looked_at: Others) -> Boxes:
+    """Boxes of the others at `times` [T], as an agent of this `speed` keeps clear of them."""
+    chosen, there = looked_at
     known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
     apart = pick(features.separation, chosen)
@@ -337,8 +359,8 @@ def others_at(
     pace, facing = vx * route_cos + vy * route_sin, cos * route_cos + sin * route_sin
     # nobody comes nearer by more than a tenth, and to who is in the way by no more than gentle braking needs
     stop = jnp.square(speed) / (-2.0 * SOFT) - jnp.square(jnp.maximum(pace, 0.0)) / (2.0 * OTHERS_BRAKE)
-    held = jnp.where(pick(features.blocks, chosen) < FREE, apart - CREEP - jnp.maximum(stop, 0.0), 0.0)
-    ahead = jnp.clip(jnp.maximum(0.9 * apart, held) - MARGIN, 0.0, STANDING - MARGIN)
+    kept = jnp.where(pick(features.blocks, chosen) < FREE, apart - CREEP - jnp.maximum(stop, 0.0), 0.0)
+    ahead = jnp.clip(jnp.maximum(0.9 * apart, kept) - MARGIN, 0.0, STANDING - MARGIN)
     first = features.route_first.astype(jnp.float32)
     within = (s > first + 0.5) & (s < first + np.float32(BEHIND + AHEAD - 2))
     follows = within & (jnp.abs(facing) > ALONG) & (jnp.abs(lateral) < BESIDE) & (kind != PEDESTRIAN)
@@ -355,4 +377,5 @@ def others_at(
         (sin[None] * turn_cos + cos[None] * turn_sin, jnp.broadcast_to(sin[None], bent.shape)),
     )
     swept = half_length + SWEPT * STEP * jnp.hypot(vx, vy)
-    return *(jnp.where(follows[None], a, b) for a, b in places), swept, half_width, least, ahead
+    x, y, cos, sin = (jnp.where(follows[None], a, b) for a, b in places)
+    return Boxes(x, y, cos, sin, (swept, half_width), least, ahead)
