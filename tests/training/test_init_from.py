@@ -207,24 +207,26 @@ def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
         init_from.published(copy, policy.params)
 
 
-def test_a_policy_whose_sizes_no_memory_holds_is_refused_at_once(tmp_path: Path) -> None:
-    """It was allocated, which took for ever, and no signal ended it."""
-    copy = tmp_path / "pretrained"
+def shipped_with(folder: Path, part: str, within: str, field: str, value: int) -> Path:
+    """Copy of the shipped policy whose run.json has another value in one field."""
+    copy = folder / "pretrained"
     shutil.copytree(hub.folder_of("pretrained"), copy)
     about = json.loads((copy / "run.json").read_text())
-    about["run"]["algorithm"]["network"]["hidden_dim"] = 10_000_000
+    about["run"][part][within][field] = value
     (copy / "run.json").write_text(json.dumps(about))
+    return copy
+
+
+def test_a_policy_whose_sizes_no_memory_holds_is_refused_at_once(tmp_path: Path) -> None:
+    """It was allocated, which took for ever, and no signal ended it."""
+    copy = shipped_with(tmp_path, "algorithm", "network", "hidden_dim", 10_000_000)
     with pytest.raises(RunError, match=r"its parameters take .* TB, and .* GB are possible here; see to its run.json"):
         restore_policy(copy)
 
 
 def test_a_policy_of_another_observation_is_refused_by_name(tmp_path: Path) -> None:
     """As where the observation of this Longhaul is another than that of the one which trained it."""
-    copy = tmp_path / "pretrained"
-    shutil.copytree(hub.folder_of("pretrained"), copy)
-    about = json.loads((copy / "run.json").read_text())
-    about["run"]["environment"]["simulator"]["waypoints"] = 12
-    (copy / "run.json").write_text(json.dumps(about))
+    copy = shipped_with(tmp_path, "environment", "simulator", "waypoints", 12)
     message = r"is not the policy of the run.json beside it: \S+ is float32\[.*\], and the network .* needs float32\["
     with pytest.raises(RunError, match=message):
         restore_policy(copy)
