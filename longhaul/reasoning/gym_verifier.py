@@ -23,27 +23,10 @@ ARITHMETIC = re.compile(r"(?:[\d\s()+/.-]|\*(?!\*))*")
 """Formulas of numbers without powers."""
 
 FORMULA = re.compile(r"(?:[\s()+*/^,-]|\d+(?:\.\d*)?|[A-Za-z]+)*+")
-FUNCTIONS = frozenset(
-    (
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "Abs",
-        "abs",
-        "pi",
-        "Integral",
-    )
-)
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs", "abs", "pi",
+    "Integral",
+})  # fmt: skip
 """Formulas of numbers, variables of one letter and these."""
 
 FORMS: Mapping[str, re.Pattern[str]] = {
@@ -54,8 +37,8 @@ FORMS: Mapping[str, re.Pattern[str]] = {
 """Datasets with such a verifier, and the answers that may reach it."""
 
 LETTERS, SECONDS = 1000, 20.0
-"""Letters of such an answer, and seconds for comparing formulas, at most; the first
-of a process also imports the library."""
+"""Letters of such an answer, and seconds for comparing formulas, at most; the first of a process also imports the
+library."""
 
 
 def passes(name: str, answer: str) -> bool:

@@ -159,7 +159,7 @@ def held(tree: PyTree) -> int:
 
 
 def made(function: Any, *arguments: Any) -> PyTree:
-    """What a jitted function makes of such arguments. RunError, before it is allocated, where the memory can't hold it.
+    """Result of a jitted function. RunError, before it is allocated, where the memory can't hold it.
 
     A file may name any sizes, and an allocation that can't succeed may wait for ever.
     """

@@ -562,7 +562,7 @@ def copies(model: Any) -> dict[Any, Any]:
 
 
 def is_packed(copy: Any) -> bool:
-    """Whether all that a layer needs was loaded into its copy, and packed."""
+    """True if all that a layer needs was loaded into its copy, and packed."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     return not layerwise.get_layerwise_info(copy).can_load()
