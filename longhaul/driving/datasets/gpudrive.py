@@ -4,7 +4,9 @@ Source: the converter of the GPUDrive repository (MIT) and its example files. St
 headings exist: radians, and degrees in files of the older converter; a file in which a valid heading is beyond 7 is
 taken to be in degrees. Invalid steps are filled with -10000 (or 1e-4). Lights are a dictionary by lane, each with
 lists of states, stop points and, in `time_index`, steps (without it, one state a step); a list of such dictionaries,
-one a step, is read too.
+one a step, is read too. Files that name no ego are read, too (Nocturne's, and GPUDrive's from before it had
+`metadata`): of the vehicles seen at the current step, the one seen at the most steps stands for it, and of several the
+one that drives furthest.
 """
 
 from __future__ import annotations
@@ -64,15 +66,16 @@ def _log(document: dict[str, Any], path: Path) -> Log:
     tracks = _tracks(document["objects"])
     steps = tracks.valid.shape[1]
     metadata = document.get("metadata") or {}
+    current = min(int(metadata.get("current_time_index", CURRENT)), steps - 1)
     predict = metadata.get("tracks_to_predict") or []
     lights = document.get("tl_states")
     return Log(
         id=str(document.get("scenario_id") or document.get("name") or path.stem),
         source="gpudrive",
         times=np.arange(steps) * log.STEP,
-        current=min(int(metadata.get("current_time_index", CURRENT)), steps - 1),
+        current=current,
         tracks=tracks,
-        sdc=_ego(document["objects"], metadata),
+        sdc=_ego(document["objects"], metadata, tracks, current),
         predict=tuple(int(each["track_index"]) if isinstance(each, dict) else int(each) for each in predict),
         features=tuple(
             _feature(index, road) for index, road in enumerate(document.get("roads") or []) if road["geometry"]
@@ -82,13 +85,25 @@ def _log(document: dict[str, Any], path: Path) -> Log:
     )
 
 
-def _ego(objects: list[Any], metadata: dict[str, Any]) -> int:
+def _ego(objects: list[Any], metadata: dict[str, Any], tracks: Tracks, current: int) -> int:
+    """The track that the file names as the ego; in files that name none, as Nocturne's, a vehicle that could be it."""
     if "sdc_track_index" in metadata:
         return int(metadata["sdc_track_index"])
     marked = [index for index, each in enumerate(objects) if each.get("is_sdc")]
-    if len(marked) != 1:
-        raise Malformed("it names no ego: neither metadata.sdc_track_index nor one object with is_sdc")
-    return marked[0]
+    if len(marked) == 1:
+        return marked[0]
+    if marked:
+        raise Malformed(f"it names {len(marked)} egos: objects {marked[0]} and {marked[1]} both have is_sdc")
+    able = (tracks.kind == log.VEHICLE) & tracks.valid[:, current]
+    if not able.any():
+        raise Malformed(
+            "it names no ego, neither by metadata.sdc_track_index nor by is_sdc, and at step "
+            f"{current} no vehicle is seen that could be it"
+        )
+    moved = np.linalg.norm(np.diff(tracks.position[..., :2], axis=1), axis=-1)
+    way = np.where(tracks.valid[:, 1:] & tracks.valid[:, :-1], moved, 0.0).sum(axis=1)
+    seen = tracks.valid.sum(axis=1)
+    return int(np.lexsort((way, seen, able))[-1])
 
 
 def coordinates(points: Iterable[dict[str, float]], names: tuple[str, ...]) -> np.ndarray:

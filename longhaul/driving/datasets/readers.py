@@ -207,7 +207,8 @@ def detect(path: Path) -> str:
         raise BadData(f"{path}: is empty; fetch or write it again")
     if womd.begins(head):
         return TFRECORD
-    if ".tfrecord" in path.name.lower():
+    # ScenarioNet calls a pickle after the TFRecord that it is from: sd_training.tfrecord-00000-of-01000_ID.pkl.
+    if ".tfrecord" in path.name.lower() and path.suffix.lower() not in (".pkl", ".json"):
         raise BadData(
             f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {womd.REMEDY}"
         )

@@ -207,8 +207,26 @@ def _limit(feature: dict[str, Any]) -> float | None:
     return None
 
 
+def _state(colour: Any) -> int:
+    """Our number of a light's state, of its name or of WOMD's number."""
+    if isinstance(colour, int | np.integer):
+        return int(colour) if 0 <= colour < len(log.LIGHT_STATES) else 0
+    return STATES.get(str(colour), 0)
+
+
+def _first(by_step: Any) -> Any:
+    """The first row of what is given by step that is not all 0, which fills steps without a value."""
+    rows = values(by_step)
+    known = np.flatnonzero(rows.reshape(len(rows), -1).any(axis=1))
+    return rows[known[0] if len(known) else 0]
+
+
 def _lights(named: dict[Any, Any], steps: int) -> Lights:
-    """One light a lane; a step without a state is one at which the source knew nothing."""
+    """One light a lane; a step without a state is one at which the source knew nothing.
+
+    MetaDrive's files from before ScenarioNet have lanes and stop points by step, and WOMD's numbers for states, with 0
+    at steps of which the source knew nothing.
+    """
     if not named:
         return no_lights(steps)
     if len(named) * steps > MOST_STATES:
@@ -216,13 +234,15 @@ def _lights(named: dict[Any, Any], steps: int) -> Lights:
     states, valid = np.zeros((len(named), steps), np.int8), np.zeros((len(named), steps), bool)
     lanes, positions = [], []
     for row, (key, light) in enumerate(named.items()):
-        colours = listed(light["state"]["object_state"])
+        state = light["state"]
+        colours = listed(state["object_state"])
         if len(colours) != steps:
             raise Malformed(f"the light of lane {key} has {len(colours)} states, not {steps}")
-        valid[row] = [colour is not None and colour != "" for colour in colours]
-        states[row] = [STATES.get(str(colour), 0) for colour in colours]
-        lanes.append(number(light.get("lane", key), row))
-        point = values(light["stop_point"])
+        valid[row] = [colour not in (None, "", 0) for colour in colours]
+        states[row] = [_state(colour) for colour in colours]
+        lane = light["lane"] if "lane" in light else _first(state["lane"]) if "lane" in state else key
+        lanes.append(number(lane, row))
+        point = values(light["stop_point"]) if "stop_point" in light else _first(state["stop_point"])
         point = point if point.ndim == 1 else point.reshape(-1, point.shape[-1])[0]
         positions.append([*point[:3].tolist(), 0.0][:3])
     return Lights(np.array(lanes, np.int64), np.array(positions, np.float64), states, valid)

@@ -22,7 +22,7 @@ from longhaul.driving.datasets import (
     scenarionet,
     womd,
 )
-from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Malformed, Path
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, VEHICLE, BadData, Feature, Lights, Malformed, Path
 from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
 from tests.helpers.log_files import encode
@@ -381,6 +381,29 @@ def test_gpudrive_tolerates_what_versions_leave_out() -> None:
     np.testing.assert_array_equal(found.features[0].points, log.features[0].points * [1, 1, 0])
 
 
+def test_gpudrive_without_an_ego_takes_a_vehicle_that_is_always_seen_and_drives_furthest() -> None:
+    log = made.make_log()
+    document = made.gpudrive(log)
+    del document["metadata"]
+    first, *others = (index for index, kind in enumerate(log.tracks.kind) if kind == VEHICLE)
+    for index in (first, *others):  # seen all the time; all stand but the first
+        each = document["objects"][index]
+        each["valid"] = [True] * 91
+        each["position"] = [{"x": 1.0 + step * (index == first), "y": 5.0 * index, "z": 0.0} for step in range(91)]
+        each["velocity"], each["heading"] = [{"x": 10.0 * (index == first), "y": 0.0}] * 91, [0.0] * 91
+    assert gpudrive.read(json.dumps(document).encode(), HERE).sdc == first
+    document["objects"][first]["valid"][3] = False
+    assert gpudrive.read(json.dumps(document).encode(), HERE).sdc in others
+    for each in document["objects"]:
+        each["valid"] = [step != 10 for step in range(91)]
+    with pytest.raises(Malformed, match=r"it names no ego.*at step 10 no vehicle is seen"):
+        gpudrive.read(json.dumps(document).encode(), HERE)
+    for each in document["objects"][:2]:
+        each["is_sdc"] = True
+    with pytest.raises(Malformed, match="it names 2 egos: objects 0 and 1"):
+        gpudrive.read(json.dumps(document).encode(), HERE)
+
+
 def test_gpudrive_fills_and_marks_invalid_steps() -> None:
     """A step at -10000 is invalid even where the file says otherwise."""
     document = made.gpudrive(made.make_log())
@@ -408,6 +431,26 @@ def test_scenarionet_numbers_features_of_foreign_ids() -> None:
     np.testing.assert_array_equal(found.features[3].points, [[1, 2, 0], [3, 4, 0]])
     assert (found.predict, found.sdc, found.has_lights, len(found.lights.lane)) == ((3,), 2, True, 0)
     np.testing.assert_array_equal(found.tracks.position, log.tracks.position * [1, 1, 0])
+
+
+def test_scenarionet_reads_lights_of_metadrives_first_files(tmp_path: FilePath) -> None:
+    """Lanes and stop points by step, zeros where nothing was known, states by WOMD's numbers; a TFRecord's name."""
+    log = made.make_log()
+    document = made.scenarionet(log)
+    known, lights = log.lights.valid & (log.lights.state > 0), document["dynamic_map_states"]
+    for row, light in enumerate(lights.values()):
+        light["state"] = {
+            "object_state": np.where(known[row], log.lights.state[row], 0),
+            "lane": np.where(known[row], light.pop("lane"), 0),
+            "stop_point": np.where(known[row, :, None], light.pop("stop_point"), 0.0),
+        }
+    path = tmp_path / "sd_training.tfrecord-00000-of-01000_1.pkl"
+    path.write_bytes(pickle.dumps(document, protocol=4))
+    assert known.any(axis=1).all() and not known.all()
+    (found,) = readers.read(path)
+    for name, value in (("lane", log.lights.lane), ("position", log.lights.position), ("valid", known)):
+        np.testing.assert_array_equal(getattr(found.lights, name), value)
+    np.testing.assert_array_equal(found.lights.state, np.where(known, log.lights.state, 0))
 
 
 def test_scenarionet_has_no_speed_limits_where_it_filled_in_one() -> None:
