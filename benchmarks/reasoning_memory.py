@@ -2,10 +2,12 @@
 
     python -m benchmarks.reasoning_memory --model smollm2-135m --lora 16 --frozen bf16 --json FILE
     python -m benchmarks.reasoning_memory --model smollm2-135m --lora 0 --precision bf16 --json FILE
+    python -m benchmarks.reasoning_memory --model smollm2-135m --lora 16 --drawn --accumulate 1 --pack 1024 --json FILE
 
 One process loads the model, compiles the update and makes it, on random tokens: memory does not depend on which. The
 peak of the update is the kernel's (VmHWM), counted anew after loading and compiling; that of the start stands beside
-it. All completions are as long as is allowed.
+it. All completions are as long as is allowed, or with `--drawn` as those of `benchmarks.decoding`: log-normal, of 64
+tokens on the mean. `loss` and `grad_norm` are the same for all ways to compute an update.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.decoding import asked
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.algorithms.run_context import RunContext
@@ -47,13 +50,16 @@ def forget() -> None:
 
 def completions(given: argparse.Namespace, vocabulary: int) -> Completions:
     """Random texts, half of them rewarded."""
-    rng, rows, shape = np.random.default_rng(0), given.completions, (given.completions, given.length)
+    rng, rows = np.random.default_rng(0), given.completions
     texts = [rng.integers(0, vocabulary, (rows, length), np.int32) for length in (given.prompt, given.length)]
-    flags, rewards = np.ones(shape, bool), (np.arange(rows) % 2).astype(np.float32)
-    whole, log_prob = np.zeros(rows, np.int32), np.full(shape, -np.log(vocabulary), np.float32)
+    lengths = np.minimum(asked(rows, given.prompt)[1], given.length) if given.drawn else np.full(rows, given.length)
+    flags, rewards = np.arange(given.length)[None] < lengths[:, None], (np.arange(rows) % 2).astype(np.float32)
+    texts[1] = np.where(flags, texts[1], np.int32(tokenizer.NONE))
+    log_prob = np.where(flags, np.float32(-np.log(vocabulary)), np.float32(0.0))
+    whole, problem = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32) // given.group
     return Completions(
         np.repeat(texts[0][:: given.group], given.group, axis=0), texts[1], flags, flags, log_prob, log_prob, rewards,
-        rewards, whole + SAMPLED, whole, whole, np.zeros(rows, bool),
+        rewards, whole + SAMPLED, whole, problem, np.zeros(rows, bool),
     )  # fmt: skip
 
 
@@ -61,13 +67,14 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     own = ModelConfig(precision=given.precision, remat="full", lora=given.lora, frozen=given.frozen)
     model = dataclasses.replace(computing_as(huggingface.config(given.model), own), pad=tokenizer.NONE)
     config = GRPOConfig(
-        group=given.group, num_minibatches=1, update_epochs=1, accumulate=given.accumulate, warmup=0, model=model,
-        model_folder=given.model,
+        group=given.group, num_minibatches=1, update_epochs=1, accumulate=given.accumulate, pack=given.pack,
+        warmup=0, model=model, model_folder=given.model,
     )  # fmt: skip
     grpo.check(config, columns=given.completions, steps=given.length)
     algorithm = grpo.grpo(None, config, RunContext(10, meshes.identity))
     state = reasoning_setup.loaded(SimpleNamespace(algorithm=config), jax.jit(algorithm.init)(jax.random.key(0)))  # type: ignore[arg-type]
     data = jax.tree.map(jnp.asarray, completions(given, model.vocabulary))
+    written = np.asarray(data.written)
     update = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(1)).compile()
     need = device_memory.need(update)
     assert need is not None
@@ -79,9 +86,10 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "completions": given.completions, "length": given.length, "prompt": given.prompt, "group": given.group,
         "lora": given.lora, "precision": given.precision, "frozen": given.frozen, "accumulate": given.accumulate,
+        "pack": given.pack, "tokens": int(np.sum(written)),
         "peak_bytes": peak(), "peak_bytes_of_start": start, "bytes_before": before, "compiler": need._asdict(),
         "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu,
-        "grad_norm": float(metrics["grpo/grad_norm"]),
+        "grad_norm": float(metrics["grpo/grad_norm"]), "loss": float(metrics["grpo/loss"]),
     }  # fmt: skip
 
 
@@ -91,9 +99,11 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--frozen", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, required=True, help="a line is added")
-    sizes = (("lora", 0), ("completions", 16), ("length", 512), ("prompt", 64), ("group", 16), ("accumulate", 16))
+    sizes = (("lora", 0), ("completions", 16), ("length", 512), ("prompt", 64), ("group", 16), ("accumulate", 16),
+             ("pack", 0))  # fmt: skip
     for name, value in sizes:
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--drawn", action="store_true", help="completions of log-normal lengths")
     found = measured(parser.parse_args())
     with parser.parse_args().json.open("a") as file:
         file.write(json.dumps(found) + "\n")

@@ -453,6 +453,11 @@ class GRPOConfig:
     num_minibatches: int | None = MINIBATCHES.field(2)
     update_epochs: int | None = EPOCHS.field(1)
     accumulate: int = ACCUMULATE.field(1)
+    pack: int = setting(
+        0, "tokens of a row in which completions of different lengths lie side by side to be learnt from, without "
+        "padding and without those that teach nothing; a row has at least those of the longest prompt and --num-steps; "
+        "0: each completion takes --num-steps", least=0, most=2**20, resume=CHANGEABLE,
+    )  # fmt: skip
     model_folder: str = setting(
         "", "a model in Hugging Face's files that learning begins with, and its sizes; none: random weights"
     )

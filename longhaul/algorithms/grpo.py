@@ -18,7 +18,8 @@ probability is bounded by `correction` (truncated or masked importance sampling;
 min-p truncate draws, the ratio, which is clipped, is to the probability before, and a token's loss is weighed by the
 probability that truncation left: the two make the importance weight of the draw. Dynamic sampling (`resample`) replaces
 groups that teach nothing, a bounded number of times: batches keep their shape. Unless the run imitates, minibatches are
-whole groups, whose prompt is read once.
+whole groups, whose prompt is read once. With `pack` a minibatch is read in rows of several completions (reasoning/
+packing.py), those that teach nothing left out.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ import optax
 
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.algorithms.run_context import RunContext
+from longhaul.reasoning import packing, transformer
 from longhaul.reasoning import reward_gate as gates
-from longhaul.reasoning import transformer
 from longhaul.reasoning.draw import Rule
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.runtime.errors import FieldError
@@ -58,6 +59,7 @@ class Batch(NamedTuple):
     advantage: jax.Array  # float32 [B]
     weight: jax.Array  # float32 [B, N]: a token's part of the loss; sums to 1 over all shards, except for "constant"
     reference: jax.Array  # float32 [B, N]: log-probabilities by the reference; zeros where there is no KL
+    row: packing.Row | tuple[()] = ()  # the row of these completions that is read, where they are packed
 
 
 def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
@@ -78,6 +80,10 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
             config.num_minibatches,
             f"with accumulate {config.accumulate} it must divide the {what} of a shard, {columns // unit}; accumulate "
             "may also split each group into equal parts",
+        )
+    if config.pack and config.accumulate > 1:
+        raise FieldError(
+            "accumulate", config.accumulate, "with --pack the micro-batches are its rows; give 1, or --pack 0"
         )
     try:
         transformer.check(config.model)
@@ -224,7 +230,10 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
 
     def total(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         data = batch.data
-        log_prob, entropy = log_probs(config.model, params, _asked(config, data), data.token, config.temperature)
+        if batch.row:
+            log_prob, entropy = packing.log_probs(config.model, params, batch.row, data.token, config.temperature)
+        else:
+            log_prob, entropy = log_probs(config.model, params, _asked(config, data), data.token, config.temperature)
         each, clipped = surrogate(
             loss, log_prob, data.log_prob, data.taken, batch.advantage, config.correction, config.correction_cap
         )
@@ -275,23 +284,54 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
     return run
 
 
+def in_rows(config: GRPOConfig, function: Callable[[Params, Batch], Any]) -> Callable[[Params, Batch], Any]:
+    """Function that sums over a batch's completions, packed into rows and computed row by row."""
+
+    def run(params: Params, batch: Batch) -> Any:
+        def one(row: packing.Row) -> Any:
+            here = row.here[:, None]
+            data = batch.data._replace(taken=batch.data.taken & here)
+            return function(params, batch._replace(data=data, weight=jnp.where(here, batch.weight, 0.0), row=row))
+
+        return _over_rows(config, one, batch.data, batch.weight)
+
+    return run
+
+
+def _over_rows(config: GRPOConfig, function: Callable[[packing.Row], Any], data: Completions, counts: jax.Array) -> Any:
+    """Sum of function(row) over the rows of completions, of whose tokens those of `counts` [B, N] count."""
+    room = max(config.pack, data.prompt.shape[1] + data.token.shape[1])
+    to = packing.packed(data.prompt, data.problem, counts, room=room, pad=config.model.pad)
+    return packing.summed(function, to, data.prompt, data.token, room=room)
+
+
 def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     """Batch of one shard; `weight` is the mask of tokens that count."""
     advantage, informative = advantages(shaped(config, data), config.group, scaled=LOSSES[config.loss].scaled)
     if config.mask_truncated:
         informative &= ~data.cut
+    counts = (informative | data.taught)[:, None] & data.taken
     nothing = jnp.zeros(data.token.shape)
-    if config.kl_coef > 0.0:
-        plain = dataclasses.replace(config.model, lora=0)
-        assert config.num_minibatches is not None
-        pieces = config.num_minibatches * config.accumulate
+    return Batch(data, advantage, counts, _referred(config, data, counts, reference) if config.kl_coef else nothing)
 
-        def piece(part: Completions) -> jax.Array:
-            return log_probs(plain, reference, _asked(config, part), part.token, config.temperature)[0]
 
-        parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), data)
-        nothing = piece(data) if pieces == 1 else jax.lax.map(piece, parts).reshape(data.token.shape)
-    return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
+def _referred(config: GRPOConfig, data: Completions, counts: jax.Array, reference: Params) -> jax.Array:
+    """Log-probabilities [B, N] by the reference, of the tokens that count [B, N] at least."""
+    plain = dataclasses.replace(config.model, lora=0)
+    assert config.num_minibatches is not None
+    pieces = config.num_minibatches * config.accumulate
+
+    def of(row: packing.Row) -> jax.Array:
+        return packing.log_probs(plain, reference, row, data.token, config.temperature)[0]
+
+    def piece(part: Completions) -> jax.Array:
+        return log_probs(plain, reference, _asked(config, part), part.token, config.temperature)[0]
+
+    if config.pack:
+        found: jax.Array = _over_rows(config, of, data, counts)
+        return found
+    parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), data)
+    return piece(data) if pieces == 1 else jax.lax.map(piece, parts).reshape(data.token.shape)
 
 
 def _looked(
@@ -337,10 +377,8 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         own_params, rest = transformer.split(config.model, state.params)
-        gradient = in_pieces(
-            jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True),
-            config.accumulate,
-        )
+        whole = jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True)
+        gradient = in_rows(config, whole) if config.pack else in_pieces(whole, config.accumulate)
         reference = state.reference
         if config.kl_coef > 0.0 and not config.model.lora:
             fresh = state.updates == state.imitated

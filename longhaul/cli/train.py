@@ -237,8 +237,9 @@ def _planned(run: Run) -> int:
     config, group = run.algorithm, run.algorithm.group
     load = memory_plan.Load(run.num_envs, PROMPT, run.num_steps, run.environment.wave)
     found = memory_plan.plan(config, load)
+    pieces = f"rows of {config.pack} tokens" if config.pack else f"{config.accumulate} micro-batches"
     print(f"{transformer.size(config.model):,} parameters; {run.num_envs} x {group} completions of at most "
-          f"{run.num_steps} tokens, prompts of {PROMPT}; {config.accumulate} micro-batches; several devices by "
+          f"{run.num_steps} tokens, prompts of {PROMPT}; {pieces}; several devices by "
           "--fsdp\n")  # fmt: skip
     names = [name for name in next(iter(found.values())) if name not in ("capacity", "fits")]
     rows = [

@@ -266,6 +266,8 @@ def _check_reasoning(run: Run) -> None:
     assert isinstance(run.algorithm, GRPOConfig)
     if run.algorithm.resample and run.topology != "actors":
         raise RunError(f"--resample is {run.algorithm.resample}, and actors sample again; give --topology actors")
+    if run.algorithm.pack and run.fsdp:
+        raise RunError(f"--pack is {run.algorithm.pack}, and --fsdp splits rows over devices; leave one of them out")
     if run.acting.rollout_servers:
         _check_rollout_servers(run, run.environment, run.algorithm)
     if not run.environment.exact and run.topology != "actors":

@@ -63,12 +63,16 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     completions = -(-load.prompts // devices) * config.group
     rows = max(1, completions // (config.num_minibatches * config.accumulate))
     tokens = rows * load.length + max(1, rows // config.group) * load.prompt
+    pairs = rows * load.length * (load.length + load.prompt)
+    if config.pack:
+        tokens = max(config.pack, load.length + load.prompt)
+        pairs = tokens * tokens
     inside = tokens * item * (6 * sizes.width + 4 * sizes.heads * sizes.head_dim + 4 * sizes.hidden)
-    scores = 4 * ATTENTION * rows * sizes.heads * load.length * (load.length + load.prompt)
+    scores = 4 * ATTENTION * sizes.heads * pairs
     inputs = sizes.layers * tokens * item * sizes.width
     kept = inputs + inside + scores if sizes.remat == "full" else sizes.layers * (inside + scores)
     logits = 4 * FACTORS * min(LOGITS, tokens * sizes.vocabulary)
-    gradients = own * (2 if config.accumulate > 1 else 1)
+    gradients = own * (2 if config.accumulate > 1 or config.pack else 1)
     slots, rows = load.prompt + load.length, min(load.wave, completions)
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim
     kernels = item * transformer.size(sizes) + 4 * sizes.vocabulary * sizes.width

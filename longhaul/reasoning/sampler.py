@@ -423,9 +423,7 @@ def sampler(
     """
     check(how)
 
-    def sample(
-        params: Params, prompt: jax.Array, keys: Key, budget: jax.Array, most: jax.Array | None = None
-    ) -> Drawn:
+    def sample(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array, most: jax.Array | None = None) -> Drawn:
         kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], how.length)))
         uniforms = jax.vmap(lambda key: prng.uniform(key, (how.length, 2)))(keys)
         with jax.named_scope(INFERENCE):
@@ -459,6 +457,19 @@ def log_probs(
         whole = jnp.concatenate([prompt, text], axis=1)
         hidden = transformer.trunk(config, params, whole, whole != config.pad)[0][:, prompt.shape[1] - 1 : -1]
 
+    found = predicted(config, params, hidden.reshape(rows * steps, -1), text.reshape(-1), temperature)
+    chosen, entropy = (x.reshape(rows, steps) for x in found)
+    return chosen, entropy
+
+
+def predicted(
+    config: ModelConfig, params: Params, hidden: jax.Array, token: jax.Array, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probability, entropy), float32 [T], of tokens [T] that outputs of the layers [T, width] predict.
+
+    No more than `LOGITS` logits are there at a time.
+    """
+
     @jax.checkpoint
     def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         inner, token = part
@@ -467,18 +478,16 @@ def log_probs(
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
 
-    flat = hidden.reshape(rows * steps, -1), text.reshape(-1)
-    size = max(1, LOGITS // config.vocabulary)
-    if rows * steps <= size:
-        found = some(flat)
-    else:  # a whole number of pieces, so that one program computes each
-        count = -(-rows * steps // size)
-        short = count * size - rows * steps
-        pieces = jax.tree.map(
-            lambda x: jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(count, size, *x.shape[1:]), flat
-        )
-        found = jax.tree.map(lambda x: x.reshape(-1)[: rows * steps], jax.lax.map(some, pieces))
-    return jax.tree.map(lambda x: x.reshape(rows, steps), found)
+    whole, number, size = (hidden, token), len(token), max(1, LOGITS // config.vocabulary)
+    if number <= size:
+        return some(whole)
+    count = -(-number // size)  # a whole number of pieces, so that one program computes each
+    short = count * size - number
+    pieces = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(count, size, *x.shape[1:]), whole
+    )
+    found: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(-1)[:number], jax.lax.map(some, pieces))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- collector

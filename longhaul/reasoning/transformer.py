@@ -194,26 +194,32 @@ class Past(NamedTuple):
     mask: jax.Array  # bool [M, P]
 
 
+class Places(NamedTuple):
+    """Tokens [B, T] of several texts in each row."""
+
+    position: jax.Array  # int32 [B, T], within a token's own text
+    seen: jax.Array  # bool [B, T, T]: tokens (last axis) that each one attends to
+
+
 def trunk(
     config: ModelConfig,
     params: Params,
     tokens: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | Places,
     *,
     keeps: bool = False,
     past: Past | None = None,
 ) -> tuple[jax.Array, KeyValue | None]:
     """(the last layer's normalised output [B, T, width], which `unembed` takes; with `keeps`, keys and values).
 
-    The tokens follow the prompts of `past`, if any, whose keys and values are read and not computed again.
+    `mask` bool [B, T] is False at padding. The tokens follow the prompts of `past`, if any, whose keys and values are
+    read and not computed again.
     """
     dtype = PRECISIONS[config.precision]
-    steps = tokens.shape[1]
-    positions = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    positions, seen = mask if isinstance(mask, Places) else _one_text(mask)
     if past is not None:
         before = jnp.sum(past.mask, axis=1, dtype=jnp.int32)
         positions += jnp.repeat(before, len(tokens) // len(before))[:, None]
-    seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
     turn = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, head_dim / 2]
 
@@ -237,6 +243,13 @@ def trunk(
     layers = {name: _bits(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
     x, kept = jax.lax.scan(part, x, (layers, prefixes), unroll=unroll)
     return rms_norm(x, params["final_norm"], config.eps), kept
+
+
+def _one_text(mask: jax.Array) -> Places:
+    """Places of one text a row, with padding where `mask` [B, T] is False."""
+    steps = mask.shape[1]
+    seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
+    return Places(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, seen)
 
 
 def _bits(x: jax.Array, of: Any, to: Any) -> jax.Array:

@@ -48,8 +48,8 @@ def completions() -> tuple[Any, sampler.Completions]:
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     acted = jnp.where(taken, log_prob, 0.0)
     arrays = map(jnp.asarray, (prompt, token, written, taken, acted, acted, reward))
-    zero = jnp.zeros(ROWS, jnp.int32)
-    return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero, zero > 0)
+    zero, problem = jnp.zeros(ROWS, jnp.int32), jnp.arange(ROWS) // GROUP
+    return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, problem, zero > 0)
 
 
 def test_advantages_by_hand() -> None:
@@ -151,6 +151,67 @@ def test_pieces_of_a_batch_are_the_batch(name: str) -> None:
     assert float(also["loss"]) == pytest.approx(float(told["loss"]), abs=1e-6)
 
 
+def updated(far: float = 0.3, **changes: Any) -> tuple[Any, Any, Any]:
+    """(parameters, Adam's first moments, metrics) after an update of completions from a sampler that is `far` away."""
+    settings = config(**{"num_minibatches": 2, "warmup": 0, "lr": 1e-3} | changes)
+    made = grpo.grpo(None, settings, RunContext(updates=2, mean=meshes.identity))
+    params, data = completions()
+    fresh = quick(made.init)(jax.random.key(1))
+    if settings.model.lora:
+        params = transformer.joined(transformer.split(settings.model, fresh.params)[0], params)
+    reference = jax.tree.map(lambda x: 1.1 * x, params) if fresh.reference else ()
+    state = fresh._replace(params=params, reference=reference, updates=jnp.int32(1))
+    off = jnp.linspace(-far, far, ROWS * LENGTH).reshape(ROWS, LENGTH)
+    reward = jnp.array([1.0, 0, 0, 0.5, 0, 1, 1, 1])
+    lesson = jnp.arange(ROWS) % 2 * sampler.DEMONSTRATED if settings.taught else data.lesson
+    data = data._replace(log_prob=jnp.where(data.taken, data.log_prob + off, 0.0), reward=reward, lesson=lesson)
+    after, told = quick(made.learn)(state, data, jax.random.key(2))
+    return after.params, after.opt_state[1].mu, told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "dapo"},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {"loss": "grpo", "kl_coef": 0.1},
+                {"loss": "dr_grpo", "correction": "mask", "correction_cap": 1.2},
+                {"loss": "gspo", "num_minibatches": 1},
+                {"loss": "cispo", "overlong": 0.5, "top_k": 5},
+                {"loss": "dapo", "taught": 1, "lr_taught": 1e-3},
+                {"loss": "dapo", "model": dataclasses.replace(TINY, lora=2), "kl_coef": 0.1},
+            )
+        ),
+    ],
+    ids=lambda changes: changes["loss"],
+)
+def test_packed_completions_give_the_same_update(changes: dict[str, Any]) -> None:
+    """Though they share rows, and some tokens, as those of tools, count in no loss."""
+    (plain, first, told), (packed, moment, also) = (updated(pack=pack, **changes) for pack in (0, 12))
+    near(moment, first, 1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), packed, plain)
+    assert float(told["grpo/grad_norm"]) > 0.01
+    for name in told:
+        assert float(also[name]) == pytest.approx(float(told[name]), rel=1e-4, abs=1e-6), name
+
+
+def test_packed_completions_have_the_probabilities_of_the_sampler() -> None:
+    """A learning rate of 0 keeps both minibatches on-policy."""
+    _, _, told = updated(0.0, pack=12, lr=0.0)
+    assert float(told["grpo/grad_norm"]) > 0.01
+    for name in ("approx_kl", "mismatch", "clip_fraction"):
+        assert abs(float(told[f"grpo/{name}"])) < 1e-6, name
+
+
+def test_completions_that_teach_nothing_are_in_no_row() -> None:
+    _, data = completions()  # the second group's rewards are equal
+    batch = grpo._worths(config(pack=32), data, ())
+    row = grpo._over_rows(config(pack=32), lambda row: row.here.astype(jnp.int32), data, batch.weight)
+    assert row.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
 def test_ratios_are_clipped_as_each_loss_says() -> None:
     acted, taken = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     log_prob = jnp.log(jnp.array([[1.5, 0.5]]))
@@ -224,11 +285,13 @@ def test_groups_that_are_all_equal_teach_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_two_shards_are_one_batch() -> None:
+@pytest.mark.parametrize("pack", [0, 12])
+def test_two_shards_are_one_batch(pack: int) -> None:
+    """Also where one of them has more rows than the other."""
     params, data = completions()
     data = data._replace(reward=jnp.array([1.0, 0, 0, 0.5, 0, 1, 1, 1]))
     mesh = meshes.make_mesh(2, 1)
-    settings = config(loss="grpo", lr=1.0, warmup=0)
+    settings = config(loss="grpo", lr=1.0, warmup=0, pack=pack)
     whole = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.identity))
     parts = grpo.grpo(None, settings, RunContext(updates=1, mean=meshes.mean_over_data))
     state = whole.init(jax.random.key(1))._replace(params=params)
@@ -248,6 +311,7 @@ def test_two_shards_are_one_batch() -> None:
         ({"group": 3}, "group is 3; it must divide the completions of a shard, 8"),
         ({"num_minibatches": 3}, "num_minibatches is 3"),
         ({"num_minibatches": 1, "accumulate": 3}, "with accumulate 3 it must divide the groups of a shard"),
+        ({"accumulate": 2, "pack": 16}, "accumulate is 2; with --pack the micro-batches are its rows; give 1"),
         ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0; it must be at least 0"),
     ],

@@ -77,14 +77,16 @@ def small(**changes: Any) -> Run:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", [0, 64])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(pack: int, tmp_path: Path) -> None:
+    run = small(algorithm=dataclasses.replace(small().algorithm, pack=pack))
     whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    assert begin(small(), whole).code == 0
+    assert begin(run, whole).code == 0
     found = records(whole)
     assert [record["grpo/taught"] for record in found] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert all(record["grpo/mismatch"] < 1e-5 for record in found)
-    stop(small(), folder)  # in the warm start
-    stop(small(), folder)  # behind it
+    stop(run, folder)  # in the warm start
+    stop(run, folder)  # behind it
     assert resume(folder).code == 0
     assert records(folder) == found
     assert result(folder) == result(whole)
@@ -243,6 +245,10 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
         ),
         ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
         ({"environment": Named("cartpole")}, "learn from prompts, and nothing else does"),
+        (
+            {"fsdp": True, "algorithm": GRPOConfig(model=MODEL, group=4, pack=64)},
+            "--pack is 64, and --fsdp splits rows over devices; leave one of them out",
+        ),
         ({"topology": "central"}, "completions are sampled by the learner, its threads or its processes"),
         ({"num_envs": 3, "algorithm": GRPOConfig(model=MODEL, group=3)}, "--num-minibatches is 2"),
         ({"algorithm": GRPOConfig(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
