@@ -107,6 +107,8 @@ def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
     parsed = shipped(flags.parse("evaluate", about, {"": FLAGS}, words).values)
+    if parsed["RUN"] is None and parsed["policy"] not in ("run", "untrained"):
+        parsed["RUN"] = hub.PRETRAINED  # whose settings a driver needs, no more
     folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data", on_hub=True)
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")

@@ -21,6 +21,7 @@ import pytest
 from longhaul.algorithms import ppo
 from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import evaluate
+from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Named, Run
@@ -447,6 +448,15 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
     assert picture.resolve().parent == folder.resolve() / "worst"
     assert picture.name.startswith("01-")
     assert "constant" in picture.read_text()
+
+
+def test_a_driver_that_no_run_made_needs_none(logs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--policy", "log", "--traffic", "self", "--json", "-", "--data", str(logs["gpudrive"])]
+    assert evaluate.evaluate(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["policy"] == "log" and report["mean"]["log_divergence"] == pytest.approx(0.0, abs=0.05)
+    with pytest.raises(FlagError, match="which run"):
+        evaluate.evaluate(["--data", str(logs["gpudrive"])])
 
 
 @pytest.mark.slow
