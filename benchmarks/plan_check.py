@@ -1,206 +1,132 @@
-"""`longhaul plan`'s model of 1 -> 2 processes against a measurement: `python -m benchmarks.plan_check RECIPE [FLAGS]`.
+"""Forecasts of `longhaul plan` beside measurements, with a table of errors.
 
-Measured are, each in processes of its own, pinned to a core each, which speak by gloo over the loopback:
+    python -m benchmarks.plan_check processes RECIPE [FLAGS]     1, 2 and 4 processes of this machine
+    python -m benchmarks.plan_check chips                        the committed figures of other chips
 
-    alone   seconds of an update of one process with one device
-    pair    the same of two processes with one device each, the batch of a device kept (weak scaling); and what an
-            all-reduce of 4 bytes and of 4 MB takes between them, from which follow latency and link of this "chip"
-    counted how often an update of two devices has which collectives, as `longhaul plan` counts them
+`processes` calibrates as `longhaul plan --calibrate` does, by a run of one process and one of two, and then measures
+each number of processes in runs of their own. Rounds follow each other, so that forecasts and measurements meet the
+same load. `chips` compiles here what ran there, and measures nothing: the figures are those of
+`benchmarks/results/h100.jsonl`.
 
-From `alone`, the collectives, latency and link the planner predicts the pair's steps a second. `alone` and `pair` are
-measured in turn, so that both meet the same load; of each the median counts. On a machine that others use two processes
-wait for cores, and then for each other, which no planner knows; so the CPU-seconds of an update are compared, too.
-Prints one JSON object.
+Prints a JSON object a round or a figure, and the errors of all as a table: forecast / measured - 1 of steps a second.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from longhaul.runtime import process_group
-from longhaul.runtime.launch.local import free_port
+from longhaul.cli import plan, run_flags, tables
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Run
+from longhaul.diagnostics import calibration
 
-ROOT = Path(__file__).resolve().parent.parent
+COMMITTED = Path(__file__).resolve().parent / "results" / "h100.jsonl"
 
-LARGE = 4 * 2**20
-"""Bytes of the all-reduce that tells the link."""
+RECIPES = {"ppo-cartpole": "cartpole", "driving-train": "driving", "hackmatrix-ppo": "hackmatrix"}
+"""Recipe of a committed figure's program, by the name of its benchmark."""
 
-AROUND = 50
-"""All-reduces of a timed call."""
+SIZES = (
+    "num_envs", "num_steps", "num_minibatches", "update_epochs", "torso", "hidden_dim", "num_layers", "activation",
+    "precision",
+)  # fmt: skip
+"""Settings of a figure on which its program depends."""
+
+
+COUNTED = ("forecast", "measured")
+"""Steps a second, in the table."""
 
 
 def main(words: Sequence[str]) -> int:
-    turns, calls = 2, 8
-    alone, pair = [], []
-    recipe = list(words) or ["cartpole", "--num-envs", "256", "--num-steps", "64"]
-    for _ in range(turns):
-        alone.append(start("alone", recipe, calls, 1))
-        pair.append(start("pair", recipe, calls, 2))
-    crossing = start("counted", recipe, calls, 1)
-    results.emit(compare(recipe, alone, pair, crossing))
+    parser = results.parser(__doc__)
+    parser.add_argument("what", choices=("processes", "chips"))
+    parser.add_argument("--on", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
+    parser.add_argument("--rounds", type=int, default=1)
+    asked, recipe = parser.parse_known_args(words)
+    if asked.what == "chips":
+        found = [each for each in map(figure, rows()) if each]
+    else:
+        found = [processes(recipe or ["cartpole"], asked.on) for _ in range(asked.rounds)]
+    for each in found:
+        results.emit(each, asked.json)
+    show(found)
     return 0
 
 
-def compare(
-    recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], crossing: dict[str, Any]
-) -> dict[str, Any]:
-    """Forecast of the planner for two processes, and what they did."""
-    from longhaul.diagnostics import compute_plan
-    from longhaul.diagnostics.chips import Chip
+def show(found: Sequence[dict[str, Any]]) -> None:
+    """Prints the table: the median over the rounds of each program."""
+    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in found:
+        for each in record["forecasts"]:
+            lines.setdefault((record["program"], each["on"]), []).append(each)
+    cells = [
+        [
+            program, on, *(f"{statistics.median(each[name] for each in some):,.0f}" for name in COUNTED),
+            f"{statistics.median(error(each) for each in some):+.1%}", said(some[0]["said"]),
+        ]
+        for (program, on), some in lines.items()
+    ]  # fmt: skip
+    tables.table(["program", "on", "forecast", "measured", "error", "said"], cells)
 
-    def middle(rows: list[dict[str, Any]], name: str) -> float:
-        return float(statistics.median(row[name] for row in rows))
 
-    small, large = middle(pair, "small_seconds"), middle(pair, "large_seconds")
-    link = LARGE / max(large - small, 1e-9)
-    chip = Chip("cpu over gloo", 0.0, 0.0, 0.0, float("inf"), link, 2, 0.0)
-    what = compute_plan.Measured(
-        middle(alone, "update_seconds"), int(alone[0]["steps"]), (),
-        tuple(compute_plan.Collective(**each) for each in crossing["collectives"]), 0.0, 0.0, 0.0,
-    )  # fmt: skip
-    assumed = compute_plan.Assumptions(network=link, latency=small / 2)
-    one, two = (compute_plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
-    measured = pair[0]["steps"] / middle(pair, "update_seconds")
+def said(error: float | None) -> str:
+    """Error that the forecast came with."""
+    return "unknown" if error is None else f"{error:.0%}"
+
+
+def error(each: dict[str, Any]) -> float:
+    return float(each["forecast"] / each["measured"] - 1.0)
+
+
+def chosen(recipe: Sequence[str], more: Sequence[str] = ()) -> tuple[Run, dict[str, Any]]:
+    """(resolved run, values of the flags) of `longhaul plan RECIPE [FLAGS]`."""
+    known, parsed = run_flags.of_recipe("plan", plan.ABOUT, plan.FLAGS, [*recipe, *more])
+    return resolve(run_flags.chosen(known, parsed)), parsed.values
+
+
+def processes(recipe: Sequence[str], on: Sequence[int]) -> dict[str, Any]:
+    """A round: forecasts for so many processes, and what they did."""
+    run, values = chosen(recipe, ["--calibrate", "--on", *map(str, on)])
+    planned = plan.planned(run, values)
+    forecasts = []
+    for row in planned["plan"]:
+        did = calibration.measure(run, row["devices"])
+        forecasts.append({
+            "on": f"{row['devices']} process(es)", "forecast": row["steps_per_second"],
+            "measured": did.steps / did.update, "said": row["error"], "seconds": did.seconds,
+            "all_reduce_seconds": [did.small, did.large],
+        })  # fmt: skip
     return {
-        "name": "plan-check", "recipe": recipe, "turns": len(pair), "steps_per_update": [one.batch, two.batch],
-        "alone_steps_per_second": one.steps_per_second, "predicted_steps_per_second": two.steps_per_second,
-        "measured_steps_per_second": measured, "error": two.steps_per_second / measured - 1.0,
-        "predicted_efficiency": two.efficiency, "measured_efficiency": measured / 2.0 / one.steps_per_second,
-        "cpu_efficiency": middle(alone, "cpu_seconds") / middle(pair, "cpu_seconds"),
-        "latency_seconds": assumed.latency, "link_bytes_per_second": link, "collectives": crossing["collectives"],
-        "alone": alone, "pair": pair,
+        "name": "plan-check", "program": " ".join(recipe), "calibration": planned["measured"]["calibration"],
+        "collectives": planned["measured"]["collectives"], "forecasts": forecasts,
     }  # fmt: skip
 
 
-def start(what: str, recipe: list[str], calls: int, count: int) -> dict[str, Any]:
-    """Runs `what` in so many processes; -> what process 0 found."""
-    port, cores = free_port(), sorted(os.sched_getaffinity(0))
-    children = []
-    for i in range(count):
-        variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-        variables |= {
-            process_group.COORDINATOR: f"127.0.0.1:{port}",
-            process_group.INDEX: str(i),
-            process_group.COUNT: str(count),
-        }
-        pinned = cores if what == "counted" else [cores[i % len(cores)]]
-        command = [sys.executable, "-m", "benchmarks.plan_check", "--worker", what, json.dumps([recipe, calls, pinned])]
-        children.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True))
-    said = [child.communicate()[0] for child in children]
-    if any(child.returncode for child in children):
-        raise SystemExit(f"{what} failed; its message is above")
-    found: dict[str, Any] = json.loads(said[0].strip().splitlines()[-1])
-    return found
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in COMMITTED.read_text().splitlines()]
 
 
-def worker(what: str, about: str) -> int:
-    recipe, calls, pinned = json.loads(about)
-    os.sched_setaffinity(0, set(pinned))
-    process_group.start(process_group.find(os.environ))
-    work = {"alone": timed, "pair": paired, "counted": counted}[what]
-
-    def run() -> int:
-        found = work(recipe, calls)
-        if process_group.index() == 0:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    return process_group.follow(run) if process_group.index() else process_group.lead(run)
-
-
-def resolved(recipe: list[str], devices: int) -> Any:
-    """The recipe's run on so many devices, each with the batch that `recipe` says."""
-    from longhaul.cli import flags, run_flags
-    from longhaul.config import recipes
-    from longhaul.config.resolve import resolve
-
-    known = recipes.recipe(recipe[0])
-    table = run_flags.table(known)
-    words = [*recipe[1:], "--mesh", f"data={devices}"]
-    run = run_flags.chosen(known, flags.parse("plan", "", table, words))
-    each = run.num_envs if "--num-envs" in words else resolve(run).num_envs
-    words += ["--num-envs", str(devices * each)]
-    if "--num-envs" in recipe:
-        at = words.index("--num-envs")
-        del words[at : at + 2]
-    return resolve(run_flags.chosen(known, flags.parse("plan", "", table, words)))
-
-
-def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int]]:
-    """Calls of the compiled program without an end; -> (seconds of an update, CPU-seconds of it, its steps) of each."""
-    import jax
-
-    from longhaul.diagnostics.compiled_run import compiled
-    from longhaul.runtime.devices import prepare_devices
-
-    run = resolved(recipe, devices)
-    prepare_devices(run.all_devices, run.threads)
-    program = compiled(run)
-    progress = program.start(run.seed)
-    while True:
-        began, used = time.perf_counter(), time.process_time()
-        progress, rows = program.call(progress, run.block)
-        jax.block_until_ready((progress, rows))
-        seconds = time.perf_counter() - began, time.process_time() - used
-        yield seconds[0] / run.block, seconds[1] / run.block, program.assembly.steps_per_update
-
-
-def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:
-    """Seconds of an update, the median over calls after one to warm up."""
-    wall, cpu, steps = zip(*itertools.islice(updates(recipe, devices), 1, calls + 1), strict=True)
-    about = {"update_seconds": statistics.median(wall), "fastest_seconds": min(wall)}
-    return about | {"cpu_seconds": statistics.median(cpu), "steps": steps[0]}
-
-
-def paired(recipe: list[str], calls: int) -> dict[str, Any]:
-    """The same of two processes, and what an all-reduce takes between them, little and large."""
-    found = timed(recipe, calls, 2)
-    return found | {"small_seconds": all_reduce(4), "large_seconds": all_reduce(LARGE)}
-
-
-def all_reduce(size: int) -> float:
-    """Seconds of one over all devices, of so many bytes each, among others of a compiled program."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-
-    from longhaul.runtime import mesh as meshes
-
-    mesh = meshes.make_mesh()
-
-    def around(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, AROUND, lambda i, x: meshes.mean_over_data(x) + 1.0, x)
-
-    same = PartitionSpec()
-    work = jax.jit(meshes.per_shard(around, mesh, same, same))
-    x = meshes.everywhere(jnp.zeros(size // 4, jnp.float32), mesh)
-    taken = []
-    for _ in range(6):
-        began = time.perf_counter()
-        jax.block_until_ready(work(x))
-        taken.append((time.perf_counter() - began) / AROUND)
-    return statistics.median(taken[1:])
-
-
-def counted(recipe: list[str], calls: int) -> dict[str, Any]:
-    """The collectives of an update of two devices."""
-    from longhaul.diagnostics import compiled_run
-    from longhaul.diagnostics import compute_plan as plan
-
-    return {
-        "collectives": [each._asdict() for each in plan.collectives(compiled_run.crossings(resolved(recipe, 2)), 1)]
-    }
+def figure(row: dict[str, Any]) -> dict[str, Any]:
+    """Forecast for a committed figure of a training run; {} for another."""
+    if row["name"] not in RECIPES:
+        return {}
+    recipe, config = RECIPES[row["name"]], row["config"]
+    words = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(config[name]))]
+    if recipe == "driving":  # fewer scenarios are the same program on a smaller bank
+        words += ["--scenarios", "8"]
+    run, values = chosen([recipe, *words], ["--hardware", "h100", "--on", "1"])
+    (planned,) = plan.planned(run, values)["plan"]
+    forecast = {
+        "on": "1 x H100", "forecast": planned["steps_per_second"], "measured": row["per_second"],
+        "said": planned["error"],
+    }  # fmt: skip
+    return {"name": "plan-check", "program": row["name"], "of": row["commit"], "forecasts": [forecast]}
 
 
 if __name__ == "__main__":
-    sys.exit(worker(*sys.argv[2:]) if sys.argv[1:2] == ["--worker"] else main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

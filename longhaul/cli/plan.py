@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from longhaul.algorithms.config import precision
 from longhaul.algorithms.values import OF_AN_ACCELERATOR
 from longhaul.cli import run_flags, tables
-from longhaul.cli.flags import FLOAT, INT, OUTPUT, Flag, FlagError, choice, optional
+from longhaul.cli.flags import FLOAT, INT, OUTPUT, SWITCH, Flag, FlagError, choice, optional
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
-from longhaul.diagnostics import chips, compiled_run, compute_plan, hlo, profile
+from longhaul.diagnostics import calibration, chips, compiled_run, compute_plan, hlo, profile
 from longhaul.diagnostics.chips import CHIPS
-from longhaul.diagnostics.compute_plan import Assumptions, Measured
+from longhaul.diagnostics.compiled_run import Program
+from longhaul.diagnostics.compute_plan import Assumptions, Calibration, Measured
+from longhaul.diagnostics.hlo import Crossing
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import cores, on_cpu, prepare_devices
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -39,6 +40,13 @@ FLAGS = [
     ),
     Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list", least=0.0),
     Flag("calls", INT, 3, "compiled calls that are measured", least=1),
+    Flag(
+        "calibrate",
+        SWITCH,
+        False,
+        "measure two short runs on this machine first, of one process and of two; --on is "
+        "then a number of processes here",
+    ),
     Flag("json", OUTPUT, None, "write the plan to this file; - is stdout"),
 ]
 
@@ -53,32 +61,65 @@ def plan(words: Sequence[str]) -> int:
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """The plan for a resolved run, as JSON can hold it."""
-    on = _numbers(values["on"], run.model)
     here = values["hardware"] == "here"
+    if values["calibrate"]:
+        _check_calibration(run, values["hardware"])
+    few = [n for n in DEVICES if n <= max(4, 2 * cores())] if values["calibrate"] else []
+    on = _numbers(values["on"] or few, run.model)
     if not here and getattr(run.algorithm, "chunk", 0) is None:  # the program that they would run
         of_theirs = dataclasses.replace(run.algorithm, chunk=OF_AN_ACCELERATOR)  # type: ignore[arg-type]
         run = dataclasses.replace(run, algorithm=of_theirs)
-    what, devices = short_run(run, values["calls"])
-    chip = chips.here(devices) if here else CHIPS[values["hardware"]]
+    steps = float(values["steps"] or run.total_steps)
+    found, shards = None, max(on) // run.model
+    if values["calibrate"]:
+        what, found = calibrated(run, values["calls"])
+        devices, chip = 1, chips.machine()
+    elif here:
+        what, devices = short_run(run, values["calls"], shards)
+        chip = chips.here(devices)
+    else:
+        what, devices = program_of(run, shards)
+        chip = CHIPS[values["hardware"]]
     bf16, strong = precision(run.algorithm) == "bf16", values["share"] == "strong"
     assumed = Assumptions(
         values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"], run.save_interval_minutes,
         run.keep, values["price"],
     )  # fmt: skip
-    steps = float(values["steps"] or run.total_steps)
-    rows = [compute_plan.row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
-    modelled = compute_plan.compute_seconds(what, chips.here(devices), assumed._replace(efficiency=1.0), bf16=False)
+    if found is not None:
+        rows = [compute_plan.calibrated(what, chip, assumed, found, n, steps, strong=strong) for n in on]
+    else:
+        rows = [compute_plan.row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
+    measured = {
+        "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
+        "memory": what.memory, "state_bytes": what.state_bytes, "carry_bytes": what.carry_bytes,
+        "collectives": [each._asdict() for each in what.collectives], "model": what.model,
+        "calibration": None if found is None else found._asdict(),
+    }  # fmt: skip
+    if here and found is None:
+        measured["roofline_seconds"] = compute_plan.compute_seconds(
+            what, chip, assumed._replace(efficiency=1.0), bf16=False
+        )
     return {
-        "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"],
-        "measured": {
-            "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
-            "roofline_seconds": modelled, "memory": what.memory, "state_bytes": what.state_bytes,
-            "carry_bytes": what.carry_bytes,
-            "collectives": [each._asdict() for each in what.collectives], "model": what.model,
-        },
-        "assumptions": dict(compute_plan.said(chip, assumed, here=here, bf16=bf16, strong=strong)),
+        "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"], "measured": measured,
+        "assumptions": dict(compute_plan.said(chip, assumed, here=here, bf16=bf16, strong=strong, found=found)),
         "plan": [row._asdict() for row in rows],
     }  # fmt: skip
+
+
+def _check_calibration(run: Run, hardware: str) -> None:
+    """Raises FlagError where two short runs on this machine would tell nothing of a plan."""
+    if hardware != "here":
+        raise FlagError(f"--calibrate measures this machine, and --hardware is {hardware}; leave one of them out")
+    if not on_cpu():
+        raise FlagError(
+            "--calibrate runs processes that share this machine's cores, and a run here would take an accelerator; set "
+            "JAX_PLATFORMS=cpu, or leave it out"
+        )
+    if run.all_devices > 1:
+        raise FlagError(
+            f"--calibrate runs processes of one device each, and --mesh is {run.mesh}; leave --mesh out: --on is the "
+            "number of processes"
+        )
 
 
 def _numbers(asked: Sequence[int], model: int) -> list[int]:
@@ -94,28 +135,55 @@ def _numbers(asked: Sequence[int], model: int) -> list[int]:
     return list(asked)
 
 
-def short_run(run: Run, calls: int) -> tuple[Measured, int]:
-    """A short measured run of a resolved `run`; -> (what the model needs of it, its devices)."""
+def short_run(run: Run, calls: int, most: int) -> tuple[Measured, int]:
+    """A short measured run of a resolved `run`; -> (what the model needs of it for at most so many shards, its
+    devices)."""
     with tempfile.TemporaryDirectory() as folder:
         traced = profile.measure(run, Path(folder), calls)
-    program, mesh = traced.program, traced.program.assembly.mesh
-    devices, shards, model = mesh.size, mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
+    devices = traced.program.assembly.mesh.size
     shares = profile.reading(traced.events, traced.instructions)["shares"]
-    memory = profile.memory(program.executable)
-    begun = program.start(run.seed)
     runs = Counter(event.instruction for event in traced.events)
-    crossings = hlo.crossings(program.text()) if shards > 1 else compiled_run.two_shards(run)
+    work = compute_plan.work(traced.updates, devices, runs, traced.instructions)
+    seconds = traced.update_seconds * (1.0 - shares["collectives"])
+    return _measured(traced.program, seconds, work, most), devices
+
+
+def program_of(run: Run, most: int) -> tuple[Measured, int]:
+    """The program of a resolved `run`, compiled here and not run; -> (what the model needs of it for at most so many
+    shards, its devices)."""
+    prepare_devices(run.all_devices, run.threads)
+    program = compiled_run.compiled(run)
+    text = program.text()
+    work = compute_plan.work(1, 1, hlo.runs(text), hlo.read(text))
+    return _measured(program, None, work, most), program.assembly.mesh.size
+
+
+def calibrated(run: Run, calls: int) -> tuple[Measured, Calibration]:
+    """Two short runs of a resolved `run` of one device: (what the model needs of its program, their times)."""
+    calls = max(calls, calibration.CALLS)
+    alone, pair = calibration.measure(run, 1, calls), calibration.measure(run, 2, calls)
+    crossings = [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in pair.crossings]
     what = Measured(
-        traced.update_seconds * (1.0 - shares["collectives"]), program.assembly.steps_per_update // shards,
-        compute_plan.work(traced.updates, devices, runs, traced.instructions),
-        compute_plan.collectives(crossings, model),
-        float(memory.get("peak", 0)), _bytes(begun.state), _bytes(begun.carry) / shards, model,
+        None, alone.steps, (), compute_plan.collectives(crossings, 1), alone.memory, alone.state_bytes,
+        alone.carry_bytes,
     )  # fmt: skip
-    return what, devices
+    byte = max(pair.large - pair.small, 0.0) / calibration.LARGE
+    spread = max(alone.spread, pair.spread)
+    return what, Calibration(alone.update, pair.update, spread, pair.small, byte, cores())
 
 
-def _bytes(tree: Any) -> float:
-    return float(sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)))
+def _measured(
+    program: Program, seconds: float | None, work: tuple[tuple[float, float, float], ...], most: int
+) -> Measured:
+    mesh, run = program.assembly.mesh, program.run
+    shards, model = mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
+    begun, memory = program.start(run.seed), profile.memory(program.executable)
+    crossings = hlo.crossings(program.text()) if shards > 1 else compiled_run.two_shards(run) if most > 1 else []
+    state, carry = calibration.held(begun.state), calibration.held(begun.carry)
+    return Measured(
+        seconds, program.assembly.steps_per_update // shards, work, compute_plan.collectives(crossings, model),
+        float(memory.get("peak", 0)), state, carry / shards, model,
+    )  # fmt: skip
 
 
 def show(found: dict[str, Any]) -> None:
@@ -123,24 +191,29 @@ def show(found: dict[str, Any]) -> None:
     about = found["measured"]
     collectives = sum(each["runs"] for each in about["collectives"])
     moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])
+    seconds = about["compute_seconds"]
+    calibrated = about["calibration"]
+    how = "compiled" if seconds is None and calibrated is None else "measured"
+    took = "" if seconds is None else f"{seconds:.4g} s an update on {about['devices']} device(s) here, "
     tables.listing(
         [
             ("recipe", f"{found['recipe']}, {found['steps']:,.0f} agent steps on {found['hardware']}"),
-            ("measured", f"{about['compute_seconds']:.4g} s an update on {about['devices']} device(s) here, "
-             f"{about['steps_per_update']:,} agent steps, {collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
+            (how, f"{took}{about['steps_per_update']:,} agent steps an update, "
+             f"{collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
             *found["assumptions"].items(),
         ]
     )  # fmt: skip
     print()
     header = [
-        "devices", "batch", "s/update", "in collectives", "efficiency", "steps/s", "hours", "dollars", "memory",
-        "checkpoint", "written",
+        "processes" if calibrated else "devices", "batch", "s/update", "in collectives", "efficiency", "steps/s",
+        "error", "hours", "dollars", "memory", "checkpoint", "written",
     ]  # fmt: skip
     rows = [
         [
             f"{each['devices']:,}", f"{each['batch']:,}", f"{each['update_seconds']:.3g}",
             f"{each['communication_seconds'] / each['update_seconds']:.1%}", f"{each['efficiency']:.1%}",
-            f"{each['steps_per_second']:,.0f}", f"{each['hours']:,.2f}", f"{each['dollars']:,.0f}",
+            f"{each['steps_per_second']:,.0f}", "unknown" if each["error"] is None else f"{each['error']:.0%}",
+            f"{each['hours']:,.2f}", f"{each['dollars']:,.0f}",
             _size(each["memory"]) + ("" if each["fits"] else " (too much)"), _size(each["checkpoint"]),
             _size(each["written"]),
         ]

@@ -26,6 +26,11 @@ class Chip(NamedTuple):
     per_host: int  # devices of a host
     price: float  # dollars an hour
 
+    @property
+    def kind(self) -> str:
+        """ "cpu", "gpu" or "tpu": only a CPU has no price."""
+        return "tpu" if self.name.startswith("tpu") else "gpu" if self.price else "cpu"
+
 
 CHIPS = {
     chip.name: chip
@@ -71,6 +76,11 @@ def here(devices: int = 1) -> Chip:
     x = jnp.zeros(32 * 2**20, jnp.float32)  # a large array is read, and another written
     stream = 2.0 * x.nbytes / least_seconds(jax.jit(lambda x: x + 1.0), x) / devices
     return Chip(device.platform, products, products, stream, memory / devices, stream, devices, 0.0)
+
+
+def machine() -> Chip:
+    """This machine's CPU, whose memory its processes share; its rates are those of a short run."""
+    return Chip("cpu", 0.0, 0.0, 0.0, float(machine_memory()), 0.0, 1, 0.0)
 
 
 def least_seconds(work: Callable[..., Any], *arguments: Any) -> float:

@@ -9,6 +9,9 @@ Each number of the model is a measurement, a data sheet's, or a printed assumpti
   and 2 ceil(log2 N) x latency; gathers and scatters half of both. None of it overlaps with other work. Within a host
   the link is the chip's, beyond it the network's. The collectives are read from the program of two shards, compiled
   also where there is one device.
+- Processes of one machine share its cores. Two short runs, of one process and of two, tell how much slower two compute
+  and what their collectives cost (`Calibration`). Up to the number of cores the slowdown grows with each further
+  process by as much as with the second; beyond it processes take turns, and so do the messages of their rings.
 - M neighbouring devices may share the parameters (`--mesh data=N,model=M`) and exchange activations; gradients are
   reduced over the N shards.
 - weak: every device keeps its batch, so an update has N times the steps. strong: the batch is shared; compute shrinks
@@ -27,7 +30,8 @@ from longhaul.diagnostics.chips import Chip
 from longhaul.diagnostics.hlo import COLLECTIVES, CONTROL, Crossing, Instruction
 
 LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
-"""Least seconds of an instruction, by kind of chip. The measured time of a CPU includes its launches."""
+"""Least seconds of an instruction of the program that is compiled for a CPU, by kind of chip. The measured time of a
+CPU includes its launches."""
 
 
 class Collective(NamedTuple):
@@ -40,9 +44,9 @@ class Collective(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurement of a short run: seconds of an update without collectives, and the work of each device in it."""
+    """Program of a run: seconds of an update without collectives, and the work of each device in it."""
 
-    compute_seconds: float
+    compute_seconds: float | None  # None: it was compiled alone
     steps: int  # agent steps of an update on one shard of the data
     work: tuple[tuple[float, float, float], ...]  # (runs, operations of one, bytes of one) of each instruction
     collectives: tuple[Collective, ...]
@@ -50,6 +54,17 @@ class Measured(NamedTuple):
     state_bytes: float  # needed by a device
     carry_bytes: float  # of a checkpoint, once a shard
     model: int = 1  # devices that share the parameters, and make a shard together
+
+
+class Calibration(NamedTuple):
+    """Two short runs on this machine, of one process and of two with a device each."""
+
+    alone: float  # seconds of an update of one
+    pair: float  # of two, each with the batch of one
+    spread: float  # of their calls, relative
+    small: float  # seconds of an all-reduce of few bytes between two
+    byte: float  # seconds of a further byte in it
+    cores: int  # that the processes share
 
 
 class Assumptions(NamedTuple):
@@ -78,12 +93,14 @@ class Row(NamedTuple):
     checkpoint: float  # bytes of one
     written: float  # bytes of all checkpoints of the run
     fits: bool
+    error: float | None = None  # of its time, relative: None where nothing tells
 
 
 def work(
-    updates: int, devices: int, runs: Mapping[str, int], program: Mapping[str, Instruction]
+    updates: int, devices: int, runs: Mapping[str, float], program: Mapping[str, Instruction]
 ) -> tuple[tuple[float, float, float], ...]:
-    """Work of a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
+    """Work of a device in an update, from the `runs` of each instruction in `updates` updates on `devices` devices,
+    without collectives."""
     known = ((program[name], count) for name, count in runs.items() if name in program)
     return tuple(
         (count / updates / devices, each.operations, each.bytes)
@@ -102,13 +119,12 @@ def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, 
 
 def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
     """Seconds of one update of one device on `chip` by the roofline, with `share` of its batch."""
-    kind = "tpu" if chip.name.startswith("tpu") else "gpu" if chip.price else "cpu"
     peak, bandwidth = (
         (chip.bf16 if bf16 else chip.fp32) * assumed.efficiency,
         chip.memory_bandwidth * assumed.efficiency,
     )
     return sum(
-        runs * max(share * operations / peak, share * moved / bandwidth, LAUNCH[kind])
+        runs * max(share * operations / peak, share * moved / bandwidth, LAUNCH[chip.kind])
         for runs, operations, moved in what.work
     )
 
@@ -128,6 +144,47 @@ def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devi
     return total
 
 
+def meeting_seconds(what: Measured, found: Calibration, processes: int, *, hops: int | None = None) -> float:
+    """Seconds of all collectives of an update between processes of this machine.
+
+    gloo's all-reduce is a ring of 2 (N - 1) messages in a row, two of them between two processes. `hops` is another
+    number of messages. Where processes take turns on a core, so do their messages.
+    """
+    if processes == 1:
+        return 0.0
+    count = 2 * (processes - 1) if hops is None else hops
+    moved = 2.0 * (processes - 1) / processes  # as a multiple of what two send
+    one = [each.runs * (found.small * count / 2.0 + each.bytes * found.byte * moved) for each in what.collectives]
+    return sum(one) * max(1.0, processes / found.cores) / max(1.0, 2.0 / found.cores)
+
+
+def slowdown(what: Measured, found: Calibration, processes: int) -> float:
+    """Seconds of an update's computation in one of so many processes, as a multiple of those of one alone."""
+    if processes == 1:
+        return 1.0
+    pair = max(1.0, (found.pair - meeting_seconds(what, found, 2)) / found.alone)
+    known = min(processes, max(2, found.cores))
+    return (1.0 + (pair - 1.0) * (known - 1)) * processes / known
+
+
+def calibrated(
+    what: Measured, chip: Chip, assumed: Assumptions, found: Calibration, processes: int, steps: float, *, strong: bool
+) -> Row:
+    """Plan for `steps` agent steps in so many processes of this machine, whose memory they share.
+
+    Its error is the spread of the calibrating calls, as often as the number of processes doubles, and the difference to
+    a tree of 2 log2(N) messages.
+    """
+    share = 1.0 / processes if strong else 1.0
+    meeting = meeting_seconds(what, found, processes)
+    seconds = found.alone * slowdown(what, found, processes) * share + meeting
+    doublings = math.ceil(math.log2(processes))
+    tree = meeting_seconds(what, found, processes, hops=2 * doublings)
+    error = found.spread * max(1, doublings) + abs(meeting - tree) / seconds
+    chip, times = chip._replace(memory=chip.memory / processes), (found.alone, seconds, meeting)
+    return _row(what, chip, assumed, processes, steps, times, strong=strong, error=error)
+
+
 def row(
     what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, *, here: bool, bf16: bool,
     strong: bool,
@@ -136,13 +193,24 @@ def row(
     shards = devices // what.model
     share = 1.0 / shards if strong else 1.0
     if here:
+        assert what.compute_seconds is not None
         alone, compute = what.compute_seconds, what.compute_seconds * share
     else:
         alone = compute_seconds(what, chip, assumed, bf16=bf16)
         compute = compute_seconds(what, chip, assumed, bf16=bf16, share=share)
     alone += communication_seconds(what, chip, assumed, what.model)
     communication = communication_seconds(what, chip, assumed, devices)
-    update = compute + communication
+    times = alone, compute + communication, communication
+    return _row(what, chip, assumed, devices, steps, times, strong=strong, error=None)
+
+
+def _row(
+    what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, times: tuple[float, float, float], *,
+    strong: bool, error: float | None,
+) -> Row:  # fmt: skip
+    """Plan from seconds of an update: those of one shard, those of all, those of collectives in it."""
+    shards = devices // what.model
+    alone, update, communication = times
     batch = what.steps if strong else what.steps * shards
     rate = batch / update
     hours = steps / rate / 3600.0
@@ -151,24 +219,43 @@ def row(
     saves = max(1, math.ceil(hours * 60.0 / assumed.save_minutes))
     return Row(
         devices, batch, update, communication, rate / (what.steps / alone * shards), rate, hours,
-        hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory,
+        hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory, error,
     )  # fmt: skip
 
 
-def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool) -> list[tuple[str, str]]:
+def said(
+    chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool, found: Calibration | None = None
+) -> list[tuple[str, str]]:
     """Assumptions in words."""
     price = chip.price if assumed.price is None else assumed.price
     peak, bandwidth = chip.bf16 if bf16 else chip.fp32, chip.memory_bandwidth
     peaks = f"{peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
-    roofline = f"a roofline at {assumed.efficiency:.0%} of {peaks}, from the instructions of the program compiled here"
-    return [
+    roofline = (
+        f"a roofline at {assumed.efficiency:.0%} of {peaks}, from the instructions of the program compiled here, "
+        f"{1e6 * LAUNCH[chip.kind]:g} us at least for each"
+    )
+    links = [
         ("compute", "as measured here" if here else roofline),
         ("collectives", "a ring in full, and a latency of "
          f"{assumed.latency * 1e6:g} us each of 2 log2(shards) times; none of it overlaps with other work"),
         ("links", f"{chip.link / 1e9:,.1f} GB/s among {chip.per_host} devices of a host, "
          f"{min(chip.link, assumed.network) / 1e9:,.1f} GB/s a device beyond"),
+    ]  # fmt: skip
+    if found is not None:
+        links = [
+            ("compute", f"processes of this machine, which share {found.cores} core(s); an update took "
+             f"{found.alone:.4g} s in one process, {found.pair:.4g} s in two"),
+            ("collectives", f"a ring in full of {found.small * 1e6:,.0f} us between two processes and "
+             f"{1e-6 / max(found.byte, 1e-15):,.0f} MB/s; none of it overlaps with other work"),
+        ]  # fmt: skip
+    error = "unknown: --calibrate tells it" if here else "unknown: plan on the chip itself"
+    if found is not None:
+        error = "the spread of the calibrating calls, and what the number of messages is uncertain by"
+    return [
+        *links,
         ("batch", "shared by all devices" if strong else "one a device; as many steps teach as much whatever it is"),
         ("price", f"{price:g} dollars an hour a device"),
         ("checkpoints", f"every {assumed.save_minutes:g} minutes, of which {assumed.keep} stay"),
         ("failures", "none; each costs what was done since the last save, and a start"),
-    ]  # fmt: skip
+        ("error", error),
+    ]

@@ -6,7 +6,7 @@ loop over updates, whose length is an argument, has none.
 
 Operations are counted for matrix products and convolutions only, the subject of a roofline. Bytes are those read and
 written, as if nothing stayed in a cache; of a large operand of which a fusion takes a slice, the slice counts. Of both,
-loop bodies count once: only a trace has the number of trips.
+loop bodies count once; `runs` has the trips where XLA knows them, and a trace has all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -218,6 +219,31 @@ def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None
         branches = [each.strip().lstrip("%") for each in line.first(_BRANCHES).split(",") if each]
         for inner in (*_CALLED.findall(line.rest), *branches):
             yield from _visit(parts, inner, loops)
+
+
+def runs(text: str) -> dict[str, float]:
+    """Instruction name -> its runs in one trip of the loops of unknown length, without what is inside a fusion.
+
+    Each branch of a condition is taken equally often.
+    """
+    parts = computations(text)
+    found: defaultdict[str, float] = defaultdict(float)
+
+    def visit(name: str, times: float) -> None:
+        for line in parts.get(name, ()):
+            found[line.name] += times
+            branches = [each.strip().lstrip("%") for each in line.first(_BRANCHES).split(",") if each]
+            if line.opcode == "while":
+                trips = int(line.first(_TRIPS) or 1)
+                for _, inner in _LOOP.findall(line.rest):
+                    visit(inner, times * trips)
+            elif line.opcode in ("call", "conditional"):
+                branches += _CALLED.findall(line.rest)
+                for inner in branches:
+                    visit(inner, times / len(branches))
+
+    visit("", 1.0)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ operations and bytes

@@ -10,7 +10,7 @@ from longhaul.cli import plan as plan_command
 from longhaul.cli.main import main
 from longhaul.diagnostics import compute_plan, hlo
 from longhaul.diagnostics.chips import Chip
-from longhaul.diagnostics.compute_plan import Assumptions, Collective, Measured
+from longhaul.diagnostics.compute_plan import Assumptions, Calibration, Collective, Measured
 
 CHIP = Chip("h-toy", bf16=2000.0, fp32=1000.0, memory_bandwidth=100.0, memory=50.0, link=10.0, per_host=4, price=3.0)
 ASSUMED = Assumptions(network=5.0, latency=0.5, efficiency=0.5, save_minutes=30.0, keep=3)
@@ -58,6 +58,51 @@ def test_what_gathers_or_scatters_goes_around_once(operation: str, moved: float)
     # Of four devices: 3/4 x 20 / 10 and 2 x 0.5. Of what is scattered the 20 bytes are one of four parts.
     what = WHAT._replace(collectives=(Collective(operation, 1.0, 20.0),))
     assert compute_plan.communication_seconds(what, CHIP, ASSUMED, 4) == pytest.approx(moved + 1.0)
+
+
+# Of WHAT's 3 all-reduces of 20 bytes each takes 1 + 20 x 0.1 = 3 s between two: 9 of the pair's 29 s.
+PAIR = Calibration(alone=10.0, pair=29.0, spread=0.1, small=1.0, byte=0.1, cores=2)
+
+
+def test_processes_of_one_machine_share_its_cores() -> None:
+    def compute(cores: int, processes: int) -> float:
+        return compute_plan.slowdown(WHAT, PAIR._replace(cores=cores), processes)
+
+    assert [compute(1, n) for n in (1, 2, 4)] == [1.0, 2.0, 4.0]  # they take turns
+    assert [compute(2, n) for n in (1, 2, 4)] == [1.0, 2.0, 4.0]
+    free = PAIR._replace(pair=20.0)  # 11 s of computing: two cores that disturb each other a little
+    assert [compute_plan.slowdown(WHAT, free, n) for n in (2, 4)] == [pytest.approx(1.1), pytest.approx(2.2)]
+    many = free._replace(cores=4)
+    assert [compute_plan.slowdown(WHAT, many, n) for n in (2, 4, 8)] == pytest.approx([1.1, 1.3, 2.6])
+
+
+def test_messages_of_a_ring_take_turns_with_their_processes() -> None:
+    def meeting(cores: int, processes: int) -> float:
+        return compute_plan.meeting_seconds(WHAT, PAIR._replace(cores=cores), processes)
+
+    assert [meeting(2, n) for n in (1, 2)] == [0.0, pytest.approx(9.0)]
+    # Four send three times as many messages in a row and 3/2 of the bytes: 3 x (3 x 1 + 20 x 0.1 x 3/2).
+    assert meeting(4, 4) == pytest.approx(18.0)
+    assert meeting(2, 4) == meeting(1, 4) == pytest.approx(36.0)
+
+
+def test_a_calibrated_plan_repeats_the_runs_that_it_is_from_and_says_its_error() -> None:
+    rows = [compute_plan.calibrated(WHAT, CHIP, ASSUMED, PAIR, n, 72_000.0, strong=False) for n in (1, 2, 4)]
+    assert [row.update_seconds for row in rows] == pytest.approx([10.0, 29.0, 40.0 + 36.0])
+    assert [row.batch for row in rows] == [100, 200, 400]
+    assert [row.fits for row in rows] == [True, False, False]  # 40 bytes each of 50
+    # By a tree of four messages for a ring of six: 3 x (2 x 1 + 3) x 2 = 30 s of 36.
+    assert [row.error for row in rows] == pytest.approx([0.1, 0.1, 0.2 + 6.0 / 76.0])
+    strong = compute_plan.calibrated(WHAT, CHIP, ASSUMED, PAIR, 4, 72_000.0, strong=True)
+    assert (strong.batch, strong.update_seconds) == (100, pytest.approx(10.0 + 36.0))
+
+
+def test_a_forecast_that_nothing_was_measured_for_has_no_error() -> None:
+    rows = [
+        compute_plan.row(WHAT, CHIP, ASSUMED, 1, 1e6, here=here, bf16=False, strong=False) for here in (True, False)
+    ]
+    assert [row.error for row in rows] == [None, None]
+    assert dict(compute_plan.said(CHIP, ASSUMED, here=True, bf16=False, strong=False))["error"].startswith("unknown")
 
 
 def test_numbers_of_devices_are_multiples_of_a_shard() -> None:
@@ -131,6 +176,8 @@ def test_a_real_run_is_planned(mesh: str, capsys: pytest.CaptureFixture[str]) ->
         (["--efficiency", "1.5"], "--efficiency is 1.5; it must lie in 0.001 to 1"),
         (["--on", "0"], "--on is 0; it must lie in 1 to 1000000"),
         (["--hardware", "h101"], "did you mean h100"),
+        (["--calibrate", "--hardware", "h100"], "--calibrate measures this machine, and --hardware is h100"),
+        (["--calibrate", "--mesh", "data=2"], "--calibrate runs processes of one device each, and --mesh is data=2"),
     ],
 )
 def test_bad_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,30 @@ def test_what_stands_in_loops_counts_with_their_trips() -> None:
     assert found.times() == 35
 
 
+def test_runs_are_counted_without_a_trace() -> None:
+    def inner(y: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.tanh(jnp.sin(y) @ y), None
+
+    def steps(x: jax.Array, n: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, n, lambda i, y: jax.lax.scan(inner, y, None, length=7)[0], x)
+
+    text = text_of(steps, jnp.eye(64), jnp.int32(3))
+    program, runs = hlo.read(text), hlo.runs(text)
+    products = {name: runs.get(name) for name, each in program.items() if each.operations and each.opcode != "call"}
+    assert set(products.values()) <= {7.0, None}  # None: inside a fusion
+    assert sum(count or 0.0 for count in products.values()) == 7.0
+
+
+def test_a_branch_takes_its_share_of_the_runs() -> None:
+    def chosen(i: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.switch(i, [lambda x: x @ x, lambda x: x @ (x @ x), jnp.sin, jnp.cos], x)
+
+    text = text_of(chosen, jnp.int32(1), jnp.eye(64))
+    program, runs = hlo.read(text), hlo.runs(text)
+    dots = [runs[name] for name, each in program.items() if each.operations and name in runs and each.opcode != "call"]
+    assert dots == [0.25, 0.25, 0.25]
+
+
 def test_each_kind_of_collective_is_found_with_the_bytes_of_its_result() -> None:
     x = jnp.ones((4, 2, 3))
     gathered = text_of(on_two(lambda x: jax.lax.all_gather(x[0], meshes.DATA)), x)
