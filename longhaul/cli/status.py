@@ -20,7 +20,7 @@ from longhaul.training.run_dir import called, read_result, read_run
 OLD = 10.0
 """Seconds after which the actors' state is called old."""
 
-HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "restarts"]
+HEADER = ["actor", "process", "on", "state", "for", "rollouts", "waiting", "queue", "restarts"]
 
 
 def status(words: Sequence[str]) -> int:
@@ -122,6 +122,7 @@ def _show_actors(state: dict[str, Any]) -> None:
     for actor in state["actors"]:
         whole = actor["seconds_acting"] + actor["seconds_waiting"]
         waiting = f"{actor['seconds_waiting'] / whole:.0%}" if whole else ""
-        cells = [actor["actor"], actor["process"], actor["state"], f"{actor['since']:.1f} s", actor["rollouts"]]
+        where = actor.get("device", "cpu")  # a process of its own computes there
+        cells = [actor["actor"], actor["process"], where, actor["state"], f"{actor['since']:.1f} s", actor["rollouts"]]
         rows.append([str(cell) for cell in (*cells, waiting, actor["queue"], actor["restarts"])])
     tables.table(HEADER, rows)

@@ -110,7 +110,7 @@ def _train(words: Sequence[str]) -> int:
     published = publish.chosen(parsed.values, parsed.given, publish.load(folder) if folder else None)
     for line in tracking.idle(parsed.given, tracked):
         tables.progress(line)
-    announce(run.all_devices, run.threads)
+    announce(run.shown_devices, run.threads)
     process_group.tell("run", to_dict(run))
     if folder is None:
 
@@ -184,7 +184,7 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     if parsed.values["resume"] is None and (shaped := _of_shapes(run_flags.chosen(recipe, parsed))) is not None:
         return _planned(shaped)
     run, _ = _asked(recipe, parsed)
-    loop.prepare_devices(run.all_devices, run.threads)
+    loop.prepare_devices(run.shown_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
     if run.topology == "actors" and isinstance(run.environment, Reasoning):

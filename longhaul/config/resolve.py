@@ -396,6 +396,10 @@ def _served(run: Run, devices: int) -> ActorConfig:
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.actor_kind == "device":
         raise RunError("--actor-kind is device, and central inference has actors elsewhere; choose --topology actors")
+    if len(run.acting.actor_devices) > 1:
+        raise FieldError(
+            "actor_devices", config_fields.plain(run.acting.actor_devices), "central inference acts on one: give one"
+        )
     if run.acting.pin:
         raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups

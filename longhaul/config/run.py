@@ -153,6 +153,14 @@ class Run:
         assert self.devices is not None
         return self.devices * self.model
 
+    @property
+    def shown_devices(self) -> int:
+        """Devices that JAX has to show for a resolved run where it can choose: those of its mesh, and those that its
+        actors are given beside them, over all processes."""
+        from longhaul.runtime import process_group  # not before: files without JAX read runs
+
+        return max(self.all_devices, process_group.count() * (1 + max(self.acting.actor_devices, default=-1)))
+
 
 class Origin(NamedTuple):
     """From where a run counts with the sizes that it has now: the end of what was done with others."""

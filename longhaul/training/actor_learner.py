@@ -34,7 +34,7 @@ from longhaul.runtime import device_memory, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
-from longhaul.topologies.actor_learner import config, device_rollout, host_rollout, learner
+from longhaul.topologies.actor_learner import config, device_rollout, host_rollout, learner, placement
 from longhaul.topologies.actor_learner.actor import Collect
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import LIVE
@@ -58,6 +58,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
+    placed(run, assembly)  # a device that is not there is said first
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     held = None
     if shares(run, assembly):
@@ -73,13 +74,22 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
 
 def shares(run: Run, assembly: Assembly) -> bool:
     """True where the actors of a language model hold its fixed arrays together with the learner: in threads beside it,
-    on its device. Servers that sample are sent all of them."""
+    on its device, the first. Servers that sample are sent all of them."""
     if run.topology != "actors" or run.acting.actor_kind != "thread" or not isinstance(run.environment, Reasoning):
         return False
     if run.acting.rollout_servers:
         return False
     pinned = config.rule(run.acting, assembly.updates, assembly.origin.updates).pinned
-    return not pinned and assembly.mesh.size == 1
+    return not pinned and assembly.mesh.size == 1 and not any(run.acting.actor_devices)
+
+
+def placed(run: Run, assembly: Assembly) -> list[jax.Device]:
+    """Device of each of this process's actors; [] where they are not threads of it."""
+    assert run.acting.actors is not None
+    count = len(learner.own_places(run.acting.actors))
+    if run.acting.actor_kind != "thread" or run.acting.rollout_servers:
+        return []
+    return placement.devices(assembly.mesh, count, (0,) if shares(run, assembly) else run.acting.actor_devices)
 
 
 def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
@@ -161,13 +171,16 @@ def opened(
     waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     assert run.acting.actors is not None
-    own = learner.own_places(run.acting.actors)
+    own, where = learner.own_places(run.acting.actors), placed(run, assembly)
 
     def make(actor: int) -> Collect:
+        collect = learner.placed(made(actor), own.start)
+        return placement.on(where[actor], collect) if where else collect
+
+    def made(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
-            return learner.placed(_acting(run, assembly.algorithm, policy).collect, own.start)
-        collect = prepared.acting.collect if served is None else served.collecting(lambda: pool.beat(actor))
-        return learner.placed(collect, own.start)
+            return _acting(run, assembly.algorithm, policy).collect
+        return prepared.acting.collect if served is None else served.collecting(lambda: pool.beat(actor))
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
     rule = rule._replace(places=len(own))
@@ -238,6 +251,9 @@ def calls(
                 note(pool.news.pop(0))
             return leaving()
 
+        where = placed(run, assembly)
+        if where:
+            note(placement.said(where))
         pool, updates = opened(run, folder, assembly, prepared, progress, closed, left)
         written = 0.0
         for progress, n, rows in updates:
@@ -246,6 +262,8 @@ def calls(
                 written = time.monotonic()
                 now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
                 state = pool.report() | {"kind": run.acting.actor_kind, "staleness": run.acting.staleness}
+                for row, device in zip(state["actors"], where):
+                    row["device"] = placement.name(device)
                 state |= {"steps_per_update": assembly.steps_per_update, "bottleneck": bottleneck(now), "metrics": now}
                 with suppress(OSError):  # the run goes on without this file
                     files.write(folder / LIVE, json.dumps(files.finite(state)))

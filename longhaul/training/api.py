@@ -67,9 +67,9 @@ def begin(
     task = run.environment
     if isinstance(task, Named):
         if suite_adapters.is_suite(task.env):  # importing a suite may start JAX, as Brax does
-            loop.prepare_devices(run.all_devices, run.threads)
+            loop.prepare_devices(run.shown_devices, run.threads)
         named(task)  # what is unknown or missing is said before anything is made
-    loop.prepare_devices(run.all_devices, run.threads)
+    loop.prepare_devices(run.shown_devices, run.threads)
     if external.is_own(type(run.algorithm)):
         external.check(run.algorithm, spec(run), RunContext(updates=1, mean=identity))
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for

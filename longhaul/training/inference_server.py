@@ -17,6 +17,7 @@ from longhaul.envs.host.vector import Description
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
+from longhaul.topologies.actor_learner import placement
 from longhaul.topologies.inference_server import actor_pool, learner, wire
 from longhaul.topologies.inference_server.actor_pool import ActorPool, Orders, process
 from longhaul.topologies.inference_server.config import load
@@ -61,6 +62,11 @@ def prepare(run: Run, assembly: Assembly, progress: Progress) -> CompiledServer:
     return CompiledServer(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
 
 
+def placed(run: Run, assembly: Assembly) -> jax.Device:
+    """Device on which the policy acts for all actors."""
+    return placement.devices(assembly.mesh, 1, run.acting.actor_devices)[0]
+
+
 def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
     """Serving without a learner."""
     if run.acting.actor_kind == "ray":
@@ -78,11 +84,15 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
         size = learner.state_size(name, environment, run.num_envs // groups)
         keeps = Keeps(size, run.num_steps if size else 0)
     codec, algorithm = Codec(layout, keeps), assembly.algorithm
-    policy = learner.local(jax.jit(algorithm.policy)(progress.state))
-    inference = BatchedPolicy(
-        algorithm.act, algorithm.memory, learner.acting_key(progress), policy, assembly.spec.observation,
-        groups=groups, columns=columns, fixed=run.acting.staleness == 0,
-    )  # fmt: skip
+    device = placed(run, assembly)
+    policy = learner.local(jax.jit(algorithm.policy)(progress.state), device)
+    words = np.asarray(jax.random.key_data(learner.acting_key(progress)))
+    key = jax.random.wrap_key_data(jax.device_put(words, device))
+    with jax.default_device(device):
+        inference = BatchedPolicy(
+            algorithm.act, algorithm.memory, key, policy, assembly.spec.observation,
+            groups=groups, columns=columns, fixed=run.acting.staleness == 0,
+        )  # fmt: skip
     rule = Rule(groups, run.acting.staleness, until=assembly.updates)
     book = staleness.opened(rule, int(progress.updates))
     store = TrajectoryBuffer(
@@ -158,7 +168,9 @@ def calls(
     run: Run, assembly: Assembly, prepared: CompiledServer, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates, as in `fused.fused`. Closing it stops the server and its actors."""
-    policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
+    device = placed(run, assembly)
+    note(f"the policy acts on {placement.name(device)}")
+    policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state), device)
     with ExitStack() as closed:
         server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
-        yield from learner.central(prepared.update, server, progress, policy, updates=assembly.updates)
+        yield from learner.central(prepared.update, server, progress, policy, device, updates=assembly.updates)

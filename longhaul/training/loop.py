@@ -182,7 +182,7 @@ def _train(
         if process_group.index() == 0:  # it goes on to a later end
             done.replace(folder / f"result-{steps}.json")
     # Other topologies wait for each program at once, or in a thread of their own.
-    prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
+    prepare_devices(run.shown_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
         clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))

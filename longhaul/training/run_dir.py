@@ -194,8 +194,10 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     begun |= {"evaluation_interval": 0, "fsdp": False}
     if isinstance(acting := run.get("acting"), dict):
-        of_servers = {name: value for name, value in to_dict(ActorConfig()).items() if name.startswith("rollout_")}
-        run = run | {"acting": of_servers | acting}
+        later = {
+            name: x for name, x in to_dict(ActorConfig()).items() if name.startswith(("rollout_", "actor_devices"))
+        }
+        run = run | {"acting": later | acting}
     return begun | run | {"algorithm": algorithm}
 
 

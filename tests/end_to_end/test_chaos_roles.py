@@ -203,7 +203,7 @@ WARM, TIMES, MOST = 12, 4, 8.0
 """Updates until memory has its size; so many times as many are made; MB that it may have grown by then."""
 
 
-def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], list[Any]]]:
+def opened(run: Run, folder: Path, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], list[Any]]]:
     """A run's updates, and its actors' processes."""
     prepare_devices(1, run.threads, True)
     source = feed(run)
@@ -212,25 +212,27 @@ def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], lis
     progress = assembly.start(run.seed, context)
     if run.topology == "actors":
         made = actor_learner.opened(
-            run, assembly, actor_learner.prepare(run, assembly, context, progress), progress, closed
+            run, folder, assembly, actor_learner.prepare(run, assembly, context, progress), progress, closed
         )
         return made.calls, made.processes
     prepared = inference_server.prepare(run, assembly, progress)
     server, processes = inference_server.opened(run, prepared.serving, 0, closed, lambda line: None)
-    policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
-    return central.central(prepared.program, server, progress, policy, updates=assembly.updates), processes
+    device = inference_server.placed(run, assembly)
+    policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state), device)
+    calls = central.central(prepared.update, server, progress, policy, device, updates=assembly.updates)
+    return calls, processes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "lane"), [("actors", "shm"), ("central", "shm"), ("central", "grpc")])
-def test_nobody_grows_while_they_learn(topology: str, lane: str) -> None:
+def test_nobody_grows_while_they_learn(topology: str, lane: str, tmp_path: Path) -> None:
     """Neither who learns, or serves, nor an actor."""
     given = {"acting": ActorConfig(2, staleness=1), "central": ServerConfig(lane)}
     sizes_of = {"num_envs": WORLDS, "num_steps": STEPS, "total_steps": WORLDS * STEPS * WARM * TIMES}
     run = small(environment=Named(POLES), topology=topology, **sizes_of, **given)
     sizes: list[list[float]] = []
     with ExitStack() as closed:
-        updates, processes = opened(run, closed)
+        updates, processes = opened(run, tmp_path, closed)
         for update, _ in enumerate(updates, 1):
             if update % WARM == 0:
                 gc.collect()

@@ -195,6 +195,11 @@ def test_a_negative_bound_is_refused() -> None:
         (ActorConfig(2, "fibre"), "actor_kind is 'fibre'"),
         (ActorConfig(2, staleness=-1), "staleness is -1"),
         (ActorConfig(2, staleness=None, pin=True), "give a --staleness"),
+        (
+            ActorConfig(2, actor_devices=(0, 1)),
+            "actor_devices is 0 1, and --actor-kind process; choose --actor-kind t",
+        ),
+        (ActorConfig(2, "thread", actor_devices=(-1,)), "actor_devices is -1; it must lie in 0 to 1023"),
     ],
 )
 def test_settings_that_can_not_be_are_named(acting: ActorConfig, words: str) -> None:

@@ -54,7 +54,8 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)
     served = inference_server.serves(made, assembly, progress)
-    policy = inference_server.learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
+    acting = jax.jit(assembly.algorithm.policy)
+    policy = inference_server.learner.local(acting(progress.state), inference_server.placed(made, assembly))
     compiled = time.perf_counter() - began
     server, processes = inference_server.opened(made, served, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
     server.acts_with(policy)

@@ -92,6 +92,11 @@ class ActorConfig:
     rollout_token_file: str | None = setting(
         None, "file with the token that these servers ask for", path=True, resume=FREE, topologies=("actors",)
     )
+    actor_devices: tuple[int, ...] = setting(
+        (), "devices of this process, by number, where actors in threads act in turn (central: the one where the "
+        "policy acts); none: those that the learner leaves free, else its own", least=0, most=1023, resume=FREE,
+        topologies=DISTRIBUTED,
+    )  # fmt: skip
 
 
 def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> ActorConfig:
@@ -102,6 +107,12 @@ def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> Acto
     config_fields.check(acting)
     if acting.pin and acting.staleness is None:
         raise FieldError("pin", "on and --staleness is none", "exact versions need a bound: give a --staleness")
+    if acting.actor_devices and acting.actor_kind != "thread":
+        raise FieldError(
+            "actor_devices",
+            f"{config_fields.plain(acting.actor_devices)}, and --actor-kind {acting.actor_kind}",
+            "choose --actor-kind thread, or leave it out",
+        )
     if acting.actor_kind == "device":
         if acting.staleness != 0 or acting.pin:
             name, value = ("pin", "on") if acting.pin else ("staleness", acting.staleness)

@@ -42,9 +42,9 @@ def acting_key(progress: Progress) -> Key:
     return jax.random.fold_in(progress.key, ACTING)
 
 
-def local(policy: Params) -> Params:
-    """Copy on the first device of a policy replicated on a mesh."""
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
+def local(policy: Params, device: jax.Device) -> Params:
+    """Copy on a device of a policy replicated on a mesh."""
+    return jax.device_put(jax.tree.map(lambda leaf: leaf.addressable_data(0), policy), device)
 
 
 def entering(
@@ -104,10 +104,10 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
 
 
 def central(
-    update: jax.stages.Compiled, server: Server, progress: Progress, policy: Params, *, updates: int
+    update: jax.stages.Compiled, server: Server, progress: Progress, policy: Params, device: jax.Device, *, updates: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Iterator over updates from `progress`, with its policy `policy`, to `updates` finished ones: (progress, 1,
-    metrics), as `fused.fused`.
+    """Iterator over updates from `progress`, with its policy `policy` on `device`, to `updates` finished ones:
+    (progress, 1, metrics), as `fused.fused`.
 
     `progress` is donated when the iterator advances: save it before. Its carry is an `EnvSnapshot` if the run has no
     staleness and its environments report their state; else a resumed run starts new episodes.
@@ -131,7 +131,7 @@ def central(
                 server.serve(AROUND)
             state, count, rows, policy = learning.result()
             told = meter.read(done, sums, versions)
-            server.learnt(local(policy))
+            server.learnt(local(policy, device))
             done += 1
             yield Progress(state, (server.standing or ()) if kept else (), key, count), 1, rows | told
 

@@ -183,7 +183,9 @@ class BatchedPolicy:
 
     def remember(self, memory: Sequence[np.ndarray]) -> None:
         """Set the memory of all environments."""
-        self._memory = jax.tree.unflatten(jax.tree.structure(self._memory), [jnp.array(leaf) for leaf in memory])
+        now, form = jax.tree.flatten(self._memory)
+        given = [jax.device_put(np.array(leaf), held.sharding) for leaf, held in zip(memory, now, strict=True)]
+        self._memory = jax.tree.unflatten(form, given)
 
     def put(self, group: int, memory: Sequence[np.ndarray]) -> None:
         """Set the memory of one group's environments, [C, ...]."""
