@@ -66,7 +66,10 @@ def optimiser_steps(
         else:
             shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis, context.spread), weight)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            total, parts = jax.lax.scan(add, zeros, index)[0]
+            if context.overlaps(params):  # the last one stands outside of the loop, whose results are there at its end
+                total, parts = add(jax.lax.scan(add, zeros, index[:-1])[0], index[-1])[0]
+            else:
+                total, parts = jax.lax.scan(add, zeros, index)[0]
         return back(total)[0], parts
 
     def optimise(
@@ -89,7 +92,8 @@ def optimiser_steps(
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
             grads, parts = isolated(gradient)(params, batch, index, weight)
-            grads = mean(jax.tree.map(lambda g: g / norm, grads))
+            grads = jax.tree.map(lambda g: g / norm, grads)
+            grads = context.mean_of(grads, gradient, params, batch, index, weight)
             parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
             directions, new_state = working.update(grads, opt_state)
             new = jax.tree.map(lambda p, d: p - lr * d, params, directions)

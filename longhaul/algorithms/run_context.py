@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from longhaul.replay import Sizes
+from longhaul.runtime import overlap
 from longhaul.types import PyTree
 
 Isolate = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -28,4 +29,15 @@ class RunContext(NamedTuple):
     done: float = 0.0
     split: bool = False  # parameters are split over devices: the optimiser takes them one by one
     spread: Spread = lambda rows, axis: rows  # lays a minibatch over the devices that share its parameters
+    in_buckets: Callable[[PyTree, Callable[[], Sequence[int]]], PyTree] | None = None  # `overlap.mean`, if it can be
     sizes: Sizes | None = None  # of the experience; without them an algorithm with a replay acts and cannot learn
+
+    def mean_of(self, gradients: PyTree, program: Callable[..., Any], *arguments: Any) -> PyTree:
+        """Mean over shards of gradients like the first result of `program`: what it computes first is sent first."""
+        if self.in_buckets is None:
+            return self.mean(gradients)
+        return self.in_buckets(gradients, lambda: overlap.ready(program, *arguments))
+
+    def overlaps(self, params: PyTree) -> bool:
+        """True if gradients of such parameters meet while others are computed."""
+        return self.in_buckets is not None and overlap.several(params)

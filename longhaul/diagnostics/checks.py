@@ -27,7 +27,7 @@ from longhaul.config.run import Run
 from longhaul.diagnostics import hlo
 from longhaul.diagnostics.chips import least_seconds
 from longhaul.diagnostics.compiled_run import Program, compiled, smaller
-from longhaul.runtime import device_memory, partition
+from longhaul.runtime import device_memory, overlap, partition
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
 from longhaul.runtime.device_memory import size as _bytes
@@ -291,6 +291,9 @@ def crossings(program: Program) -> Check:
     if program.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
         ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
         whole = sum(ways.values())
+    bucketed = not program.run.deterministic and model == 1 and size > overlap.BUCKET
+    if bucketed:  # parts of the gradients, which meet while others are computed
+        ways = {"all-reduce": overlap.least()}
     gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
     others = [each for each in found if each not in gradients]
     counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
@@ -298,6 +301,8 @@ def crossings(program: Program) -> Check:
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
     fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
+    if bucketed:
+        fits = times % wanted == 0 and wanted * size <= moved <= wanted * (whole + SMALL_BYTES)
     steps = 1 + (registry.on_policy(program.run.algorithm).kl_stop is not None) * wanted  # the KL stop reduces too
     most = SMALL_COUNT * len(ways)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
@@ -313,7 +318,7 @@ def crossings(program: Program) -> Check:
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} {named} of {_bytes(whole)}, <= {most} others"
+    bound = f"{wanted} {named} of {_bytes(whole)}{', in buckets' * bucketed}, <= {most} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=program.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,

@@ -27,7 +27,7 @@ from longhaul.diagnostics import hlo
 from longhaul.diagnostics.hlo import Crossing
 from longhaul.networks import actor_critic
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import partition
+from longhaul.runtime import overlap, partition
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
@@ -117,7 +117,7 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     )
     traced = time.perf_counter()
     with closing(Ledger()) as ledger:
-        executable = lowered.compile()
+        executable = overlap.compiled(lowered, mesh)
     ended = time.perf_counter()
     params = algorithm.policy(progress.state).params
     return Program(

@@ -7,7 +7,7 @@ computes its share one after the other, and sums are taken in one fixed order (s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import overlap
 from longhaul.runtime.mesh import DATA, MODEL
 from longhaul.types import Local, PyTree, is_local
 
@@ -54,6 +55,8 @@ class Shards(NamedTuple):
     each: Callable[[Callable[..., Any]], Callable[..., Any]]
     """f(number of the shard, its carry) -> (carry, value equal on all shards), for one shard -> the same for carries
     [columns of the device, ...]."""
+    in_buckets: Callable[[PyTree, Callable[[], Sequence[int]]], PyTree] | None = None
+    """`mean` of gradients that meet while others are computed (overlap.py)."""
 
 
 def part(state: PyTree) -> tuple[PyTree, list[PyTree]]:
@@ -74,7 +77,8 @@ def by_device(mesh: Mesh) -> Shards:
         return lambda carry: function(meshes.shard_index(), carry)
 
     mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_of_each
-    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, meshes.identity, each)
+    in_buckets = overlap.mean if mesh.shape[MODEL] == 1 < mesh.shape[DATA] else None
+    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, meshes.identity, each, in_buckets)
 
 
 def alone() -> Shards:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import partition
+from longhaul.runtime import overlap, partition
 from longhaul.runtime.batch_shards import Shards, by_device, part, whole
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree, is_local
 
@@ -132,7 +132,7 @@ def compiled(
 ) -> Program:
     """Program for runs like `progress` in contexts like `context`, compiled ahead of time; it never recompiles."""
     program = lowered(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
-    return Program(program.compile(), mesh)
+    return Program(overlap.compiled(program, mesh), mesh)
 
 
 def lowered(

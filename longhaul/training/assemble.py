@@ -107,6 +107,7 @@ def assemble(
         config = dataclasses.replace(run.algorithm, **values)
         done, split = origin.agent_steps / run.total_steps, run.mesh.parts > 1
         context = RunContext(updates, mean, parted.apart, origin.updates, done, split, sizes=sizes)
+        context = context._replace(in_buckets=parted.in_buckets)
         if run.fsdp:
             context = context._replace(spread=meshes.spread)
         scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import minibatch, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import resolve
+from longhaul.diagnostics import hlo
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import overlap
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete
@@ -103,6 +106,30 @@ def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
         learn, state, data = learner(replace(STEP, accumulate=accumulate, chunk=chunk))
         jax.eval_shape(learn, state, data, jax.random.key(2))
     assert seen == [pieces]
+
+
+@pytest.mark.parametrize("chunk", [12, 4096])
+def test_gradients_in_buckets_are_those_in_one_mean(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two devices, also where a minibatch is several chunks, of which the last is the one that overlaps."""
+    config = replace(STEP, chunk=chunk)
+    _, state, data = learner(config)
+    mesh, everywhere = meshes.make_mesh(2), PartitionSpec()
+
+    def learnt(bucket: int) -> tuple[State, list[int]]:
+        monkeypatch.setattr(overlap, "BUCKET", bucket)
+        context = RunContext(updates=10, mean=meshes.mean_over_data, in_buckets=overlap.mean)
+        learn = ppo.ppo(Spec(SEEN, Discrete(3), agents=2), config, context).learn
+        shards = meshes.per_shard(learn, mesh, (everywhere,) * 3, (everywhere, everywhere))
+        program = jax.jit(shards).lower(state, data, jax.random.key(2)).compile()
+        large = [each.bytes for each in hlo.crossings(program.as_text()) if each.bytes >= overlap.least()]
+        return program(state, data, jax.random.key(2))[0], large
+
+    whole, one = learnt(2**20)
+    parts, several = learnt(256)
+    assert len(one) == 0
+    assert len(several) > 2
+    assert relative(gradient(parts), gradient(whole)) < 1e-6
+    assert relative(parts.params, whole.params) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import partition, process_group
+from longhaul.runtime import overlap, partition, process_group
 from longhaul.runtime.batch_shards import part
 from longhaul.runtime.shared_memory import Leaf
 from longhaul.runtime.signals import AT_WORK
@@ -306,7 +306,8 @@ def compiled(
     ]
     begun = *parts.split(progress.state), progress.key, progress.updates
     donated = () if parts.left else 0
-    return jax.jit(program, donate_argnums=donated, out_shardings=lies).lower(*begun, *flat).compile()
+    lowered = jax.jit(program, donate_argnums=donated, out_shardings=lies).lower(*begun, *flat)
+    return overlap.compiled(lowered, mesh)
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:

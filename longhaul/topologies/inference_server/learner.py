@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime import overlap
 from longhaul.runtime.batch_shards import part
 from longhaul.topologies import fused
 from longhaul.topologies.inference_server import actor
@@ -100,7 +101,7 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
     specs = laid, everywhere, everywhere, cut
     results = laid, everywhere, everywhere, everywhere
     program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
-    return program.lower(progress.state, progress.key, progress.updates, data).compile()
+    return overlap.compiled(program.lower(progress.state, progress.key, progress.updates, data), mesh)
 
 
 def central(
