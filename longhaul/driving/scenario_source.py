@@ -117,13 +117,14 @@ def from_logs(
 def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iterator[tuple[Path, list[Scenario]]]:
     """Each file at `paths` with its scenarios, as `from_logs`.
 
-    Logs are read under limits of a process (`readers.limited`): where JAX is loaded, of another one.
+    Logs are read under limits of a process (`readers.limited`): where JAX is loaded, of another one. What is wrong is
+    told with the file's name.
     """
-    done = 0
+    done, files = 0, readers.expand(paths)
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("reading logs", count))
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(1))))
-        for path in readers.expand(paths):
+        for path in files:
             left = None if count is None else count - done
             if left == 0:
                 return
@@ -133,6 +134,10 @@ def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iter
                 found = work() if here else pool().submit(work).result()
             except BrokenProcessPool as error:
                 raise BadData(f"{path}: the process that read it died (out of memory?); leave it out") from error
+            except BadData as error:
+                told = str(error) if str(path) in str(error) else f"{path}: {error}"
+                more = "; `longhaul data convert` makes shards of all logs that can be used" if len(files) > 1 else ""
+                raise BadData(f"{told}{more}") from error
             done += len(found)
             advance(done)
             yield path, found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.scenario import Scenario
+from tests.helpers import log_files
 
 SLOW = """
 import os, sys, time
@@ -174,6 +177,20 @@ def test_files_without_a_scenario_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadData) as raised:
         scenario_source.from_logs([str(tmp_path / "empty.tfrecord")], agents=1, horizon=None)
     assert "\n" not in str(raised.value)
+
+
+def test_a_log_that_cant_be_used_is_told_with_its_file_and_what_leaves_such_logs_out(tmp_path: Path) -> None:
+    log = log_files.make_log()
+    seen = log.tracks.valid.copy()
+    seen[log.sdc, log.current + 1 :] = False
+    short = replace(log, id="short", tracks=replace(log.tracks, valid=seen))
+    for name, each in (("a", log), ("b", short)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(log_files.gpudrive(each)))
+    told = r"b\.json: short: the ego is known for 1 step from the current one.* `longhaul data convert` makes shards of"
+    with pytest.raises(BadData, match=told):
+        scenario_source.from_logs([str(tmp_path)])
+    with pytest.raises(BadData, match=r"b\.json: short: .*leave this log out$"):
+        scenario_source.from_logs([str(tmp_path / "b.json")])
 
 
 def _takes_memory(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
