@@ -66,6 +66,12 @@ BENCHMARKS = {
         {"num_envs": 512, "total_steps": 262_144},
         {"devices": (1, 8), "deterministic": (False, True)},
     ),
+    "driving-scenarios": Benchmark(
+        "generated scenarios made and compiled: of the ego; of 16 agents, and kept from 1, 8 or 12 on",
+        training.driving_scenarios,
+        {"scenarios": 64},
+        {"driven": ((1, 1), (16, 1), (16, 8), (16, 12))},
+    ),
     "driving-step": Benchmark(
         "dynamics, collision and off-road of all objects of driving worlds",
         training.driving_step,

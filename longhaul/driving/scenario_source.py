@@ -29,8 +29,9 @@ import numpy as np
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.from_log import CHOSEN, scenario_from_log
-from longhaul.driving.scenario.scenario import ONWARD, Road, Scenario
+from longhaul.driving.scenario.from_log import CHOSEN, cast_of, scenario_from_log, scenario_of
+from longhaul.driving.scenario.lane_graph import look_around
+from longhaul.driving.scenario.scenario import NO_ROAD, ONWARD, Road, Scenario
 from longhaul.driving.shards import shard as shards
 from longhaul.runtime import cache_dir
 from longhaul.runtime import worker_pool as processes
@@ -40,8 +41,13 @@ TRIED = 50
 """Seeds for one scenario that is good enough before giving up."""
 
 
-def _generate(seed: int, *, agents: int, horizon: int | None, control: str) -> Scenario:
-    return scenario_from_log(generate(seed), agents=agents, horizon=horizon, control=control)
+def generated_one(
+    seed: int, *, agents: int, horizon: int | None = None, control: str = "vehicles", least: int = 1
+) -> Scenario | None:
+    """The scenario of `seed`; None if fewer than `least` agents can be controlled, which is known before the rest."""
+    log = generate(seed)
+    cast = cast_of(log, agents=agents, horizon=horizon, control=control)
+    return scenario_of(log, cast, agents=agents, control=control) if len(cast.driven) >= least else None
 
 
 def generated(
@@ -52,22 +58,23 @@ def generated(
     With `least` above 1: from `first` on the first `count` in which so many agents can be controlled. ValueError where
     hardly any has them.
     """
-    make = partial(_generate, agents=agents, horizon=horizon, control=control)
-    store = open_store(f"agents={agents},horizon={horizon or 'all'},control={control}") if count >= BLOCK else None
+    make = partial(generated_one, agents=agents, horizon=horizon, control=control, least=least)
+    about = f"agents={agents},horizon={horizon or 'all'},control={control}" + f",least={least}" * (least > 1)
+    store = open_store(about) if count >= BLOCK else None
     found: list[Scenario] = []
     seed = first
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("making scenarios", count))
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(workers))))
 
-        def several(seeds: Sequence[int]) -> Iterator[Scenario]:
+        def several(seeds: Sequence[int]) -> Iterator[Scenario | None]:
             return map(make, seeds) if workers < 2 or len(seeds) < 16 else pool().map(make, seeds, chunksize=8)
 
         while len(found) < count:
             stop = seed + count - len(found)
             seeds = range(seed, stop if least == 1 or store is None else -(-stop // BLOCK) * BLOCK)
             for scenario in _of(seeds, store, several):
-                if int((scenario.controlled >= 0).sum()) >= least:
+                if scenario is not None:
                     found.append(scenario)
                     advance(min(len(found), count))
             seed = seeds.stop
@@ -79,8 +86,8 @@ def generated(
 
 
 def _of(
-    seeds: range, store: Store | None, several: Callable[[Sequence[int]], Iterator[Scenario]]
-) -> Iterator[Scenario]:
+    seeds: range, store: Store | None, several: Callable[[Sequence[int]], Iterator[Scenario | None]]
+) -> Iterator[Scenario | None]:
     """The scenarios of `seeds` in their order: whole blocks from the store, as far as it has them, others made."""
     aligned = range(-(-seeds.start // BLOCK) * BLOCK, seeds.stop, BLOCK)
     ends = sorted({seeds.start, *aligned, seeds.stop})
@@ -228,10 +235,14 @@ def cut(
 BLOCK = 32
 """Seeds of a file; the first one is a multiple of it."""
 
-SUFFIX = ".npz"
+SUFFIX, LEVEL = ".npz", 1
+"""Ending of a file's name, and the level at which it is compressed: the higher ones take several times as long."""
 
 ROAD, DRAWING, SHAPES = "road.", "drawing.", ".shapes"
 """Prefixes of array names, and of what tells the scenarios' parts of one array apart."""
+
+THERE = "there"
+"""Name of the array that says which seeds of a block have a scenario."""
 
 
 class Store:
@@ -245,28 +256,30 @@ class Store:
         """Path of the block that begins with the seed `first`."""
         return self.folder / f"{maker()}-{self.about}-{first}{SUFFIX}"
 
-    def load(self, first: int) -> list[Scenario] | None:
-        """The scenarios of the block; None where they must be made."""
+    def load(self, first: int) -> list[Scenario | None] | None:
+        """The scenarios of the block, None for seeds that have none; None where they must be made."""
         path = self.path(first)
         if not path.exists():
             return None
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-            rows: list[dict[str, np.ndarray]] = [{} for _ in range(BLOCK)]
+            there = arrays.pop(THERE)
+            rows: list[dict[str, np.ndarray]] = [{} for _ in range(int(there.sum()))]
             for name in filter(lambda name: not name.endswith(SHAPES), arrays):
                 values, shapes = arrays[name], arrays[name + SHAPES]  # the arrays of one name lie one behind the other
                 ends = np.cumsum(np.prod(shapes, axis=1, dtype=np.int64))
                 for row, part, shape in zip(rows, np.split(values, ends[:-1]), shapes.astype(int), strict=True):
                     row[name] = part.reshape(shape)
-            found = [_scenario(row) for row in rows]
+            each = map(_scenario, rows)
+            found = [next(each) if some else None for some in there.tolist()]
             os.utime(path)  # what is used stays; many file systems don't note a reading
         except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             self._complain(error)
             return None
         return found
 
-    def save(self, first: int, scenarios: Sequence[Scenario]) -> None:
+    def save(self, first: int, scenarios: Sequence[Scenario | None]) -> None:
         """Keeps a block that was made."""
         if self._complained:
             return
@@ -274,10 +287,15 @@ class Store:
         beside = path.with_name(f".{path.stem}.{os.getpid()}{SUFFIX}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            rows = [_arrays(scenario) for scenario in scenarios]
-            columns = {name: np.concatenate([row[name].reshape(-1) for row in rows]) for name in rows[0]}
-            shapes = {name + SHAPES: np.array([row[name].shape for row in rows]) for name in rows[0]}
-            np.savez_compressed(beside, allow_pickle=False, **columns, **shapes)
+            rows = [_arrays(scenario) for scenario in scenarios if scenario is not None]
+            names = rows[0] if rows else {}
+            columns = {name: np.concatenate([row[name].reshape(-1) for row in rows]) for name in names}
+            columns |= {name + SHAPES: np.array([row[name].shape for row in rows]) for name in names}
+            columns[THERE] = np.array([scenario is not None for scenario in scenarios])
+            with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED, compresslevel=LEVEL) as file:
+                for name, values in columns.items():
+                    with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                        np.lib.format.write_array(entry, values, allow_pickle=False)
             beside.replace(path)
         except OSError as error:
             self._complain(error)
@@ -321,7 +339,7 @@ def sources() -> list[Path]:
 
 
 def _arrays(scenario: Scenario) -> dict[str, np.ndarray]:
-    """All that a scenario holds, by name. Lines of the drawing lie one behind the other."""
+    """All of a scenario that does not follow from the rest, by name. Lines of the drawing lie one behind the other."""
     kinds, lines = zip(*scenario.drawing, strict=True) if scenario.drawing else ((), ())
     drawing = {
         "kinds": np.array(kinds, np.int64),
@@ -329,7 +347,7 @@ def _arrays(scenario: Scenario) -> dict[str, np.ndarray]:
         "lines": np.concatenate([np.zeros((0, 2), np.float32), *lines]),
     }
     plain = {name: value for name, value in scenario._asdict().items() if name not in ("road", "drawing")}
-    parts = {"": plain, ROAD: scenario.road._asdict(), DRAWING: drawing}
+    parts = {"": plain, ROAD: scenario.road._replace(near=NO_ROAD.near)._asdict(), DRAWING: drawing}
     return {prefix + name: np.asarray(value) for prefix, part in parts.items() for name, value in part.items()}
 
 
@@ -339,5 +357,6 @@ def _scenario(arrays: Mapping[str, np.ndarray]) -> Scenario:
     each = np.split(lines, np.cumsum(points)[:-1]) if len(points) else []
     values: dict[str, Any] = {name: arrays[name] for name in Scenario._fields if name not in ("road", "drawing")}
     values |= {"id": str(values["id"]), "control": str(values["control"]), "steps": int(values["steps"])}
-    values |= {"dt": float(values["dt"]), "road": Road(*(arrays[ROAD + name] for name in Road._fields))}
+    road = Road(*(arrays[ROAD + name] for name in Road._fields))
+    values |= {"dt": float(values["dt"]), "road": look_around(road, road.near_lanes)}
     return Scenario(**values, drawing=tuple(zip(kinds.tolist(), each, strict=True)))

@@ -25,12 +25,12 @@ SLOW = """
 import os, sys, time
 from longhaul.driving import scenario_source as worlds
 
-def make(seed, agents, horizon, control):
+def make(seed, agents, horizon, control, least):
     with open(os.path.join(sys.argv[1], str(os.getpid())), "w"):
         time.sleep(3600)
 
 if __name__ == "__main__":
-    worlds._generate = make
+    worlds.generated_one = make
     worlds.generated(0, 64, agents=1, horizon=None, workers=2)
 """
 
@@ -65,13 +65,13 @@ def _made(monkeypatch: pytest.MonkeyPatch, first: int, count: int, **how: Any) -
     """(scenarios, seeds that were made)."""
     seeds: list[int] = []
 
-    def make(seed: int, **compiled: Any) -> Scenario:
+    def make(seed: int, **compiled: Any) -> Scenario | None:
         seeds.append(seed)
         return generate(seed, **compiled)
 
-    generate = scenario_source._generate
+    generate = scenario_source.generated_one
     with monkeypatch.context() as patched:
-        patched.setattr(scenario_source, "_generate", make)
+        patched.setattr(scenario_source, "generated_one", make)
         return scenario_source.generated(first, count, **({"agents": 1, "horizon": 40, "workers": 1} | how)), seeds
 
 

@@ -32,6 +32,7 @@ from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank, dynamics, geometry, simulator
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import Motion
 from longhaul.environment import Worlds, vectorise
@@ -223,6 +224,27 @@ def _of_log(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
 
 def _bytes(tree: PyTree) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def driving_scenarios(driven: tuple[int, int], scenarios: int) -> Prepared:
+    """Generated scenarios made by this process alone, those of `scenarios` seeds that no run trains in: for `driven`,
+    how many agents at most are controlled, and the least with which a scenario is kept."""
+    agents, least = driven
+    config = {"agents": agents, "least": least}
+    begin = time.perf_counter()
+    for seed in range(HELD_OUT, HELD_OUT + 8):  # compiles, or reads, the kernels
+        scenario_source.generated_one(seed, agents=agents)
+    compiled = time.perf_counter() - begin
+
+    def work(first: int) -> dict[str, float]:
+        found = [
+            scenario_source.generated_one(seed, agents=agents, least=least) for seed in range(first, first + scenarios)
+        ]
+        kept = [scenario for scenario in found if scenario is not None]
+        arrays = (a for s in kept for a in (*s, *s.road) if isinstance(a, np.ndarray))
+        return {"kept": len(kept) / scenarios, "scenario_bytes": sum(a.nbytes for a in arrays) / max(len(kept), 1)}
+
+    return Prepared(config, scenarios, "seeds", compiled, lambda number: HELD_OUT + number * scenarios, work)
 
 
 def driving_step(

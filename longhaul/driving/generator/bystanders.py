@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longhaul.driving.datasets import log
+from longhaul.driving.generator import roads
 from longhaul.driving.generator.roads import World
 from longhaul.driving.generator.traffic import DT
 
@@ -48,17 +49,9 @@ def draw_beside(rng: np.random.Generator, world: World, steps: int) -> Bystander
 def glide(line: np.ndarray, begin: np.ndarray, pace: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Poses [M, T, 3] and speeds [M, T] of those that start at arc length `begin` [M] of `line` and keep `pace` [M];
     they stop at its end."""
-    s = np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T)))
-    moving = pace.any()
-    time = DT * np.arange(steps if moving else 1)
-    free = begin[:, None] + pace[:, None] * time
-    where = np.clip(free, 0.0, s[-1])
-    segment = np.clip(np.searchsorted(s, where, side="right") - 1, 0, len(line) - 2)
-    chord = np.diff(line, axis=0)
-    turn = np.arctan2(chord[:, 1], chord[:, 0])[segment]
-    pose = np.stack([np.interp(where, s, line[:, 0]), np.interp(where, s, line[:, 1]), turn], -1)
-    speed = np.where(free < s[-1], pace[:, None], 0.0)
-    return (pose, speed) if moving else (np.repeat(pose, steps, 1), np.repeat(speed, steps, 1))
+    from longhaul.driving.generator import kernels
+
+    return kernels.glide(np.ascontiguousarray(line), begin, pace, steps, DT)
 
 
 def sizes(rng: np.random.Generator, usual: tuple[float, float, float], spread: float, count: int) -> np.ndarray:
@@ -74,13 +67,13 @@ def draw_parked(rng: np.random.Generator, world: World, steps: int) -> list[Byst
         on_road = world.shoulder > PARKING and rng.random() < 0.7
         if not on_road and not (lots and rng.random() < 0.6):
             continue
-        gap, begin = float(rng.choice([0.6, 2.0, 8.0, 25.0])), float(rng.uniform(0.0, 40.0))
+        gap, begin = (0.6, 2.0, 8.0, 25.0)[rng.integers(4)], float(rng.uniform(0.0, 40.0))
         if on_road:
             pitch = 5.8 + rng.exponential(gap, 24)
-            turn, away = float(rng.choice([0.0, np.pi])), 0.0
+            turn, away = (0.0, np.pi)[rng.integers(2)], 0.0
         else:
             pitch = 2.7 + rng.exponential(0.5 * gap, 24)
-            turn, away = float(rng.choice([0.5, 1.0, 1.5]) * np.pi), world.shoulder / 2 + float(rng.uniform(4.5, 14.0))
+            turn, away = (0.5, 1.0, 1.5)[rng.integers(3)] * np.pi, world.shoulder / 2 + float(rng.uniform(4.5, 14.0))
         spots = begin + np.cumsum(pitch)
         spots = spots[spots < len_of(kerb) - 4.0]
         pose, speed = glide(kerb, spots, np.zeros(len(spots)), steps)
@@ -102,7 +95,7 @@ def draw_cyclists(rng: np.random.Generator, world: World, steps: int) -> list[By
     """Cyclists on the shoulder, alone or several."""
     out = []
     for kerb in world.kerbs if world.shoulder > 1.0 else []:
-        count = int(rng.choice([0, 1, 2, 4], p=[0.6, 0.25, 0.1, 0.05]))
+        count = (0, 1, 2, 4)[roads.draw_index(rng, (0.6, 0.25, 0.1, 0.05))]
         if count:
             pose, speed = glide(kerb, rng.uniform(5.0, 110.0, count), rng.uniform(2.5, 7.0, count), steps)
             out.append(Bystanders(np.full(count, log.CYCLIST, np.int8), pose, speed, sizes(rng, BICYCLE, 0.1, count)))
@@ -112,7 +105,7 @@ def draw_cyclists(rng: np.random.Generator, world: World, steps: int) -> list[By
 def draw_people(rng: np.random.Generator, world: World, steps: int) -> list[Bystanders]:
     """People on pavements: who walk, run, or stand, looking anywhere."""
     out = []
-    crowd = float(rng.choice([0.0, 1.0, 3.0, 8.0], p=[0.25, 0.3, 0.3, 0.15]))
+    crowd = (0.0, 1.0, 3.0, 8.0)[roads.draw_index(rng, (0.25, 0.3, 0.3, 0.15))]
     for walk in world.walks:
         count = min(int(rng.poisson(crowd)), 16)
         if not count:

@@ -10,6 +10,7 @@ The check of boxes is exact and the host's own; the simulator has another, for m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -123,7 +124,7 @@ class Scene(NamedTuple):
 def generate(seed: int) -> Log:
     """The log of `seed`, of nine seconds."""
     rng = np.random.Generator(np.random.PCG64(seed))
-    density = float(rng.choice(DENSITIES, p=DENSITY_SHARES))
+    density = DENSITIES[roads.draw_index(rng, DENSITY_SHARES)]
     for attempt in range(TRIES):
         if attempt % 8 == 0:
             world = roads.draw_world(rng)
@@ -147,7 +148,7 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     """Traffic at the first step, the lights' programme, and who walks and stands beside the road."""
     turns = np.array([p.turn for p in world.paths])
     weight = np.choose(turns + 1, (1.8, 1.0, 2.6)) * np.where(net.priority < net.priority.max(), 1.2, 1.0)
-    ego = int(rng.choice(len(turns), p=weight / weight.sum()))
+    ego = roads.draw_index(rng, tuple((weight / weight.sum()).tolist()))
     if np.isfinite(net.bound[ego, 0]):
         ego_s = net.bound[ego, 0] - float(rng.uniform(6.0, 36.0))
     else:
@@ -202,12 +203,12 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         speed[queue] = 0.0
         urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
     elif changes and len(aside):
-        shift[0] = change_lane(rng, float(rng.choice(aside)), s[0], speed[0], (-1.0, 3.0), top)
+        shift[0] = change_lane(rng, float(aside[rng.integers(len(aside))]), s[0], speed[0], (-1.0, 3.0), top)
     elif rng.random() < SETTLES:
         shift[0] = change_lane(rng, float(rng.normal(0.0, 0.7)), s[0], speed[0], (-1.5, 0.5), top)
     for i in np.flatnonzero(role == CUTTER):
         speed[i] = max(float(speed[0]) * float(rng.uniform(0.6, 1.3)), 1.0)
-        shift[i] = change_lane(rng, float(rng.choice(aside)), s[i], speed[i], (0.2, 5.0), speed[i])
+        shift[i] = change_lane(rng, float(aside[rng.integers(len(aside))]), s[i], speed[i], (0.2, 5.0), speed[i])
         joins[i] = shift[i, 1] + 0.3 * shift[i, 2]
     shift[kind == log.CYCLIST, :2] = -0.9, np.inf  # they keep right
     spread = float(rng.uniform(*WANDER))
@@ -304,7 +305,7 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.nd
     count = int(groups.max()) + 1
     green, yellow, clear = float(rng.uniform(8.0, 15.0)), 3.0, 1.5
     period = count * (green + yellow + clear)
-    mode = int(rng.choice(4, p=[0.38, 0.32, 0.18, 0.12]))
+    mode = roads.draw_index(rng, (0.38, 0.32, 0.18, 0.12))
     # where in its own group's green the ego's leg is at the first step
     low, high = ((0.0, max(green - 8.0, 1.0)), (-5.0, -1.5), (green - 3.0, green + 2.0), (-period / 2, -9.0))[mode]
     own = float(rng.uniform(low, high)) - groups[leg] * (-green - yellow - clear)
@@ -322,25 +323,29 @@ def place_traffic(
     lead = rng.random() < 0.55 and level > 0.0
     least, mean = (6.5, 4.0) if jams else (10.0, 18.0 / max(level, 1e-3))
     for part in (0, 2) if np.isfinite(net.bound).all() else (0,):
-        for lane in np.unique(net.lane[:, part]):
-            choices = np.flatnonzero(net.lane[:, part] == lane)
-            p = int(choices[0])
-            begin = 0.0 if part == 0 else net.bound[p, 1] + 8.0
-            end = (net.bound[p, 0] if part == 0 and np.isfinite(net.bound[p, 0]) else net.length[p]) - 4.0
+        of_lane: dict[int, list[int]] = {}
+        for p, lane in enumerate(net.lane[:, part].tolist()):
+            of_lane.setdefault(lane, []).append(p)
+        for lane, choices in sorted(of_lane.items()):
+            p = choices[0]
+            begin = 0.0 if part == 0 else float(net.bound[p, 1]) + 8.0
+            end = float(net.bound[p, 0] if part == 0 and np.isfinite(net.bound[p, 0]) else net.length[p]) - 4.0
             own = lane == net.lane[ego, part] and part == 0
             if level <= 0.0:
                 continue
             gaps = least + rng.exponential(mean, 32)
-            spots = begin + np.cumsum(gaps) - gaps[0] * rng.random()
-            picks = choices[rng.integers(0, len(choices), len(spots))]
+            back = float(gaps[0]) * rng.random()
+            spots = [begin + s - back for s in itertools.accumulate(gaps.tolist())]
+            picks = [choices[i] for i in rng.integers(0, len(choices), len(spots)).tolist()]
+            found = list(zip(picks, spots, strict=True))
             if own:
                 room = 9.0 + 4.0 * rng.random()
-                spots, picks = (a[np.abs(spots - ego_s) > room] for a in (spots, picks))
+                found = [(q, s) for q, s in found if abs(s - ego_s) > room]
                 if lead:
                     ahead = ego_s + room + float(rng.uniform(2.0, 18.0))
-                    good = (spots < ego_s) | (spots > ahead + 11.0)
-                    spots, picks = np.append(spots[good], ahead), np.append(picks[good], ego)
-            placed += [(int(q), float(x)) for q, x in zip(picks, spots, strict=True) if x < end]
+                    found = [(q, s) for q, s in found if s < ego_s or s > ahead + 11.0]
+                    found.append((ego, ahead))
+            placed += [(q, s) for q, s in found if s < end]
     return placed
 
 
@@ -404,7 +409,7 @@ def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> boo
 def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, beside: Bystanders) -> Bodies:
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars = scene.cars
-    pose = stray(traffic.pose(net, cars.path, s), s, scene.wave, scene.shift)
+    pose = stray(net, cars.path, s, scene.wave, scene.shift)
     # who is beside the middle goes farther, or less far, than the path
     v = np.round(np.hypot(*np.gradient(pose[..., :2], DT, axis=1).transpose(2, 0, 1)), 6)
     still = scene.walkers, beside
@@ -418,17 +423,12 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, bes
     )
 
 
-def stray(pose: np.ndarray, s: np.ndarray, wave: np.ndarray, shift: np.ndarray) -> np.ndarray:
+def stray(net: traffic.Network, path: np.ndarray, s: np.ndarray, wave: np.ndarray, shift: np.ndarray) -> np.ndarray:
     """Poses [N, T, 3] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave` [N, 3] and `shift`
     [N, 3]."""
-    amount, rate, phase = (wave[:, i, None] for i in range(3))
-    beside, begin, within = (shift[:, i, None] for i in range(3))
-    share = np.clip((s - begin) / within, 0.0, 1.0)
-    aside = amount * np.sin(rate * s + phase) + beside * (1.0 - share * share * (3.0 - 2.0 * share))
-    slope = amount * rate * np.cos(rate * s + phase) - beside * 6.0 * share * (1.0 - share) / within
-    aside, turn = np.round(aside, 6), np.round(np.arctan(slope), 6)
-    x, y, heading = np.moveaxis(pose, -1, 0)
-    return np.stack([x - aside * np.sin(heading), y + aside * np.cos(heading), heading + turn], -1)
+    from longhaul.driving.generator import kernels
+
+    return kernels.strayed(net.xy, net.heading, path, s, wave, shift)
 
 
 def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodies: Bodies) -> Log:
@@ -494,7 +494,7 @@ def within_reach(rng: np.random.Generator, bodies: Bodies) -> np.ndarray:
     reach = float(rng.uniform(*REACH))
     away2 = ((bodies.pose[..., :2] - bodies.pose[:1, :, :2]) ** 2).sum(-1)
     seen = bodies.valid & (away2 < reach**2)
-    rate = float(rng.choice([0.0, 0.1, 0.3]))
+    rate = (0.0, 0.1, 0.3)[rng.integers(3)]
     first, last = np.sort(rng.integers(0, STEPS, (2, len(seen), 1)), 0)
     hidden = (rng.random((len(seen), 1)) < rate) & (away2.min(1, keepdims=True) > 15.0**2)
     step = np.arange(STEPS)

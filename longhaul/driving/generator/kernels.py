@@ -69,6 +69,100 @@ def bend(x, y, dx, dy, end_x, end_y, end_dx, end_dy):
 
 
 @jit
+def joined(line, other):
+    """`roads.joined`: `line` [P, 2], a bend, `other` [Q, 2]."""
+    x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
+    end_x, end_y = other[1, 0] - other[0, 0], other[1, 1] - other[0, 1]
+    size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
+    curve = bend(
+        line[-1, 0], line[-1, 1], x / size, y / size, other[0, 0], other[0, 1], end_x / end_size, end_y / end_size
+    )
+    inner, out = len(curve) - 2, np.empty((len(line) + len(curve) - 2 + len(other), 2))
+    out[: len(line)] = line
+    out[len(line) : len(line) + inner] = curve[1:-1]
+    out[len(line) + inner :] = other
+    return out
+
+
+@jit
+def through(approach, leaving, room):
+    """`roads.through`: a connector that runs straight for `room` m at both ends."""
+    x, y = approach[-1, 0] - approach[-2, 0], approach[-1, 1] - approach[-2, 1]
+    end_x, end_y = leaving[1, 0] - leaving[0, 0], leaving[1, 1] - leaving[0, 1]
+    size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
+    first, last = np.empty((2, 2)), np.empty((2, 2))
+    first[0], last[1] = approach[-1], leaving[0]
+    first[1, 0], first[1, 1] = approach[-1, 0] + room * (x / size), approach[-1, 1] + room * (y / size)
+    last[0, 0], last[0, 1] = leaving[0, 0] - room * (end_x / end_size), leaving[0, 1] - room * (end_y / end_size)
+    return joined(first, last)
+
+
+@jit
+def island(line, half):
+    """`roads.island`."""
+    count, left, right = len(line), offset(line, half), offset(line, -half)
+    out = np.empty((2 * count + 3, 2))
+    x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
+    begin_x, begin_y = line[1, 0] - line[0, 0], line[1, 1] - line[0, 1]
+    size, begin_size = np.hypot(x, y), np.hypot(begin_x, begin_y)
+    out[0, 0], out[0, 1] = line[0, 0] - half * (begin_x / begin_size), line[0, 1] - half * (begin_y / begin_size)
+    out[1 : count + 1], out[count + 2 : -1], out[-1] = left, right[::-1], out[0]
+    out[count + 1, 0], out[count + 1, 1] = line[-1, 0] + half * (x / size), line[-1, 1] + half * (y / size)
+    return out
+
+
+@jit
+def glide(line, begin, pace, steps, dt):
+    """`bystanders.glide`: poses [M, T, 3] and speeds [M, T]."""
+    count, last = len(line), len(line) - 1
+    s, turn = np.zeros(count), np.empty(last)
+    for i in range(last):
+        x, y = line[i + 1, 0] - line[i, 0], line[i + 1, 1] - line[i, 1]
+        s[i + 1], turn[i] = s[i] + np.hypot(x, y), np.arctan2(y, x)
+    pose, speed = np.empty((len(begin), steps, 3)), np.empty((len(begin), steps))
+    for m in range(len(begin)):
+        i = 0
+        for t in range(steps):
+            free = begin[m] + pace[m] * (dt * t)
+            where = min(max(free, 0.0), s[last])
+            while i < last and s[i + 1] <= where:
+                i += 1
+            for k in range(2):
+                if i == last or where == s[i]:
+                    pose[m, t, k] = line[i, k]
+                else:
+                    pose[m, t, k] = (line[i + 1, k] - line[i, k]) / (s[i + 1] - s[i]) * (where - s[i]) + line[i, k]
+            pose[m, t, 2] = turn[min(i, last - 1)]
+            speed[m, t] = pace[m] if free < s[last] else 0.0
+    return pose, speed
+
+
+@jit
+def micro(x):
+    """A number rounded to micrometres, as `np.round` does."""
+    return np.rint(x * 1e6) / 1e6
+
+
+@jit
+def strayed(xy, headings, path, s, wave, shift):
+    """Poses [N, T, 3] at arc lengths `s` [N, T] of the paths `path` [N], beside them as `generate.stray` says."""
+    out = poses(xy, headings, path, s)
+    for i in range(len(out)):
+        amount, rate, phase = wave[i, 0], wave[i, 1], wave[i, 2]
+        beside, begin, within = shift[i, 0], shift[i, 1], shift[i, 2]
+        for t in range(out.shape[1]):
+            share = min(max((s[i, t] - begin) / within, 0.0), 1.0)
+            angle = rate * s[i, t] + phase
+            aside = amount * np.sin(angle) + beside * (1.0 - share * share * (3.0 - 2.0 * share))
+            slope = amount * rate * np.cos(angle) - beside * 6.0 * share * (1.0 - share) / within
+            aside, heading = micro(aside), out[i, t, 2]
+            out[i, t, 0] = out[i, t, 0] - aside * np.sin(heading)
+            out[i, t, 1] = out[i, t, 1] + aside * np.cos(heading)
+            out[i, t, 2] = heading + micro(np.arctan(slope))
+    return out
+
+
+@jit
 def tables(points, starts, most, limit, lateral, slowing):
     """Places [P, most, 2] a metre apart, headings and speeds [P, most] and lengths [P] of paths, where path p is
     points[starts[p] : starts[p + 1]] [K, 2]; see `traffic.Network`."""
@@ -169,8 +263,9 @@ def meetings(points, s, starts, near):
 
 
 @jit
-def foresee(xy, walkers, near, ahead):
-    """[P, M, T]: the first metre of each path [P, K, 2] near each of `walkers` [M, T, 2] now or within `ahead` steps.
+def foresee(xy, used, walkers, near, ahead):
+    """[P, M, T]: the first metre of each path [P, K, 2] near each of `walkers` [M, T, 2] now or within `ahead` steps;
+    inf for paths that are not `used` [P].
 
     Every third step is looked at. Points of a path are at most a metre apart, so that as many as the walker is metres
     away can be left out.
@@ -179,7 +274,7 @@ def foresee(xy, walkers, near, ahead):
     coarse = (steps + 2) // 3
     found, first = np.full((paths, count, steps), np.inf), np.empty(coarse)
     for p in range(paths):
-        for m in range(count):
+        for m in range(count if used[p] else 0):
             for c in range(coarse):
                 x, y, k = walkers[m, 3 * c, 0], walkers[m, 3 * c, 1], 0
                 first[c] = np.inf
@@ -201,11 +296,17 @@ def drive(
     leave, priority, dt, push, comfort, hardest, headway, room, line_room, preview, patience,
 ):  # fmt: skip
     """Arc lengths and speeds [N, T] of vehicles on their paths, as `traffic.run` says; `lights` may be [0, T]."""
-    n, steps = urge.shape
+    n, steps, lanes = urge.shape[0], urge.shape[1], offset.shape[1]
     s, v, half = start.copy(), speed.copy(), length / 2.0
     track, speeds = np.zeros((n, steps)), np.zeros((n, steps))
     held, part, own, faster = np.zeros(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
+    # lists of who is seen: of a lane, and of the connectors from it; and those who have paths to cross ahead of them
+    first, first_beyond, following = np.empty(lanes, np.int64), np.empty(lanes, np.int64), np.empty(n, np.int64)
+    crossing, through = np.empty(n, np.int64), np.empty(n)
+    for i in range(n):
+        through[i] = leave[path[i]].max() + half[i] + 0.01  # more than rounding may take
     for t in range(steps):
+        first[:], first_beyond[:], crosses = -1, -1, 0
         for i in range(n):
             p = path[i]
             track[i, t], speeds[i, t] = s[i], v[i]
@@ -216,26 +317,36 @@ def drive(
                 state, away = lights[leg[p], t], bound[p, 0] - (s[i] + half[i])
                 most = CAUTION_BRAKING if state == CAUTION else RED_BRAKING
                 held[i] = state != GO and away >= 0.0 and v[i] * v[i] / 2.0 <= most * max(away, 0.05)
+            if s[i] < ends[p]:
+                if s[i] >= joins[i]:
+                    heads, at = (first_beyond, lane[p, 0]) if part[i] == 1 else (first, own[i])
+                    following[i], heads[at] = heads[at], i
+                if s[i] <= through[i]:
+                    crossing[crosses] = i
+                    crosses += 1
         for i in range(n):
             p, front, brakes2 = path[i], s[i] + half[i], v[i] * v[i] / 2.0
-            gap, leader, line = np.inf, 0.0, np.inf
-            for j in range(n):  # the vehicle ahead on one's own path
-                q = path[j]
-                if j == i or not s[j] < ends[q] or s[j] < joins[j]:
+            gap, leader, line, nearest = np.inf, 0.0, np.inf, -1
+            for k in range(3):  # the vehicle ahead on one's own path
+                if k == 2 and lane[p, 2] == lane[p, 0]:  # a path of one lane
                     continue
-                if s[j] - half[j] < shared[p, q] and part[j] == 1:
-                    place = s[j]
-                else:
-                    place = offset[p, own[j]] + (s[j] - offset[q, own[j]])
-                if place > s[i] and place - s[i] - (half[i] + half[j]) < gap:
-                    gap, leader = place - s[i] - (half[i] + half[j]), v[j]
+                j = first_beyond[lane[p, 0]] if k == 1 else first[lane[p, k]]
+                while j >= 0:
+                    q = path[j]
+                    if k == 1 and s[j] - half[j] < shared[p, q]:
+                        place = s[j]
+                    else:
+                        place = offset[p, own[j]] + (s[j] - offset[q, own[j]])  # nan on another connector
+                    away = place - s[i] - (half[i] + half[j])
+                    if j != i and place > s[i] and (away < gap or (away == gap and j < nearest)):
+                        gap, leader, nearest = away, v[j], j
+                    j = following[j]
             # lines to stop at: a light, a stretch to leave to others, people
             if held[i]:
                 line = bound[p, 0] - front
-            for j in range(n):
-                if np.isfinite(enter[p, path[j]]) and waits(
-                    i, j, path, s, v, half, held, ends, enter, leave, priority, patience
-                ):
+            for k in range(crosses if s[i] <= through[i] else 0):
+                j = crossing[k]
+                if enter[p, path[j]] < np.inf and waits(i, j, path, s, v, half, held, enter, leave, priority, patience):
                     line = min(line, enter[p, path[j]] - 1.0 - front)
             for m in range(walk.shape[1]):
                 free = walk[p, m, t] - 2.5 - front
@@ -270,7 +381,7 @@ def acceleration(v, wanted, gap, leader, line, push, comfort, hardest, headway, 
 
 
 @jit
-def waits(i, j, path, s, v, half, held, ends, enter, leave, priority, patience):
+def waits(i, j, path, s, v, half, held, enter, leave, priority, patience):
     """True if vehicle i leaves to j the stretch that their paths share.
 
     Who is on it, or cannot stop before it, has it. Else i waits for a j of higher right of way, or of equal right and
@@ -278,20 +389,23 @@ def waits(i, j, path, s, v, half, held, ends, enter, leave, priority, patience):
     """
     p, q = path[i], path[j]
     front, other_front, rear, other_rear = s[i] + half[i], s[j] + half[j], s[i] - half[i], s[j] - half[j]
-    if not s[j] < ends[q] or rear > leave[p, q] or other_rear > leave[q, p]:
+    senior = priority[q] - priority[p]
+    if rear > leave[p, q] or other_rear > leave[q, p]:
         return False
     margin, other_margin = enter[p, q] - 1.0 - front, enter[q, p] - 1.0 - other_front
     inside = margin < -0.3 or v[i] * v[i] / 2.0 > INSIDE_BRAKING * max(margin, 0.05)
     other_inside = other_margin < -0.3 or v[j] * v[j] / 2.0 > INSIDE_BRAKING * max(other_margin, 0.05)
-    arrival = max(enter[p, q] - front, 0.0) / max(v[i], 1.5)
+    if other_inside and not inside:
+        return True
+    # two that can no longer both pass: the junior one still brakes
+    if senior < 0 or (inside and not (other_inside and margin > -0.3)) or (held[j] and not inside):
+        return False
     other_arrival = max(enter[q, p] - other_front, 0.0) / max(v[j], 1.5)
-    senior = priority[q] - priority[p]
-    earlier = arrival > other_arrival or (arrival == other_arrival and j < i)
-    first = senior > 0 or (senior == 0 and earlier)
-    if not inside:
-        through = max(leave[p, q] - rear, 0.0) / max(v[i], 4.0)
-        return other_inside or (first and not held[j] and through + patience > other_arrival)
-    return other_inside and first and margin > -0.3  # two that can no longer both pass: the junior one still brakes
+    if senior == 0:
+        arrival = max(enter[p, q] - front, 0.0) / max(v[i], 1.5)
+        if arrival < other_arrival or (arrival == other_arrival and j > i):
+            return False
+    return inside or max(leave[p, q] - rear, 0.0) / max(v[i], 4.0) + patience > other_arrival
 
 
 @jit

@@ -7,7 +7,9 @@ direction of travel, edges with the road on their left.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -61,9 +63,20 @@ class Profile(NamedTuple):
         return self.median / 2 + lanes * self.width + self.shoulder if lanes else 0.6
 
 
+def draw_index(rng: np.random.Generator, shares: tuple[float, ...]) -> int:
+    """A random index with these probabilities: `rng.choice(len(shares), p=shares)` in a tenth of its time."""
+    return bisect.bisect_right(cumulated(shares), rng.random())
+
+
+@lru_cache(maxsize=32)
+def cumulated(shares: tuple[float, ...]) -> list[float]:
+    total = np.cumsum(shares)
+    return (total / total[-1]).tolist()
+
+
 def draw_world(rng: np.random.Generator) -> World:
     """A map of a random kind, for a log of nine seconds."""
-    kind = KINDS[int(rng.choice(len(KINDS), p=SHARES))]
+    kind = KINDS[draw_index(rng, SHARES)]
     if kind in ("straight", "curve"):
         return link(rng, kind)
     if kind == "merge":
@@ -82,7 +95,7 @@ def draw_profile(rng: np.random.Generator, lanes: int, *, one_way: bool = False)
 
 def draw_shoulder(rng: np.random.Generator) -> float:
     """Metres between the outer lane and the edge: hardly any, some, room to park, or a wide apron."""
-    low, high = ((0.15, 0.8), (0.8, 2.0), (2.3, 3.4), (3.4, 8.0))[int(rng.choice(4, p=[0.3, 0.2, 0.35, 0.15]))]
+    low, high = ((0.15, 0.8), (0.8, 2.0), (2.3, 3.4), (3.4, 8.0))[draw_index(rng, (0.3, 0.2, 0.35, 0.15))]
     return float(rng.uniform(low, high))
 
 
@@ -109,23 +122,18 @@ def bend(start: np.ndarray, start_direction: np.ndarray, end: np.ndarray, end_di
     return kernels.bend(*(float(x) for pair in ends for x in pair))
 
 
-def along(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The unit directions of a line at its start and at its end."""
-    first, last = line[1] - line[0], line[-1] - line[-2]
-    return first / np.hypot(*first), last / np.hypot(*last)
-
-
 def joined(line: np.ndarray, other: np.ndarray) -> np.ndarray:
     """`line`, a bend, `other`."""
-    curve = bend(line[-1], along(line)[1], other[0], along(other)[0])
-    return np.concatenate([line, curve[1:-1], other])
+    from longhaul.driving.generator import kernels
+
+    return kernels.joined(np.ascontiguousarray(line), np.ascontiguousarray(other))
 
 
 def island(line: np.ndarray, half: float) -> np.ndarray:
     """A closed outline around `line`, clockwise: its inside is no road."""
-    left, right = offset(line, half), offset(line, -half)
-    nose, tail = line[-1] + half * along(line)[1], line[0] - half * along(line)[0]
-    return np.concatenate([tail[None], left, nose[None], right[::-1], tail[None]])
+    from longhaul.driving.generator import kernels
+
+    return kernels.island(np.ascontiguousarray(line), float(half))
 
 
 def circle(radius: float, first: float, last: float) -> np.ndarray:
@@ -286,9 +294,9 @@ def add(lanes: list[np.ndarray], line: np.ndarray) -> int:
 
 def through(approach: np.ndarray, leaving: np.ndarray) -> np.ndarray:
     """A connector: straight over the crosswalk, a bend, straight over the other crosswalk."""
-    d0, d1 = along(approach)[1], along(leaving)[0]
-    first = approach[-1] + np.array([[0.0], [CROSSWALK_ROOM]]) * d0
-    return joined(first, leaving[0] - np.array([[CROSSWALK_ROOM], [0.0]]) * d1)
+    from longhaul.driving.generator import kernels
+
+    return kernels.through(np.ascontiguousarray(approach), np.ascontiguousarray(leaving), CROSSWALK_ROOM)
 
 
 def merge(rng: np.random.Generator) -> World:

@@ -123,11 +123,14 @@ def meetings(xy: np.ndarray, bound: np.ndarray, lane: np.ndarray) -> tuple[np.nd
     return np.where(same, np.inf, enter), np.where(same, -np.inf, leave), shared
 
 
-def foresee(net: Network, walkers: np.ndarray) -> np.ndarray:
-    """[P, M, T]: where on each path each of `walkers` [M, T, 2] is on the road now or soon; inf if nowhere."""
+def foresee(net: Network, path: np.ndarray, walkers: np.ndarray) -> np.ndarray:
+    """[P, M, T]: where on each path that is one of `path` [N] each of `walkers` [M, T, 2] is on the road now or soon;
+    inf if nowhere."""
     from longhaul.driving.generator import kernels
 
-    return kernels.foresee(net.xy, walkers, NEAR_WALKER, FORESEEN)
+    used = np.zeros(len(net.xy), bool)
+    used[path] = True
+    return kernels.foresee(net.xy, used, walkers, NEAR_WALKER, FORESEEN)
 
 
 def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
@@ -146,8 +149,9 @@ def run(
 
     shown = np.zeros((0, cars.urge.shape[1]), np.int8) if lights is None else lights
     joins = np.full(len(cars.s), -np.inf) if cars.joins is None else cars.joins
+    walk = foresee(net, cars.path, walkers)
     return kernels.drive(
-        cars.path, cars.s, cars.speed, cars.length, cars.urge, joins, shown, net.leg, foresee(net, walkers), net.speed,
-        net.length, net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
+        cars.path, cars.s, cars.speed, cars.length, cars.urge, joins, shown, net.leg, walk, net.speed, net.length,
+        net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
         DT, manner.push, manner.comfort, HARDEST, manner.headway, manner.room, LINE_ROOM, PREVIEW, PATIENCE,
     )  # fmt: skip

@@ -28,10 +28,14 @@ from longhaul.driving.scenario.scenario import CELL
 
 MERGE = 0.002
 """Metres by which a merged edge may differ from its points: a fifth of the field's own resolution."""
+REPEATED = 1e-3
+"""Metres, along both axes, within which a point of an edge repeats the one before."""
 JOIN = 0.1
 """Metres within which one edge's end is taken for another one's start."""
 SAMPLES, COARSE_SAMPLES = 8, 64
 """Samples along a side of a patch, and of a block of patches."""
+FARTHEST = 32000.0
+"""Centimetres that a sample says at most."""
 
 
 class Edges(NamedTuple):
@@ -41,20 +45,6 @@ class Edges(NamedTuple):
     vector: np.ndarray  # [M, 2], to the end
     start_normal: np.ndarray  # [M, 2], pseudo-normal of the vertex where it starts
     end_normal: np.ndarray  # [M, 2]
-
-
-def simplify(polylines: Sequence[np.ndarray], tolerance: float) -> list[np.ndarray]:
-    """Polylines [P, 2+] with fewer points, none farther than `tolerance` (m, in the plane) from what is left.
-
-    Douglas and Peucker's algorithm: a chord is split at its farthest point, the first of several.
-    """
-    if not polylines:
-        return []
-    from longhaul.driving.scenario import kernels
-
-    ends = np.cumsum([len(p) for p in polylines])
-    keep = kernels.simplified(np.concatenate([p[:, :2] for p in polylines]), ends, float(tolerance))
-    return [p[part] for p, part in zip(polylines, np.split(keep, ends[:-1]), strict=True)]
 
 
 def segment_distance(points: np.ndarray, start: np.ndarray, vector: np.ndarray) -> np.ndarray:
@@ -73,32 +63,35 @@ def make_edges(polylines: Sequence[np.ndarray]) -> Edges:
 
     Polylines of fewer than two distinct points are left out; `M` is 0 if none is left.
     """
-    lines = [line for line in map(distinct, polylines) if len(line) > 1]
+    empty = np.zeros((0, 2))
+    lines = [np.asarray(line, np.float64)[:, :2] for line in polylines if len(line)]
     if not lines:
-        empty = np.zeros((0, 2))
         return Edges(empty, empty, empty, empty)
-    lines = simplify(lines, MERGE)
-    start = np.concatenate([line[:-1] for line in lines])
-    vector = np.concatenate([np.diff(line, axis=0) for line in lines])
+    from longhaul.driving.scenario import kernels
+
+    points, ends = np.concatenate(lines), np.cumsum([len(line) for line in lines])
+    fine = np.isfinite(points).all(-1)
+    points, ends = kernels.distinct(points[fine], np.cumsum(fine)[ends - 1], REPEATED, False)
+    size = np.diff(ends, prepend=0)
+    points, ends = points[np.repeat(size > 1, size)], np.cumsum(size[size > 1])
+    if not len(points):
+        return Edges(empty, empty, empty, empty)
+    keep = kernels.simplified(points, ends, MERGE)
+    points, ends = points[keep], np.cumsum(keep)[ends - 1]
+    begins = np.append(0, ends[:-1])
+    inner = np.delete(np.arange(len(points)), ends - 1)
+    start, vector = points[inner], points[inner + 1] - points[inner]
+    count = ends - begins - 1
+    heads, tails = points[begins], points[ends - 1]
     unit = vector / np.sqrt((vector**2).sum(-1, keepdims=True))
     normal = np.stack([-unit[:, 1], unit[:, 0]], -1)
-    count = np.array([len(line) - 1 for line in lines])
     last = np.cumsum(count) - 1
     first = last - count + 1
     before, after = np.arange(len(start)) - 1, np.arange(len(start)) + 1
-    heads = np.stack([line[0] for line in lines])
-    tails = np.stack([line[-1] for line in lines])
     gap = np.sqrt(((tails[:, None] - heads[None]) ** 2).sum(-1))
     after[last] = np.where(gap.min(1) < JOIN, first[gap.argmin(1)], last)
     before[first] = np.where(gap.min(0) < JOIN, last[gap.argmin(0)], first)
     return Edges(start, vector, vertex_normal(normal, before), vertex_normal(normal, after))
-
-
-def distinct(line: np.ndarray) -> np.ndarray:
-    """A polyline's x, y without points that repeat the one before (within 1 mm)."""
-    line = np.asarray(line, np.float64)[:, :2]
-    line = line[np.isfinite(line).all(-1)]
-    return line[np.append(True, (np.abs(np.diff(line, axis=0)) > 1e-3).any(-1))[: len(line)]]
 
 
 def vertex_normal(normal: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
@@ -119,7 +112,8 @@ def signed_distance(points: np.ndarray, edges: Edges) -> np.ndarray:
 def distance_field(edges: Edges, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The field over the rectangle `low` .. `high` [2], and its origin: int16 [H, W] centimetres, float64 [2].
 
-    Clipped to +-320 m. Rows are y, columns x, a sample every `CELL` metres. Without edges the field is empty, [0, 0].
+    Clipped to +-FARTHEST. Rows are y, columns x, a sample every `CELL` metres. Without edges the field is empty,
+    [0, 0].
     """
     origin = np.floor(np.asarray(low, np.float64) / CELL) * CELL
     if not len(edges.start):
@@ -127,10 +121,7 @@ def distance_field(edges: Edges, low: np.ndarray, high: np.ndarray) -> tuple[np.
     from longhaul.driving.scenario import kernels
 
     width, height = (np.ceil((np.asarray(high) - origin) / CELL).astype(int) + 1).clip(2)
-    field = kernels.field(origin, CELL, width, height, SAMPLES, COARSE_SAMPLES, *edges)
-    # never 0: so that the rounded distance keeps its sign
-    centimetres = np.clip(np.rint(np.abs(field) * 100.0), 1, 32000)
-    return np.where(field > 0.0, centimetres, -centimetres).astype(np.int16), origin
+    return kernels.field(origin, CELL, width, height, SAMPLES, COARSE_SAMPLES, FARTHEST, *edges), origin
 
 
 BITS = 3

@@ -27,12 +27,14 @@ import numpy as np
 
 from longhaul.driving.datasets import log as kinds
 from longhaul.driving.datasets.log import BadData, Feature, Log
-from longhaul.driving.scenario.distance_field import distance_field, make_edges, simplify
+from longhaul.driving.scenario.distance_field import distance_field, make_edges
 from longhaul.driving.scenario.lane_graph import BRIDGE, LEVEL, SLOPE, lay_grid, make_road
 from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
 NOISE = 0.3
 """Metres between two points of a logged path; below, a standing vehicle's noise would give directions."""
+REPEATED = 1e-3
+"""Metres within which a lane's point repeats the one before."""
 STANDING = 0.5
 """Metres of path below which a vehicle counts as standing."""
 BEYOND = 50.0
@@ -57,7 +59,19 @@ class Lane(NamedTuple):
     points: np.ndarray  # [P, 3], P >= 2, no point repeated
     s: np.ndarray  # [P], arc length in the plane
     exit: tuple[int, ...]
-    box: tuple[float, float, float, float]  # least x and y, most x and y
+
+
+class Lanes(NamedTuple):
+    """Lanes for motor vehicles: W of them by id, and the points of all, one lane behind the other."""
+
+    by_id: dict[int, Lane]
+    points: np.ndarray  # [P, 3]
+    s: np.ndarray  # [P]
+    starts: np.ndarray  # int64 [W + 1]: where each lane's points begin
+    box: np.ndarray  # [W, 4]: least x and y, most x and y
+    turn: np.ndarray  # [W]: angle by which each turns between its ends, rad
+    exits: np.ndarray  # int64: indices of the lanes into which each leads
+    exit_starts: np.ndarray  # int64 [W + 1]
 
 
 class Route(NamedTuple):
@@ -66,16 +80,44 @@ class Route(NamedTuple):
     expert_s: np.ndarray  # [T]
 
 
-def find_lanes(features: Sequence[Feature], origin: np.ndarray) -> dict[int, Lane]:
-    """The lanes for motor vehicles, by id, relative to `origin` [3]."""
-    lanes = {}
-    for feature in features:
-        if feature.kind not in (kinds.LANE_FREEWAY, kinds.LANE_STREET):
-            continue
-        lane = make_lane(feature.id, feature.points - origin, feature.exit)
-        if lane is not None:
-            lanes[lane.id] = lane
-    return lanes
+def find_lanes(features: Sequence[Feature], origin: np.ndarray) -> Lanes:
+    """The lanes for motor vehicles, relative to `origin` [3]."""
+    found = [f for f in features if f.kind in (kinds.LANE_FREEWAY, kinds.LANE_STREET) and len(f.points)]
+    if not found:
+        return gather([])
+    from longhaul.driving.scenario import kernels
+
+    points = np.concatenate([f.points for f in found]) - origin
+    points, ends = kernels.distinct(points, np.cumsum([len(f.points) for f in found]), REPEATED, True)
+    s = kernels.arcs_of(points, ends)
+    lanes, begin = [], 0
+    for feature, end in zip(found, ends.tolist(), strict=True):
+        if end - begin > 1:
+            lanes.append(Lane(feature.id, points[begin:end], s[begin:end], feature.exit))
+        begin = end
+    return gather(lanes)
+
+
+def gather(each: Sequence[Lane]) -> Lanes:
+    """The lanes `each` together; of one id the last counts."""
+    from longhaul.driving.scenario import kernels
+
+    by_id = {lane.id: lane for lane in each}
+    lanes, index = list(by_id.values()), {i: k for k, i in enumerate(by_id)}
+    exits = [[index[i] for i in lane.exit if i in index] for lane in lanes]
+    points = np.concatenate([np.zeros((0, 3)), *(lane.points for lane in lanes)])
+    starts = np.cumsum([0, *(len(lane.points) for lane in lanes)])
+    box = np.concatenate([ends.reduceat(points[:, :2], starts[:-1]) for ends in (np.minimum, np.maximum)], 1)
+    return Lanes(
+        by_id,
+        points,
+        np.concatenate([np.zeros(0), *(lane.s for lane in lanes)]),
+        starts,
+        box,
+        kernels.turns(points, starts),
+        np.array([k for some in exits for k in some], np.int64),
+        np.cumsum([0, *map(len, exits)]),
+    )
 
 
 def arc_length(points: np.ndarray) -> np.ndarray:
@@ -92,17 +134,15 @@ def make_lane(identity: int, points: np.ndarray, exit: tuple[int, ...] = ()) -> 
     """The lane with `points` [P, 3] in which none is repeated; None if fewer than two are left."""
     if len(points) < 2:
         return None
-    step = np.hypot(*np.diff(points[:, :2], axis=0).T)
-    points = points[np.append(True, step > 1e-3)]
-    box = tuple(points[:, :2].min(0).tolist() + points[:, :2].max(0).tolist())
-    return Lane(identity, points, arc_length(points), exit, box) if len(points) > 1 else None
+    points = points[np.append(True, np.hypot(*np.diff(points[:, :2], axis=0).T) > REPEATED)]
+    return Lane(identity, points, arc_length(points), exit) if len(points) > 1 else None
 
 
 def make_route(
     position: np.ndarray,
     heading: np.ndarray,
     valid: np.ndarray,
-    lanes: dict[int, Lane],
+    lanes: Lanes,
     paths: Sequence[Lane] = (),
 ) -> Route:
     """The route of an agent that was at `position` [T, 3] with `heading` [T] where `valid` [T]; it must be valid at
@@ -114,9 +154,11 @@ def make_route(
         ahead = np.array([np.cos(heading[0]), np.sin(heading[0]), 0.0])
         line = np.stack([position[0], position[0] + (BEYOND + 2.0) * ahead])
     else:
-        ways = {path.id: path for path in paths}
-        ways = ways if lane_at(knots[-1], float(heading[last]), ways) is not None else lanes
-        line = np.concatenate([knots, continuation(knots[-1], float(heading[last]), ways)])
+        ways = gather(paths) if paths else lanes
+        found = lane_at(knots[-1], float(heading[last]), ways)
+        if found is None and paths:
+            ways, found = lanes, lane_at(knots[-1], float(heading[last]), lanes)
+        line = np.concatenate([knots, continuation(knots[-1], float(heading[last]), ways, found)[1:]])
     route = lay(line, length, expert_s)
     if STANDING <= length < 2.0:
         where = ROUTE_SPACING * np.arange(len(route.points))
@@ -127,16 +169,9 @@ def make_route(
 
 def lay(line: np.ndarray, length: float, expert_s: np.ndarray) -> Route:
     """The route on a line [P, 3] from its beginning, with its goal after `length` m; straight on beyond the line."""
-    s = arc_length(line)
-    missing = length + BEYOND + 2.0 - s[-1]
-    if missing > 0.0:
-        chord = (line[-1] - line[-2]) * np.array([1.0, 1.0, 0.0])
-        line = np.concatenate([line, line[-1:] + missing * chord / max(float(np.hypot(*chord[:2])), 1e-9)])
-        s = np.append(s, s[-1] + missing)
-    where = ROUTE_SPACING * np.arange(int(np.ceil((length + BEYOND) / ROUTE_SPACING)) + 1)
-    after, before = (at(line[:, :2], s, np.clip(where + d, 0.0, s[-1])) for d in (1.0, -1.0))
-    turn = np.arctan2(*(after - before).T[::-1])
-    return Route(np.concatenate([at(line, s, where), turn[:, None]], -1), length, expert_s)
+    from longhaul.driving.scenario import kernels
+
+    return Route(kernels.laid(line, length, BEYOND, ROUTE_SPACING), length, expert_s)
 
 
 def trace(position: np.ndarray, heading: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,58 +180,32 @@ def trace(position: np.ndarray, heading: np.ndarray, valid: np.ndarray) -> tuple
     A point belongs to the path when it lies `NOISE` or more from the one before, ahead of it as the agent looks:
     while it reverses, the arc length stands still, and the path goes on where the agent gets ahead of it again.
     """
-    steps = np.flatnonzero(valid)
-    kept = [0]
-    x, y = position[steps, 0].tolist(), position[steps, 1].tolist()
-    cos, sin = np.cos(heading[steps]).tolist(), np.sin(heading[steps]).tolist()
-    for i in range(1, len(steps)):
-        dx, dy = x[i] - x[kept[-1]], y[i] - y[kept[-1]]
-        away = float(np.hypot(dx, dy))
-        ahead = dx * cos[i] + dy * sin[i] > 0.3 * away
-        if ahead and away >= NOISE:
-            kept.append(i)
-        elif ahead and i == len(steps) - 1:
-            kept = [*kept[: max(len(kept) - 1, 1)], i]  # the log's end replaces the point just before it
-    knot = np.searchsorted(kept, np.arange(len(steps)), side="right") - 1
-    knots = position[steps[kept]]
-    s = arc_length(knots)
-    begin, chord = knots[knot, :2], (np.append(knots[1:], knots[-1:], 0) - knots)[knot, :2]
-    size = np.maximum(np.hypot(*chord.T), 1e-9)
-    along = np.clip(((position[steps, :2] - begin) * chord).sum(-1) / size, 0.0, size)
-    reached = np.maximum.accumulate(np.where(knot + 1 < len(knots), s[knot] + along, s[-1]))
-    latest = np.maximum(np.cumsum(valid) - 1, 0)
-    return knots, reached[latest]
+    from longhaul.driving.scenario import kernels
+
+    return kernels.traced(position, heading, valid, NOISE)
 
 
-def continuation(end: np.ndarray, heading: float, lanes: dict[int, Lane]) -> np.ndarray:
-    """Points [P, 3] after `end` [3] for more than `BEYOND` m: along the lane there, if one fits, else straight on."""
-    line, wanted = end[None], BEYOND + 5.0
-    found = lane_at(end, heading, lanes)
-    if found is not None:
-        lane, s = found
-        ahead = follow(lane, s, wanted, lanes)
-        along = arc_length(ahead)
-        share = np.clip(1.0 - along / BLEND, 0.0, 1.0)
-        ahead = ahead + (share * share * (3.0 - 2.0 * share))[:, None] * (end - ahead[0])
-        line = np.concatenate([line, ahead[along > 0.5]])
-        if len(line) > 1:
-            heading = float(np.arctan2(*(line[-1] - line[-2])[1::-1]))
-    missing = wanted - arc_length(line)[-1]
-    if missing > 0.0:
-        line = np.concatenate([line, line[-1:] + missing * np.array([[np.cos(heading), np.sin(heading), 0.0]])])
-    return line[1:]
+def continuation(end: np.ndarray, heading: float, lanes: Lanes, found: tuple[int, float] | None) -> np.ndarray:
+    """Points [P, 3] from `end` [3] on for more than `BEYOND` m: along the lane that `lane_at` has found there, else
+    straight on."""
+    from longhaul.driving.scenario import kernels
+
+    lane, s = found or (-1, 0.0)
+    ways = lanes.points, lanes.s, lanes.starts, lanes.turn, lanes.exits, lanes.exit_starts
+    return kernels.continued(end, heading, lane, s, BEYOND + 5.0, BLEND, *ways)
 
 
-def lane_at(place: np.ndarray, heading: float, lanes: dict[int, Lane]) -> tuple[Lane, float] | None:
-    """The lane nearest to `place` [3] that runs along `heading`, and the arc length there; None if none is near."""
-    best, found, (x, y) = LANE_AWAY, None, place[:2].tolist()
-    for lane in lanes.values():
-        low_x, low_y, high_x, high_y = lane.box
-        if x < low_x - LANE_AWAY or x > high_x + LANE_AWAY or y < low_y - LANE_AWAY or y > high_y + LANE_AWAY:
-            continue
-        s, away, turn, i = project(lane.points, lane.s, place)
-        if away < best and abs(wrap(turn - heading)) < LANE_TURN and abs(lane.points[i, 2] - place[2]) < 3.0:
-            best, found = away, (lane, s)
+def lane_at(place: np.ndarray, heading: float, lanes: Lanes) -> tuple[int, float] | None:
+    """Index of the lane nearest to `place` [3] that runs along `heading`, and the arc length there; None if none is
+    near."""
+    from longhaul.driving.scenario import kernels
+
+    best, found = LANE_AWAY, None
+    near = kernels.beside(place, LANE_AWAY, lanes.points, lanes.s, lanes.starts, lanes.box)
+    for lane, s, turn, height, x, y in near.tolist():
+        away = math.hypot(x, y)
+        if away < best and abs(wrap(turn - heading)) < LANE_TURN and abs(height) < 3.0:
+            best, found = away, (int(lane), s)
     return found
 
 
@@ -214,6 +223,12 @@ def wrap(angle: float) -> float:
     return float((angle + np.pi) % (2.0 * np.pi) - np.pi)
 
 
+def turn_of(lane: Lane) -> float:
+    """Size of the angle by which a lane turns between its ends, rad."""
+    first, last = lane.points[1] - lane.points[0], lane.points[-1] - lane.points[-2]
+    return abs(wrap(float(np.arctan2(last[1], last[0]) - np.arctan2(first[1], first[0]))))
+
+
 def follow(lane: Lane, s: float, distance: float, lanes: Mapping[int, Lane]) -> np.ndarray:
     """Points [P, 3] along `lane` from arc length `s` on and its straightest exits, for `distance` m if they reach."""
     parts, seen = [at(lane.points, lane.s, np.array([s]))], {lane.id}
@@ -223,19 +238,11 @@ def follow(lane: Lane, s: float, distance: float, lanes: Mapping[int, Lane]) -> 
         onward = [lanes[i] for i in lane.exit if i in lanes and i not in seen]
         if distance <= 0.0 or not onward:
             return np.concatenate(parts)
-        lane, s = min(onward, key=lambda other: abs(turn_of(other))), 0.0
+        lane, s = min(onward, key=turn_of), 0.0
         seen.add(lane.id)
 
 
-def turn_of(lane: Lane) -> float:
-    """Angle by which a lane turns between its ends, rad."""
-    first, last = lane.points[1] - lane.points[0], lane.points[-1] - lane.points[-2]
-    return wrap(float(np.arctan2(last[1], last[0]) - np.arctan2(first[1], first[0])))
-
-
-def meet_lights(
-    route: Route, lane_ids: np.ndarray, stops: np.ndarray, lanes: dict[int, Lane]
-) -> list[tuple[int, float]]:
+def meet_lights(route: Route, lane_ids: np.ndarray, stops: np.ndarray, lanes: Lanes) -> list[tuple[int, float]]:
     """(index, arc length of the stop point) of the lights that hold for `route`, of those at `stops` [L, 3] for
     `lane_ids` [L].
 
@@ -243,20 +250,20 @@ def meet_lights(
     often several, for straight on and for turns. A light whose lane the source does not have counts by its stop point
     alone.
     """
-    line = route.points
-    s = ROUTE_SPACING * np.arange(len(line))
+    from longhaul.driving.scenario import kernels
+
+    line, end = route.points, ROUTE_SPACING * (len(route.points) - 1)
+    beside = kernels.near_line(line, stops)
     met = []
-    for i, (lane_id, stop) in enumerate(zip(lane_ids.tolist(), stops, strict=True)):
-        where, away, turn, near = project(line, s, stop)
-        if not np.isfinite(away) or away > LIGHT_AWAY or not 0.0 < where < s[-1] or abs(line[near, 2] - stop[2]) > 4.0:
+    for i in np.flatnonzero((np.abs(beside[:, 4:]) <= LIGHT_AWAY).all(1)).tolist():
+        at, share, turn, height, x, y = beside[i].tolist()
+        where, away = ROUTE_SPACING * (at + share), math.hypot(x, y)
+        if away > LIGHT_AWAY or not 0.0 < where < end or abs(height) > 4.0:
             continue
-        score, lane = away, lanes.get(lane_id)
+        score, lane = away, lanes.by_id.get(int(lane_ids[i]))
         if lane is not None:
-            begin, _, direction, _ = project(lane.points, lane.s, stop)
-            end = min(begin + LANE_SHARED, lane.s[-1])
-            shared = at(lane.points[:, :2], lane.s, np.linspace(begin, end, 11))
-            gaps = np.hypot(*(shared[:, None] - line[None, :, :2]).transpose(2, 0, 1)).min(1)
-            score = float(gaps.mean())
+            shared, direction = kernels.beyond_stop(stops[i], LANE_SHARED, 11, lane.points, lane.s)
+            score = float(kernels.gaps(shared, line).mean())
             if abs(wrap(direction - turn)) > LIGHT_TURN or score > LANE_SCORE:
                 continue
         met.append((i, where, score))
@@ -437,6 +444,26 @@ def scenario_from_log(
     """
     if routes not in ROUTES:
         raise ValueError(f"routes is {routes!r}: choose from {', '.join(ROUTES)}")
+    cast = cast_of(log, agents=agents, horizon=horizon, objects=objects, control=control)
+    return scenario_of(log, cast, agents=agents, route_margin=route_margin, routes=routes, control=control)
+
+
+class Cast(NamedTuple):
+    """Who is in a scenario: its K agents, relative to where the ego is at the first step."""
+
+    window: slice  # of the log's steps
+    origin: np.ndarray  # float64 [3]
+    index: np.ndarray  # int64 [K]: their tracks in the log
+    driven: list[int]  # indices into K of the controlled ones, the ego first
+    position: np.ndarray  # [K, T, 3]
+    heading: np.ndarray  # [K, T]
+    valid: np.ndarray  # bool [K, T]
+
+
+def cast_of(
+    log: Log, *, agents: int, horizon: int | None = None, objects: int = 128, control: str | Sequence[int] = "vehicles"
+) -> Cast:
+    """Who would be in the scenario of `log`, which costs little beside compiling it; settings as there."""
     if isinstance(control, str) and control not in CONTROLS:
         raise ValueError(f"control is {control!r}: choose from {', '.join(CONTROLS)}")
     if agents < 1 or objects < agents:
@@ -448,21 +475,28 @@ def scenario_from_log(
     origin = tracks.position[log.sdc, log.current].astype(np.float64)
     position = fill(tracks.position[:, window] - origin, valid)
     heading = fill(tracks.heading[:, window].astype(np.float64), valid)
-    chosen = choose(position, valid, log.sdc, objects)
-    if isinstance(control, str):
-        fit = np.isin(tracks.kind[chosen], CONTROLS[control])
-    else:
-        fit = np.isin(chosen, control)
-    driven = controlled(position[chosen], valid[chosen], fit, agents)
-    lanes = find_lanes(log.features, origin)
+    index = choose(position, valid, log.sdc, objects)
+    fit = np.isin(tracks.kind[index], CONTROLS[control]) if isinstance(control, str) else np.isin(index, control)
+    driven = controlled(position[index], valid[index], fit, agents)
+    return Cast(window, origin, index, driven, position[index], heading[index], valid[index])
+
+
+def scenario_of(
+    log: Log, cast: Cast, *, agents: int, route_margin: float = 25.0, routes: str = "log",
+    control: str | Sequence[int] = "vehicles",
+) -> Scenario:  # fmt: skip
+    """The scenario of `log` with this cast; settings as of `scenario_from_log`."""
+    window, origin, index, driven, position, heading, valid = cast
+    tracks, lanes, steps = log.tracks, find_lanes(log.features, origin), window.stop - window.start
     found = []
-    for i in chosen[driven]:
-        agent = position[i], heading[i], valid[i], lanes, given(log, origin) if i == log.sdc else []
-        found.append((guide(*agent) if routes == "lanes" else None) or make_route(*agent))
-    size = tracks.size[chosen, log.current + valid[chosen].argmax(1), :2]  # at its first valid step
+    for i in driven:
+        agent, paths = (position[i], heading[i], valid[i]), given(log, origin) if index[i] == log.sdc else []
+        guided = guide(*agent, lanes.by_id, paths) if routes == "lanes" else None
+        found.append(guided or make_route(*agent, lanes, paths))
+    size = tracks.size[index, log.current + valid.argmax(1), :2]  # at its first valid step
     signals = [signals_of(log, window, r, size[i, 0] / 2, origin, lanes) for r, i in zip(found, driven, strict=True)]
     field, field_origin = road_field(log, found, origin, route_margin)
-    pose = np.concatenate([position[chosen, :, :2], heading[chosen][..., None]], -1)
+    pose = np.concatenate([position[..., :2], heading[..., None]], -1)
     ways = pad_routes(found, signals, agents, steps)
     road = make_road(log.features, np.concatenate([r.points[:, :3] for r in found]), origin, flow(log))
     return Scenario(
@@ -470,38 +504,40 @@ def scenario_from_log(
         steps=steps,
         dt=float(np.median(np.diff(log.times))),
         pose=pose.transpose(1, 0, 2).astype(np.float32),
-        velocity=(tracks.velocity[chosen, window] * valid[chosen][..., None]).transpose(1, 0, 2).astype(np.float32),
-        present=np.ascontiguousarray(valid[chosen].T),
+        velocity=(tracks.velocity[index, window] * valid[..., None]).transpose(1, 0, 2).astype(np.float32),
+        present=np.ascontiguousarray(valid.T),
         size=size.astype(np.float32),
-        kind=tracks.kind[chosen].astype(np.int8),
+        kind=tracks.kind[index].astype(np.int8),
         controlled=np.array(driven + [-1] * (agents - len(driven)), np.int32),
         **ways,
         field=field,
         field_origin=field_origin.astype(np.float32),
         drawing=draw(log, found, origin),
         road=lay_grid(road, ways["route"], ways["route_length"], ways["route_points"]),
-        **onward(position[chosen], heading[chosen], valid[chosen], tracks.kind[chosen], lanes),
+        **onward(position, heading, valid, tracks.kind[index], lanes),
         control=control if isinstance(control, str) else CHOSEN,
     )
 
 
 def onward(
-    position: np.ndarray, heading: np.ndarray, valid: np.ndarray, kind: np.ndarray, lanes: dict[int, Lane]
+    position: np.ndarray, heading: np.ndarray, valid: np.ndarray, kind: np.ndarray, lanes: Lanes
 ) -> dict[str, np.ndarray]:
     """Ways of vehicles along the lanes from where the log sees them last; none for those that stand or are on none."""
-    which, ways = [], []
-    where = ONWARD_SPACING * np.arange(1, ONWARD + 1)
-    for i in np.flatnonzero(kind == kinds.VEHICLE):
-        last = valid.shape[1] - 1 - int(valid[i, ::-1].argmax())
-        end, turn = position[i, last], float(heading[i, last])
-        before = position[i, max(last - 5, 0)]
-        if np.hypot(*(end - before)[:2]) < UNDER_WAY or lane_at(end, turn, lanes) is None:
-            continue
-        line = np.concatenate([end[None], continuation(end, turn, lanes)])[:, :2]
-        which.append(i)
-        ways.append(at(line, arc_length(line), where))
-    points = np.concatenate([np.zeros((0, 2)), *ways]).astype(np.float32)
-    return {"onward_of": np.array(which, np.int16), "onward": points}
+    from longhaul.driving.scenario import kernels
+
+    which: list[int] = []
+    ways = [np.zeros((0, 2))]
+    last = valid.shape[1] - 1 - valid[:, ::-1].argmax(1)
+    every = np.arange(len(last))
+    end, turn = position[every, last], heading[every, last]
+    moved = np.hypot(*(end - position[every, np.maximum(last - 5, 0)])[:, :2].T) >= UNDER_WAY
+    for i in np.flatnonzero((kind == kinds.VEHICLE) & moved).tolist():
+        found = lane_at(end[i], float(turn[i]), lanes)
+        if found is not None:
+            which.append(i)
+            line = continuation(end[i], float(turn[i]), lanes, found)
+            ways.append(kernels.spaced(line, ONWARD_SPACING, ONWARD))
+    return {"onward_of": np.array(which, np.int16), "onward": np.concatenate(ways).astype(np.float32)}
 
 
 FLOW_SHARE, FLOW_MOVING = 95.0, 2.0
@@ -585,9 +621,7 @@ def controlled(position: np.ndarray, valid: np.ndarray, fit: np.ndarray, agents:
     return [0, *(int(i) for i in np.flatnonzero(fit) if i > 0)][:agents]
 
 
-def signals_of(
-    log: Log, window: slice, route: Route, half_length: float, origin: np.ndarray, lanes: dict[int, Lane]
-) -> Signals:
+def signals_of(log: Log, window: slice, route: Route, half_length: float, origin: np.ndarray, lanes: Lanes) -> Signals:
     """The lights that `route` meets; those that the log's own vehicle disputes are unknown throughout."""
     lights = log.lights
     met = meet_lights(route, lights.lane, lights.position - origin, lanes) if len(lights.lane) else []
@@ -632,14 +666,13 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
         )
     edges = [f.points for f in log.features if f.kind in (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN) and len(f.points) > 1]
     points = np.concatenate([np.zeros((0, 3)), *edges]) - origin
-    away, closest = approach(points[:, :2], near[::5, :2])
-    level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
     ends = np.cumsum([len(edge) for edge in edges[:-1]]).astype(int)
-    lines = [
-        line[run]
-        for line, flat in zip(np.split(points, ends), np.split(level, ends), strict=True)
-        for run in runs(flat)
-    ]
+    lines = np.split(points, ends)
+    height, over = points[:, 2], near[::5, 2]
+    if len(points) and max(height.max() - over.min(), over.max() - height.min()) > LEVEL:
+        away, closest = approach(points[:, :2], near[::5, :2])
+        level = np.abs(height - over[closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
+        lines = [line[run] for line, flat in zip(lines, np.split(level, ends), strict=True) for run in runs(flat)]
     return distance_field(make_edges(lines), low, high)
 
 
@@ -659,18 +692,15 @@ def runs(flags: np.ndarray) -> list[slice]:
 
 def draw(log: Log, routes: list[Route], origin: np.ndarray) -> tuple[tuple[int, np.ndarray], ...]:
     """The features within `DRAWN` metres of the routes, polygons whole, simplified: ((kind, float32 [P, 2]), ...)."""
-    near = np.concatenate([r.points[::10, :2] for r in routes])
-    lines: list[np.ndarray] = []
-    kind_of: list[int] = []
+    from longhaul.driving.scenario import kernels
+
     features = [feature for feature in log.features if len(feature.points)]
-    every = np.concatenate([np.zeros((0, 2)), *(feature.points[:, :2] for feature in features)]) - origin[:2]
-    ends = np.cumsum([len(feature.points) for feature in features[:-1]]).astype(int)
-    parts = np.split(every, ends), np.split(approach(every, near)[0] < DRAWN, ends)
-    for feature, points, close in zip(features, *parts, strict=False):
-        if feature.kind in (kinds.CROSSWALK, kinds.SPEED_BUMP, kinds.DRIVEWAY):
-            close[:] = close.any()
-        pieces = [points[run] for run in runs(close)]
-        lines += pieces
-        kind_of += [feature.kind] * len(pieces)
-    thin = simplify(lines, DRAWN_TOLERANCE)
-    return tuple((kind, line.astype(np.float32)) for kind, line in zip(kind_of, thin, strict=True))
+    if not features:
+        return ()
+    near = np.concatenate([r.points[::10, :2] for r in routes])
+    points = np.concatenate([feature.points[:, :2] for feature in features]) - origin[:2]
+    ends = np.cumsum([len(feature.points) for feature in features])
+    whole = np.array([feature.kind in (kinds.CROSSWALK, kinds.SPEED_BUMP, kinds.DRIVEWAY) for feature in features])
+    kept, bounds, of = kernels.drawn(points, ends, whole, near, DRAWN, DRAWN_TOLERANCE)
+    lines = np.split(points[kept].astype(np.float32), bounds[:-1])
+    return tuple((features[i].kind, line) for i, line in zip(of.tolist(), lines, strict=False))

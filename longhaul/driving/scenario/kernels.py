@@ -28,33 +28,215 @@ def from_segment(x, y, vx, vy):
 
 
 @jit
-def simplified(xy, ends, tolerance):
-    """bool [P]: the points of polylines that are kept; line l is xy[ends[l - 1] : ends[l]] [P, 2], see `simplify`."""
-    keep, first, last = np.zeros(len(xy), np.bool_), np.empty(len(xy), np.int64), np.empty(len(xy), np.int64)
+def thin(points, begin, last, tolerance, keep, stack):
+    """Marks in `keep` the points of a line, `begin` to `last`, that stay; none is farther than `tolerance` m from what
+    is left. `stack` [P + 1, 2] is room.
+
+    Douglas and Peucker's algorithm: a chord is split at its farthest point, the first of several.
+    """
+    keep[begin] = keep[last] = True
+    stack[0, 0], stack[0, 1], size = begin, last, 1
+    while size:
+        size -= 1
+        a, b = stack[size, 0], stack[size, 1]
+        vx, vy = points[b, 0] - points[a, 0], points[b, 1] - points[a, 1]
+        length2 = max(vx * vx + vy * vy, 1e-18)
+        worst, at = tolerance, -1
+        for k in range(a + 1, b):
+            x, y = points[k, 0] - points[a, 0], points[k, 1] - points[a, 1]
+            along = (x * vx + y * vy) / length2
+            along = 0.0 if along < 0.0 else (1.0 if along > 1.0 else along)
+            x, y = x - along * vx, y - along * vy
+            away = np.sqrt(x * x + y * y)
+            if away > worst:
+                worst, at = away, k
+        if at >= 0:
+            keep[at] = True
+            stack[size, 0], stack[size, 1], stack[size + 1, 0], stack[size + 1, 1] = a, at, at, b
+            size += 2
+
+
+@jit
+def simplified(points, ends, tolerance):
+    """bool [P]: the points that stay, see `thin`, of lines: line l is points[ends[l - 1] : ends[l]] [P, 2]."""
+    keep, stack = np.zeros(len(points), np.bool_), np.empty((len(points) + 1, 2), np.int64)
     begin = 0
     for end in ends:
-        keep[begin] = keep[end - 1] = True
-        first[0], last[0], size = begin, end - 1, 1
-        while size:
-            size -= 1
-            a, b = first[size], last[size]
-            vx, vy = xy[b, 0] - xy[a, 0], xy[b, 1] - xy[a, 1]
-            length2 = max(vx * vx + vy * vy, 1e-18)
-            worst, at = tolerance, -1
-            for k in range(a + 1, b):
-                x, y = xy[k, 0] - xy[a, 0], xy[k, 1] - xy[a, 1]
-                along = (x * vx + y * vy) / length2
-                along = 0.0 if along < 0.0 else (1.0 if along > 1.0 else along)
-                x, y = x - along * vx, y - along * vy
-                away = np.sqrt(x * x + y * y)
-                if away > worst:
-                    worst, at = away, k
-            if at >= 0:
-                keep[at] = True
-                first[size], last[size], first[size + 1], last[size + 1] = a, at, at, b
-                size += 2
+        thin(points, begin, end - 1, tolerance, keep, stack)
         begin = end
     return keep
+
+
+@jit
+def distinct(points, ends, least, together):
+    """Lines [P, D] without points that repeat the one before: what is left of each in turn, and new ends [L].
+
+    A point repeats another one within `least` m: of distance in the plane, or if not `together`, of each coordinate.
+    """
+    kept, bounds, count, begin = np.empty(len(points), np.int64), np.empty(len(ends), np.int64), 0, 0
+    for line in range(len(ends)):
+        for i in range(begin, ends[line]):
+            if i > begin:
+                dx, dy = points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1]
+                if (np.hypot(dx, dy) if together else max(abs(dx), abs(dy))) <= least:
+                    continue
+            kept[count] = i
+            count += 1
+        begin, bounds[line] = ends[line], count
+    return points[kept[:count]], bounds
+
+
+OPEN, OUTLINE, SIGN = 1, 2, 3
+"""Kinds of line of `rows`: a line, an outline to be closed, a place of which the first point counts."""
+
+
+@jit
+def rows(points, ends, how, longest, tolerance):
+    """Segments of lines: starts and ends [M, 3], and numbers of their lines [M].
+
+    Line l is points[ends[l - 1] : ends[l]] [P, 3], of kind how[l], and left out if this is 0. It is cut at its points
+    into pieces of about equal length, `longest` or less where points allow it, and these are simplified.
+    """
+    count, total = len(ends), 0
+    for line in range(count):
+        total += ends[line] - (ends[line - 1] if line else 0) + 1
+    start, end, of = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64)
+    size = begin = 0
+    for line in range(count):
+        first, begin = begin, ends[line]
+        number = begin - first
+        if how[line] == SIGN and number:
+            start[size], end[size], of[size] = points[first], points[first], line
+            size += 1
+        if how[line] != OPEN and how[line] != OUTLINE:
+            continue
+        closed = how[line] == OUTLINE and number > 2
+        own = np.empty((number + closed, 3))
+        for i in range(number):
+            own[i] = points[first + i]
+        if closed:
+            own[number] = points[first]
+        number += closed
+        if number < 2:
+            continue
+        s, keep = np.zeros(number), np.zeros(number, np.bool_)
+        stack = np.empty((number + 1, 2), np.int64)
+        for i in range(1, number):
+            s[i] = s[i - 1] + np.hypot(own[i, 0] - own[i - 1, 0], own[i, 1] - own[i - 1, 1])
+        if not s[-1] > 0.0:
+            continue
+        # by points, not by pieces: a damaged line may be ten thousand kilometres long
+        parts, last = np.ceil(s[-1] / longest), 0
+        for i in range(1, number):
+            cut = parts > 1 and np.floor(s[i] * (parts / s[-1])) > np.floor(s[i - 1] * (parts / s[-1]))
+            if cut or i == number - 1:
+                thin(own, last, i, tolerance, keep, stack)
+                last = i
+        last = 0
+        for i in range(1, number):
+            if keep[i]:
+                start[size], end[size], of[size] = own[last], own[i], line
+                size, last = size + 1, i
+    return start[:size], end[:size], of[:size]
+
+
+@jit
+def boxes(points, size):
+    """Indices of the first of `points` [P, 3] in each box of `size` [3] m."""
+    room = 4
+    while room < 2 * len(points):
+        room *= 2
+    table, found, count = np.full(room, -1), np.empty(len(points), np.int64), 0
+    cells = np.empty((len(points), 3), np.int64)
+    for p in range(len(points)):
+        for i in range(3):
+            cells[p, i] = int(np.floor(points[p, i] / size[i]))
+        at = (cells[p, 0] * 73856093 ^ cells[p, 1] * 19349663 ^ cells[p, 2] * 83492791) & (room - 1)
+        while table[at] >= 0:
+            q = table[at]
+            if cells[q, 0] == cells[p, 0] and cells[q, 1] == cells[p, 1] and cells[q, 2] == cells[p, 2]:
+                break
+            at = (at + 1) & (room - 1)
+        if table[at] < 0:
+            table[at], found[count] = p, p
+            count += 1
+    return found[:count]
+
+
+@jit
+def blocks(along, margin, block, most):
+    """The grid's corner [2], blocks [G, 2], and directory, around places `along` [Q, 2] of routes, Q >= 1; see
+    `lane_graph.lay_grid`."""
+    low_x, low_y, high_x, high_y = np.inf, np.inf, -np.inf, -np.inf
+    for q in range(len(along)):
+        low_x, high_x = min(low_x, along[q, 0] - margin), max(high_x, along[q, 0] + margin)
+        low_y, high_y = min(low_y, along[q, 1] - margin), max(high_y, along[q, 1] + margin)
+    corner = np.array([np.floor(low_x / block) * block, np.floor(low_y / block) * block])
+    wide, tall = int((high_x - corner[0]) / block) + 1, int((high_y - corner[1]) / block) + 1
+    directory = np.full((tall, wide), -1, np.int16)
+    cells, count = np.empty((wide * tall, 2), np.int64), 0
+    for q in range(len(along)):
+        for i in range(-1, 2):
+            for j in range(-1, 2):
+                column = int((along[q, 0] + margin * i - corner[0]) / block)
+                row = int((along[q, 1] + margin * j - corner[1]) / block)
+                if directory[row, column] < 0 and count < most:
+                    directory[row, column], cells[count, 0], cells[count, 1] = count, column, row
+                    count += 1
+    for row in range(tall):
+        for column in range(wide):
+            if directory[row, column] >= 0:
+                continue
+            least = 1 << 62
+            for k in range(count):
+                dx, dy = column - cells[k, 0], row - cells[k, 1]
+                if dx * dx + dy * dy < least:
+                    least, directory[row, column] = dx * dx + dy * dy, k
+    return corner, cells[:count], directory
+
+
+@jit
+def drawn(points, ends, whole, near, limit, tolerance):
+    """Pieces of lines [P, 2] that are nearer than `limit` m to one of `near` [R, 2], R >= 1, simplified: indices of
+    their points [Q], their ends [D] there, and numbers of their lines [D].
+
+    Lines that are `whole` [L] are not cut.
+    """
+    close, keep = np.zeros(len(points), np.bool_), np.zeros(len(points), np.bool_)
+    kept, bounds, of = np.empty(len(points), np.int64), np.empty(len(points), np.int64), np.empty(len(points), np.int64)
+    stack, surely = np.empty((len(points) + 1, 2), np.int64), (limit - 1e-6) ** 2
+    size = count = first = 0
+    for line in range(len(ends)):
+        begin, first, some = first, ends[line], False
+        for p in range(begin, first):
+            x, y, least, best = points[p, 0], points[p, 1], np.inf, 0
+            for k in range(len(near)):
+                dx, dy = x - near[k, 0], y - near[k, 1]
+                square = dx * dx + dy * dy
+                if square < least:
+                    least, best = square, k
+                    if square < surely:
+                        break
+            close[p] = least < surely or np.hypot(x - near[best, 0], y - near[best, 1]) < limit
+            some = some or close[p]
+        if whole[line] and some:
+            close[begin:first] = True
+        a = begin
+        while a < first:
+            if not close[a]:
+                a += 1
+                continue
+            b = a
+            while b + 1 < first and close[b + 1]:
+                b += 1
+            thin(points, a, b, tolerance, keep, stack)
+            for p in range(a, b + 1):
+                if keep[p]:
+                    kept[size] = p
+                    size += 1
+            bounds[count], of[count] = size, line
+            count, a = count + 1, b + 1
+    return kept[:size], bounds[:count], of[:count]
 
 
 @jit
@@ -74,44 +256,61 @@ def narrow(x, y, radius, start, vector, which, count, out, away):
 
 
 @jit
-def signed(x, y, i, start, vector, start_normal, end_normal):
-    """Signed distance of a point to segment i; negative on its left."""
-    dx, dy, share = from_segment(x - start[i, 0], y - start[i, 1], vector[i, 0], vector[i, 1])
-    if share >= 1.0:
-        toward = dx * end_normal[i, 0] + dy * end_normal[i, 1]
-    elif share <= 0.0:
-        toward = dx * start_normal[i, 0] + dy * start_normal[i, 1]
-    else:
-        toward = dx * -vector[i, 1] + dy * vector[i, 0]
-    distance = np.sqrt(dx * dx + dy * dy)
-    return -distance if toward > 0.0 else distance
+def against(xs, ys, which, count, start, vector, start_normal, end_normal, least, toward):
+    """Compares points at `xs`, `ys` with the first `count` segments of `which`.
+
+    Puts in `least` each one's squared distance to the nearest, the first of several, and in `toward` a number above 0
+    if it lies on the left of that.
+    """
+    for j in range(len(xs)):
+        least[j], toward[j] = np.inf, 0.0
+    for k in range(count):
+        s = which[k]
+        x, y, vx, vy = start[s, 0], start[s, 1], vector[s, 0], vector[s, 1]
+        ax, ay, bx, by = start_normal[s, 0], start_normal[s, 1], end_normal[s, 0], end_normal[s, 1]
+        length2 = vx * vx + vy * vy
+        for j in range(len(xs)):  # the loop that takes the time: the compiler makes vectors of it
+            u, v = xs[j] - x, ys[j] - y
+            share = (u * vx + v * vy) / length2
+            share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
+            u, v = u - share * vx, v - share * vy
+            square = u * u + v * v
+            to_start, to_end, to_side = u * ax + v * ay, u * bx + v * by, u * -vy + v * vx
+            side = to_end if share >= 1.0 else (to_start if share <= 0.0 else to_side)
+            nearer = square < least[j]
+            least[j] = square if nearer else least[j]
+            toward[j] = side if nearer else toward[j]
 
 
 @jit
 def signed_distances(points, start, vector, start_normal, end_normal):
-    """Signed distances [P] of `points` [P, 2] to the nearest of M >= 1 segments."""
-    out = np.empty(len(points))
+    """Signed distances [P] of `points` [P, 2] to the nearest of M >= 1 segments; negative on their left."""
+    xs, ys = points[:, 0].copy(), points[:, 1].copy()
+    out, toward, some = np.empty(len(points)), np.empty(len(points)), 512
+    every = np.arange(len(start))
+    for a in range(0, len(points), some):
+        b = min(a + some, len(points))
+        against(
+            xs[a:b], ys[a:b], every, len(every), start, vector, start_normal, end_normal, out[a:b], toward[a:b]
+        )  # fmt: skip
     for p in range(len(points)):
-        x, y, least, best = points[p, 0], points[p, 1], np.inf, 0
-        for i in range(len(start)):
-            dx, dy, _ = from_segment(x - start[i, 0], y - start[i, 1], vector[i, 0], vector[i, 1])
-            square = dx * dx + dy * dy
-            if square < least:
-                least, best = square, i
-        out[p] = signed(x, y, best, start, vector, start_normal, end_normal)
+        out[p] = -np.sqrt(out[p]) if toward[p] > 0.0 else np.sqrt(out[p])
     return out
 
 
 @jit
-def field(origin, cell, width, height, patch, block, start, vector, start_normal, end_normal):
-    """Signed distances [height, width] on a grid of `cell` m: blocks of `block` samples, in them patches of `patch`.
+def field(origin, cell, width, height, patch, block, most, start, vector, start_normal, end_normal):
+    """Signed distances [height, width], int16 centimetres up to `most`, on a grid of `cell` m; never 0, so that the
+    rounded distance keeps its sign.
 
-    Blocks, then patches, narrow the segments down to those that can be nearest to one of their samples.
+    The grid has blocks of `block` samples, in them patches of `patch`: these narrow the segments down to those that can
+    be nearest to one of their samples.
     """
-    out = np.empty((height, width))
+    out = np.empty((height, width), np.int16)
     every, away = np.arange(len(start)), np.empty(len(start))
     few, fewer = np.empty(len(start), np.int64), np.empty(len(start), np.int64)
-    least, best = np.empty(patch), np.empty(patch)
+    samples = patch * patch
+    xs, ys, least, toward = np.empty(samples), np.empty(samples), np.empty(samples), np.empty(samples)
     wide, half = cell * (block - 1) / 2.0, cell * (patch - 1) / 2.0
     root = np.sqrt(2.0)
     for top in range(0, height, block):
@@ -122,27 +321,16 @@ def field(origin, cell, width, height, patch, block, start, vector, start_normal
                 for column in range(left, min(left + block, width), patch):
                     x, y = origin[0] + cell * column, origin[1] + cell * row
                     count = narrow(x + half, y + half, half * root, start, vector, few, some, fewer, away)
+                    for j in range(samples):
+                        xs[j], ys[j] = x + cell * (j % patch), y + cell * (j // patch)
+                    against(xs, ys, fewer, count, start, vector, start_normal, end_normal, least, toward)
+                    for j in range(samples):
+                        size = min(max(np.rint(np.sqrt(least[j]) * 100.0), 1.0), most)
+                        least[j] = size if least[j] > 0.0 and toward[j] <= 0.0 else -size
                     across = min(patch, width - column)
                     for i in range(min(patch, height - row)):
                         for j in range(across):
-                            least[j], best[j] = np.inf, 0.0
-                        for k in range(count):
-                            s = fewer[k]
-                            vx, vy, v = vector[s, 0], vector[s, 1], y + cell * i - start[s, 1]
-                            begin, length2, number = start[s, 0], vx * vx + vy * vy, float(s)
-                            for j in range(across):  # the loop that takes the time: the compiler makes vectors of it
-                                u = x + cell * j - begin
-                                share = (u * vx + v * vy) / length2
-                                share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
-                                dx, dy = u - share * vx, v - share * vy
-                                square = dx * dx + dy * dy
-                                nearer = square < least[j]
-                                least[j] = square if nearer else least[j]
-                                best[j] = number if nearer else best[j]
-                        for j in range(across):
-                            out[row + i, column + j] = signed(
-                                x + cell * j, y + cell * i, int(best[j]), start, vector, start_normal, end_normal
-                            )
+                            out[row + i, column + j] = np.int16(least[i * patch + j])
     return out
 
 
@@ -162,6 +350,245 @@ def project(line, place):
 
 
 @jit
+def arcs(line):
+    """`from_log.arc_length`."""
+    s = np.zeros(len(line))
+    for i in range(1, len(line)):
+        s[i] = s[i - 1] + np.hypot(line[i, 0] - line[i - 1, 0], line[i, 1] - line[i - 1, 1])
+    return s
+
+
+@jit
+def arcs_of(points, ends):
+    """Arc lengths [P] along each of several lines in turn."""
+    s, begin = np.empty(len(points)), 0
+    for end in ends:
+        s[begin:end] = arcs(points[begin:end])
+        begin = end
+    return s
+
+
+@jit
+def place_on(s, where, guess):
+    """Index of the last of the arc lengths `s` [P], ascending, that is not above `where`; `guess` is none above it."""
+    while guess + 1 < len(s) and s[guess + 1] <= where:
+        guess += 1
+    return guess
+
+
+@jit
+def between(line, s, i, where, column):
+    """A column of a line [P, D] at arc length `where`, which lies at or after s[i], as `np.interp` has it."""
+    if i == len(s) - 1 or where <= s[i]:
+        return line[i, column]
+    slope = (line[i + 1, column] - line[i, column]) / (s[i + 1] - s[i])
+    return slope * (where - s[i]) + line[i, column]
+
+
+@jit
+def traced(position, heading, valid, noise):
+    """`from_log.trace`: the path [K, 3] and its arc length [T]."""
+    steps = np.flatnonzero(valid)
+    count = len(steps)
+    kept, size = np.zeros(count, np.int64), 1
+    for i in range(1, count):
+        t, k = steps[i], steps[kept[size - 1]]
+        dx, dy = position[t, 0] - position[k, 0], position[t, 1] - position[k, 1]
+        away = np.hypot(dx, dy)
+        ahead = dx * np.cos(heading[t]) + dy * np.sin(heading[t]) > 0.3 * away
+        if ahead and away >= noise:
+            kept[size] = i
+            size += 1
+        elif ahead and i == count - 1:  # the log's end replaces the point just before it
+            size = max(size - 1, 1)
+            kept[size] = i
+            size += 1
+    knots = np.empty((size, 3))
+    for k in range(size):
+        knots[k] = position[steps[kept[k]]]
+    s, reached, knot, most = arcs(knots), np.empty(count), 0, -np.inf
+    for i in range(count):
+        while knot + 1 < size and kept[knot + 1] <= i:
+            knot += 1
+        now = s[size - 1]
+        if knot + 1 < size:
+            x, y = knots[knot + 1, 0] - knots[knot, 0], knots[knot + 1, 1] - knots[knot, 1]
+            chord = max(np.hypot(x, y), 1e-9)
+            t = steps[i]
+            along = ((position[t, 0] - knots[knot, 0]) * x + (position[t, 1] - knots[knot, 1]) * y) / chord
+            now = s[knot] + min(max(along, 0.0), chord)
+        most = max(most, now)
+        reached[i] = most
+    out, seen = np.empty(len(valid)), 0
+    for t in range(len(valid)):
+        seen += valid[t]
+        out[t] = reached[max(seen - 1, 0)]
+    return knots, out
+
+
+@jit
+def laid(line, length, beyond, spacing):
+    """Points [R, 4] of `from_log.lay`."""
+    s = arcs(line)
+    missing = length + beyond + 2.0 - s[-1]
+    if missing > 0.0:
+        more = np.empty((len(line) + 1, 3))
+        more[: len(line)] = line
+        x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
+        size = max(np.hypot(x, y), 1e-9)
+        more[-1, 0], more[-1, 1], more[-1, 2] = (
+            line[-1, 0] + missing * x / size, line[-1, 1] + missing * y / size, line[-1, 2]
+        )  # fmt: skip
+        line, s = more, np.append(s, s[-1] + missing)
+    count = int(np.ceil((length + beyond) / spacing)) + 1
+    out, a, b, c = np.empty((count, 4)), 0, 0, 0
+    for r in range(count):
+        where = spacing * r
+        before, after = min(max(where - 1.0, 0.0), s[-1]), min(max(where + 1.0, 0.0), s[-1])
+        a, b, c = place_on(s, before, a), place_on(s, where, b), place_on(s, after, c)
+        for i in range(3):
+            out[r, i] = between(line, s, b, where, i)
+        x = between(line, s, c, after, 0) - between(line, s, a, before, 0)
+        y = between(line, s, c, after, 1) - between(line, s, a, before, 1)
+        out[r, 3] = np.arctan2(y, x)
+    return out
+
+
+@jit
+def turns(points, starts):
+    """Angles [W] by which lanes turn between their ends; lane l is points[starts[l] : starts[l + 1]] [P, 3]."""
+    out = np.empty(len(starts) - 1)
+    for lane in range(len(out)):
+        a, b = starts[lane], starts[lane + 1] - 1
+        first = np.arctan2(points[a + 1, 1] - points[a, 1], points[a + 1, 0] - points[a, 0])
+        last = np.arctan2(points[b, 1] - points[b - 1, 1], points[b, 0] - points[b - 1, 0])
+        out[lane] = (last - first + np.pi) % (2.0 * np.pi) - np.pi
+    return out
+
+
+@jit
+def beside(place, within, points, s, starts, box):
+    """Lanes whose nearest place is about `within` m or less from `place` [3]: number, arc length there, direction,
+    height above it, and x and y from there, float64 [C, 6]."""
+    out, count = np.empty((len(box), 6)), 0
+    for lane in range(len(box)):
+        if place[0] < box[lane, 0] - within or place[0] > box[lane, 2] + within:
+            continue
+        if place[1] < box[lane, 1] - within or place[1] > box[lane, 3] + within:
+            continue
+        begin = starts[lane]
+        i, share, x, y = project(points[begin : starts[lane + 1]], place)
+        i += begin
+        if x * x + y * y < (within + 1e-6) ** 2:
+            out[count, 0], out[count, 1] = lane, s[i] + share * (s[i + 1] - s[i])
+            out[count, 2] = np.arctan2(points[i + 1, 1] - points[i, 1], points[i + 1, 0] - points[i, 0])
+            out[count, 3], out[count, 4], out[count, 5] = points[i, 2] - place[2], x, y
+            count += 1
+    return out[:count]
+
+
+@jit
+def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn, exits, exit_starts):
+    """Points [P, 3] from `end` [3] on for `wanted` m or more, see `from_log.continuation`: along `lane` from arc length
+    `where` on and its straightest exits; straight on where they end, or if `lane` is below 0."""
+    way, marks, ways, total, left = np.empty(len(turn), np.int64), np.empty(len(turn)), 0, 1, wanted
+    seen = np.zeros(len(turn), np.bool_)
+    while lane >= 0:
+        seen[lane], way[ways], marks[ways] = True, lane, where
+        ways, total = ways + 1, total + starts[lane + 1] - starts[lane] + 1
+        left -= s[starts[lane + 1] - 1] - where
+        best = -1
+        if left > 0.0:
+            for e in range(exit_starts[lane], exit_starts[lane + 1]):
+                if not seen[exits[e]] and (best < 0 or abs(turn[exits[e]]) < abs(turn[best])):
+                    best = exits[e]
+        lane, where = best, 0.0
+    ahead, count = np.empty((total, 3)), 0
+    for w in range(ways):
+        a, b = starts[way[w]], starts[way[w] + 1]
+        if w == 0:
+            i = place_on(s[a:b], marks[w], 0)
+            for column in range(3):
+                ahead[0, column] = between(points[a:b], s[a:b], i, marks[w], column)
+            count = 1
+        for i in range(a, b):
+            if s[i] > marks[w] + 1e-6:
+                ahead[count] = points[i]
+                count += 1
+    line, size, along = np.empty((count + 2, 3)), 1, 0.0
+    line[0] = end
+    for i in range(count):
+        if i:
+            along += np.hypot(ahead[i, 0] - ahead[i - 1, 0], ahead[i, 1] - ahead[i - 1, 1])
+        if along > 0.5:
+            share = min(max(1.0 - along / blend, 0.0), 1.0)
+            for column in range(3):
+                line[size, column] = ahead[i, column] + share * share * (3.0 - 2.0 * share) * (
+                    end[column] - ahead[0, column]
+                )
+            size += 1
+    if size > 1:
+        heading = np.arctan2(line[size - 1, 1] - line[size - 2, 1], line[size - 1, 0] - line[size - 2, 0])
+    missing = wanted - arcs(line[:size])[-1]
+    if missing > 0.0:
+        line[size, 0] = line[size - 1, 0] + missing * np.cos(heading)
+        line[size, 1] = line[size - 1, 1] + missing * np.sin(heading)
+        line[size, 2] = line[size - 1, 2]
+        size += 1
+    return line[:size]
+
+
+@jit
+def spaced(line, spacing, count):
+    """`count` points [count, 2] of a line [P, 2+] that are `spacing` m apart, the first so far from its beginning."""
+    s, out, i = arcs(line), np.empty((count, 2)), 0
+    for k in range(count):
+        where = spacing * (k + 1)
+        i = place_on(s, where, i)
+        out[k, 0], out[k, 1] = between(line, s, i, where, 0), between(line, s, i, where, 1)
+    return out
+
+
+@jit
+def near_line(line, places):
+    """Of `places` [L, 3], the nearest place on a line [P, 3+]: index, share, direction, height above it, x and y from
+    there, float64 [L, 6]."""
+    out = np.empty((len(places), 6))
+    for p in range(len(places)):
+        i, share, x, y = project(line, places[p])
+        out[p, 0], out[p, 1] = i, share
+        out[p, 2] = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+        out[p, 3], out[p, 4], out[p, 5] = line[i, 2] - places[p, 2], x, y
+    return out
+
+
+@jit
+def beyond_stop(stop, shared, count, line, s):
+    """`count` places [count, 2] of a lane [P, 3] over the first `shared` m after a stop point [3], and its direction
+    there."""
+    i, share, _, _ = project(line, stop)
+    direction = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+    begin = s[i] + share * (s[i + 1] - s[i])
+    end = min(begin + shared, s[-1])
+    step, out, at = (end - begin) / (count - 1), np.empty((count, 2)), 0
+    for k in range(count):
+        where = k * step + begin if k < count - 1 else end
+        at = place_on(s, where, 0)
+        out[k, 0], out[k, 1] = between(line, s, at, where, 0), between(line, s, at, where, 1)
+    return out, direction
+
+
+@jit
+def gaps(places, line):
+    """Distances [K] of `places` [K, 2] from the nearest point of a line [P, 2+]."""
+    out = np.full(len(places), np.inf)
+    for k in range(len(places)):
+        for i in range(len(line)):
+            out[k] = min(out[k], np.hypot(places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]))
+    return out
+
+
+@jit
 def nearest_points(points, near):
     """Index [P] of the nearest of `near` [R, 2], R >= 1, to each of `points` [P, 2]."""
     out = np.empty(len(points), np.int64)
@@ -176,10 +603,87 @@ def nearest_points(points, near):
 
 
 @jit
-def first_ones(values, most, out):
-    """Number of indices put in `out`, at most `most`: those of the smallest `values`, in order."""
+def columns(start, vector):
+    """float32 [5, M]: segments as columns, x and y of the start, of the vector, and its square, above 0."""
+    out = np.empty((5, len(start)), np.float32)
+    for i in range(len(start)):
+        vx, vy = vector[i, 0], vector[i, 1]
+        out[0, i], out[1, i], out[2, i], out[3, i] = start[i, 0], start[i, 1], vx, vy
+        out[4, i] = max(vx * vx + vy * vy, LEAST)
+    return out
+
+
+@jit
+def to_segments(x, y, segments, count, out):
+    """Distances float32, put in `out`, of a point to the first `count` of `segments`, see `columns`."""
+    for k in range(count):
+        vx, vy = segments[2, k], segments[3, k]
+        u, v = x - segments[0, k], y - segments[1, k]
+        share = (u * vx + v * vy) / segments[4, k]
+        share = ZERO if share < ZERO else (ONE if share > ONE else share)
+        u, v = u - share * vx, v - share * vy
+        out[k] = np.sqrt(u * u + v * v)
+
+
+@jit
+def gather(segments, which, count, out):
+    """Puts in `out` [5, count] the first `count` columns `which` of `segments`."""
+    for i in range(5):
+        for k in range(count):
+            out[i, k] = segments[i, which[k]]
+
+
+BUCKETS = 1024
+
+
+@jit
+def candidates(start, vector, centre, reach, most, nearby, turn):
+    """Rows [G, most] of M segments for blocks at `centre`, see `lane_graph.candidates`; `turn` [most - nearby] is the
+    order of the spread ones."""
+    count, spread = len(start), len(turn)
+    out, segments = np.full((len(centre), most), -1, np.int16), columns(start, vector)
+    away, which, order = np.empty(count, np.float32), np.empty(count + 1, np.int64), np.empty(count, np.int64)
+    begin, scale = np.empty(BUCKETS + 2, np.int64), np.float32(BUCKETS / reach)
+    for g in range(len(centre)):
+        to_segments(centre[g, 0], centre[g, 1], segments, count, away)
+        some = 0
+        for k in range(count):
+            which[some] = k
+            some += away[k] < reach
+        # sorted into buckets of distances, then within them; of equal ones the first row comes first
+        begin[:] = 0
+        for k in range(some):
+            begin[int(away[which[k]] * scale) + 1] += 1
+        for i in range(1, BUCKETS + 2):
+            begin[i] += begin[i - 1]
+        for k in range(some):
+            bucket = int(away[which[k]] * scale)
+            order[begin[bucket]] = which[k]
+            begin[bucket] += 1
+        for k in range(1, some):
+            row, at = order[k], k
+            while at and away[order[at - 1]] > away[row]:
+                order[at] = order[at - 1]
+                at -= 1
+            order[at] = row
+        near = far = 0
+        for k in range(min(some, most)):
+            if some <= most:
+                out[g, k] = order[k]
+            elif k % 3 < 2:
+                out[g, k] = order[near]
+                near += 1
+            else:
+                out[g, k] = order[nearby + (some - nearby) * turn[far] // spread]
+                far += 1
+    return out
+
+
+@jit
+def first_ones(values, count, most, out):
+    """Number of indices put in `out`, at most `most`: those of the smallest of values[:count], in order."""
     kept = 0
-    for k in range(len(values)):
+    for k in range(count):
         if kept == most and values[k] >= values[out[most - 1]]:
             continue
         at = kept if kept < most else most - 1
@@ -192,61 +696,106 @@ def first_ones(values, most, out):
 
 
 @jit
-def later(values, lane, least, extra):
-    """Adds `extra` to the `values` of rows that are not the nearest of their `lane`; `least` is room for its lanes."""
-    for k in range(len(values)):
-        least[lane[k]] = np.float32(np.inf)
-    for k in range(len(values)):
+def least_of(values, count, lane, lanes, least):
+    """Puts in `least` the smallest of values[:count] of each of `lanes` lanes; `lane` [count] is below `lanes`."""
+    least[:lanes] = np.float32(np.inf)
+    for k in range(count):
         least[lane[k]] = min(least[lane[k]], values[k])
-    for k in range(len(values)):
-        values[k] += np.float32(0.0) if values[k] <= least[lane[k]] else extra
 
 
 @jit
-def to_segments(x, y, start, vector, which, out):
-    """Distances float32, put in `out`, of a point to the segments `which`."""
-    for k in range(len(which)):
-        i = which[k]
-        vx, vy = vector[i, 0], vector[i, 1]
-        u, v = x - start[i, 0], y - start[i, 1]
-        share = (u * vx + v * vy) / max(vx * vx + vy * vy, LEAST)
-        share = ZERO if share < ZERO else (ONE if share > ONE else share)
-        u, v = u - share * vx, v - share * vy
-        out[k] = np.sqrt(u * u + v * v)
+def later(values, count, lane, lanes, least, extra):
+    """Adds `extra` to those of values[:count] that are not the least of their `lane`."""
+    least_of(values, count, lane, lanes, least)
+    for k in range(count):
+        values[k] += ZERO if values[k] <= least[lane[k]] else extra
 
 
 @jit
-def nearest_lanes(start, vector, lane, lanes, centre, probes, diagonal, most_rows, nearest, second, farthest):
+def nearly(distance, count, lane, lanes, least, nearest, reach, few, out):
+    """Number of rows put in `out`, of `count` rows: all that can be among the `nearest` at a place, where distances
+    differ from `distance` by at most `reach` / 2.
+
+    A lane's nearest row comes before every other lane's second one. So a row is there only if it is about the nearest
+    of its lane, and its lane about one of the nearest; with fewer lanes, if it is about the nearest of its lane, or
+    about one of the nearest rows.
+    """
+    least_of(distance, count, lane, lanes, least)
+    many, size = lanes >= nearest, 0
+    kept = first_ones(least, lanes, nearest, few) if many else first_ones(distance, count, nearest, few)
+    if kept < nearest:
+        most = np.float32(np.inf)
+    else:
+        most = (least if many else distance)[few[nearest - 1]] + reach
+    for k in range(count):
+        own, out[size] = least[lane[k]], k
+        first = distance[k] <= own + reach
+        size += (first and own <= most) if many else (first or distance[k] <= most)
+    return size
+
+
+@jit
+def nearest_lanes(
+    start, vector, lane, lanes, centre, points, at, around, diagonal, most_rows, nearest, second, farthest
+):
     """Rows [G, C, nearest] of M lanes' segments for the cells of blocks at `centre`, as in `lane_graph.nearest_lanes`.
 
-    `lane` [M] is below `lanes`; `probes` [C, P, 2] lie around the middle of a block, each cell's own middle first.
+    `lane` [M] is below `lanes`. `points` [U, 2], from the middle of a block, are the probes; at[c] [P] those of cell c,
+    its own middle first, the others within `around` m of it.
     """
-    out = np.full((len(centre), probes.shape[0], nearest), -1, np.int16)
-    away, least = np.empty(len(start), np.float32), np.empty(lanes, np.float32)
-    every, few = np.arange(len(start)), np.empty(nearest, np.int64)
+    out, total = np.full((len(centre), len(at), nearest), -1, np.int16), len(start)
+    every, near, close = columns(start, vector), np.empty((5, total), np.float32), np.empty((5, total), np.float32)
+    away, middle, gap = np.empty(total, np.float32), np.empty(total, np.float32), np.empty(total, np.float32)
+    rank, least, number = np.empty(total, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.int64)
+    own, few_own, few = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(nearest, np.int64)
+    some = np.empty(total + 1, np.int64)
+    found, counts = np.empty((len(points), nearest), np.int64), np.empty(len(points), np.int64)
+    reach, unranked = np.float32(2.0 * around + 0.01), np.float32(nearest)  # a centimetre more than rounding may take
     for g in range(len(centre)):
         x, y = centre[g, 0], centre[g, 1]
-        to_segments(x, y, start, vector, every, away)
+        to_segments(x, y, every, total, away)
         rows = np.flatnonzero(away <= float(away.min()) + diagonal)
         if len(rows) > most_rows:
             rows = rows[np.argsort(away[rows], kind="mergesort")[:most_rows]]
-        own, most = lane[rows], min(nearest, len(rows))
-        gap, middle = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
-        rank = np.empty(len(rows), np.float32)
-        for c in range(probes.shape[0]):
-            rank[:] = np.float32(nearest)
-            for p in range(probes.shape[1]):
-                to_segments(x + probes[c, p, 0], y + probes[c, p, 1], start, vector, rows, gap)
-                if p == 0:
-                    middle[:] = gap
-                later(gap, own, least, farthest)
-                for place in range(first_ones(gap, most, few)):
-                    rank[few[place]] = min(rank[few[place]], np.float32(place))
+        count, here = len(rows), 0
+        number[:], counts[:], rank[:count] = -1, -1, unranked
+        gather(every, rows, count, near)
+        for k in range(count):
+            if number[lane[rows[k]]] < 0:
+                number[lane[rows[k]]] = here
+                here += 1
+            own[k] = number[lane[rows[k]]]
+        for c in range(len(at)):
+            to_segments(x + points[at[c, 0], 0], y + points[at[c, 0], 1], near, count, middle)
+            size = nearly(middle, count, own, here, least, nearest, reach, few, some)
+            gather(near, some, size, close)
+            for k in range(size):
+                few_own[k] = own[some[k]]
+            for p in at[c]:
+                if counts[p] < 0:  # neighbours share probes
+                    to_segments(x + points[p, 0], y + points[p, 1], close, size, gap)
+                    later(gap, size, few_own, here, least, farthest)
+                    counts[p] = first_ones(gap, size, nearest, few)
+                    for place in range(counts[p]):
+                        found[p, place] = some[few[place]]
+                for place in range(counts[p]):
+                    k = found[p, place]
+                    rank[k] = min(rank[k], np.float32(place))
             # the best rank at any probe counts, and of equal ones the distance from the middle; a second row of a lane
             # is worth less than the first of another one
-            for k in range(len(rows)):
-                rank[k] = rank[k] * farthest + min(middle[k], NINE_TENTHS * farthest)
-            later(rank, own, least, second * farthest)
-            for place in range(first_ones(rank, most, few)):
-                out[g, c, place] = rows[few[place]]
+            for ranked in (True, False):  # rows without a rank count only where too few have one
+                size = good = 0
+                for k in range(count):
+                    if rank[k] < unranked or not ranked:
+                        some[size], few_own[size] = k, own[k]
+                        gap[size] = rank[k] * farthest + min(middle[k], NINE_TENTHS * farthest)
+                        size += 1
+                later(gap, size, few_own, here, least, second * farthest)
+                for k in range(size):
+                    good += gap[k] < unranked * farthest
+                if good >= nearest:
+                    break
+            for place in range(first_ones(gap, size, nearest, few)):
+                out[g, c, place] = rows[some[few[place]]]
+            rank[:count] = unranked
     return out

@@ -15,13 +15,13 @@ M rows, lanes' rows first, W lanes, G blocks. No JAX here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longhaul.driving.datasets import log
 from longhaul.driving.datasets.log import Feature
-from longhaul.driving.scenario.distance_field import segment_distance, simplify
 from longhaul.driving.scenario.scenario import CANDIDATES, NEARBY, NO_ROAD, Road
 
 Array = Any  # numpy.ndarray or jax.Array
@@ -133,8 +133,10 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray,
     Where there are more than `MOST_ROWS`, or rows farther than 650 m from the middle of the routes, the farthest are
     left out.
     """
+    from longhaul.driving.scenario import kernels
+
     # one point from each box of 4 x 4 x 2 m is enough
-    near = near[np.sort(np.unique(np.floor(near / np.array([4.0, 4.0, 2.0])), axis=0, return_index=True)[1])]
+    near = near[kernels.boxes(near, np.array([4.0, 4.0, 2.0]))]
     rows = segments(features, near, origin)
     middle = 0.5 * (rows.start + rows.end)
     away, level = around(middle, near)
@@ -161,60 +163,37 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray,
 
 def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3]; whether on its level."""
-    away, closest = np.full(len(points), np.inf), np.zeros(len(points), np.int64)
-    for begin in range(0, len(points), 512):
-        part = slice(begin, begin + 512)
-        dx, dy = (points[part, None, i] - near[None, :, i] for i in (0, 1))
-        square = dx * dx + dy * dy
-        closest[part] = square.argmin(1)
-        away[part] = np.sqrt(square.min(1))
-    level = np.abs(points[:, 2] - near[closest, 2]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
-    return away, level
+    from longhaul.driving.scenario import kernels
+
+    nearest = near[kernels.nearest_points(points, near)]
+    dx, dy, dz = (points - nearest).T
+    away = np.sqrt(dx * dx + dy * dy)
+    return away, np.abs(dz) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
 
 
 def segments(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) -> Rows:
     """The segments of the features whose bounding boxes come within REACH of that of `near`, lanes first."""
+    from longhaul.driving.scenario import kernels
+
     low, high = near[:, :2].min(0) - REACH, near[:, :2].max(0) + REACH
-    pieces: list[np.ndarray] = []
-    kinds, lanes = [], []
-    order = sorted(range(len(features)), key=lambda i: features[i].kind > log.LANE_BIKE)
-    for i in order:
-        feature = features[i]
-        code = CODES.get(feature.kind)
-        if code is None or not len(feature.points):
-            continue
-        points = feature.points - origin
-        if (points[:, :2].max(0) < low).any() or (points[:, :2].min(0) > high).any():
-            continue
-        if feature.kind in (log.CROSSWALK, log.SPEED_BUMP) and len(points) > 2:
-            points = np.concatenate([points, points[:1]])
-        cut = [points[:1].repeat(2, 0)] if code == STOP else chop(points)
-        pieces += cut
-        kinds += [code] * len(cut)
-        lanes += [i if code in (BIKE, STREET, FREEWAY) else -1] * len(cut)
-    if not pieces:
+    order = [i for i, feature in enumerate(features) if feature.kind in CODES and len(feature.points)]
+    order.sort(key=lambda i: features[i].kind > log.LANE_BIKE)
+    if not order:
         return Rows(np.zeros((0, 3)), np.zeros((0, 3)), np.zeros(0, np.int8), np.zeros(0, np.int64))
-    thin = simplify(pieces, MERGE)
-    counts = np.array([len(piece) - 1 for piece in thin])
-    start, end = (np.concatenate([piece[part] for piece in thin]) for part in (slice(-1), slice(1, None)))
-    kind, lane = np.repeat(np.array(kinds, np.int8), counts), np.repeat(np.array(lanes, np.int64), counts)
+    points = np.concatenate([features[i].points for i in order]) - origin
+    ends = np.cumsum([len(features[i].points) for i in order])
+    first = np.append(0, ends[:-1])
+    outside = (np.maximum.reduceat(points[:, :2], first) < low) | (np.minimum.reduceat(points[:, :2], first) > high)
+    code = np.array([CODES[features[i].kind] for i in order], np.int8)
+    how = np.where(
+        outside.any(1), 0, np.choose(code // CROSSING, (kernels.OPEN, *2 * (kernels.OUTLINE,), kernels.SIGN))
+    )
+    start, end, line = kernels.rows(points, ends, how, LONGEST, MERGE)
+    kind = code[line]
+    lane = np.where(kind <= FREEWAY, np.array(order)[line], -1)
     length = np.hypot(*(end - start)[:, :2].T)
     keep = (length > 0.02) | (kind == STOP)
     return divide(Rows(start[keep], end[keep], kind[keep], lane[keep]), length[keep])
-
-
-def chop(points: np.ndarray) -> list[np.ndarray]:
-    """A polyline [P, 3] cut at its points into pieces of about equal length, LONGEST or less where points allow it."""
-    if len(points) < 2:
-        return []
-    s = np.append(0.0, np.cumsum(np.hypot(*np.diff(points[:, :2], axis=0).T)))
-    count = np.ceil(s[-1] / LONGEST)
-    if count <= 1:
-        return [points] if s[-1] > 0.0 else []
-    # by points, not by pieces: a damaged line may be ten thousand kilometres long
-    bounds = np.flatnonzero(np.diff(np.floor(s * (count / s[-1]))) > 0.0) + 1
-    bounds = bounds[bounds < len(points) - 1]
-    return [points[a : b + 1] for a, b in zip([0, *bounds], [*bounds, len(points) - 1], strict=True)]
 
 
 def divide(rows: Rows, length: np.ndarray) -> Rows:
@@ -270,23 +249,11 @@ def lay_grid(road: Road, route: np.ndarray, route_length: np.ndarray, route_poin
     along = along[(np.abs(along - road.origin) < FARTHEST).all(1)]
     if not len(road.kind) or not len(along):
         return NO_ROAD
-    around = (along[:, None] + MARGIN * np.array([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)])).reshape(-1, 2)
-    corner = np.floor(around.min(0) / BLOCK) * BLOCK
-    cells = ((around - corner) / BLOCK).astype(np.int64)
-    shape = cells.max(0) + 1
-    _, first = np.unique(cells[:, 0] * shape[1] + cells[:, 1], return_index=True)
-    cells = cells[np.sort(first)][:MOST_BLOCKS]
-    every = np.stack(np.meshgrid(*(np.arange(n) for n in shape)), -1).reshape(-1, 2)  # row by row
-    nearest = np.concatenate(
-        [((part[:, None] - cells) ** 2).sum(-1).argmin(1) for part in np.array_split(every, 1 + len(every) // 256)]
-    )
-    return look_around(
-        road._replace(
-            corner=corner.astype(np.float32),
-            cells=cells.astype(np.int16),
-            directory=nearest.reshape(shape[::-1]).astype(np.int16),
-        )
-    )
+    from longhaul.driving.scenario import kernels
+
+    corner, cells, directory = kernels.blocks(along, MARGIN, BLOCK, MOST_BLOCKS)
+    laid = {"corner": corner.astype(np.float32), "cells": cells.astype(np.int16), "directory": directory}
+    return look_around(road._replace(**laid))
 
 
 def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
@@ -302,22 +269,16 @@ def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
 
 def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.ndarray:
     """Rows within RANGE of each block's middle [G, 2], nearest first or thinned: int16 [G, CANDIDATES]; -1: none."""
-    out = np.full((len(centre), CANDIDATES), -1, np.int16)
-    share = np.arange(CANDIDATES) % 3 < 2
-    spread = CANDIDATES - NEARBY
-    turn = np.array([int(f"{i:0{spread.bit_length() - 1}b}"[::-1], 2) for i in range(spread)])
-    for g, place in enumerate(centre):
-        away = segment_distance(place, middle - half, 2 * half)
-        rows = np.flatnonzero(away < RANGE)
-        # whole numbers that hold distance and row are sorted faster than indices by floats
-        bits = away[rows].astype(np.float32).view(np.uint32).astype(np.uint64)
-        rows = (np.sort(bits << np.uint64(32) | rows.astype(np.uint64)) & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        if len(rows) > CANDIDATES:
-            out[g, share] = rows[:NEARBY]
-            out[g, ~share] = rows[NEARBY + (len(rows) - NEARBY) * turn // spread]
-        else:
-            out[g, : len(rows)] = rows
-    return out
+    from longhaul.driving.scenario import kernels
+
+    return kernels.candidates(middle - half, 2 * half, centre, RANGE, CANDIDATES, NEARBY, spread())
+
+
+@cache
+def spread() -> np.ndarray:
+    """The order in which the spread candidates are taken, bits reversed: int64 [CANDIDATES - NEARBY]."""
+    count = CANDIDATES - NEARBY
+    return np.array([int(f"{i:0{count.bit_length() - 1}b}"[::-1], 2) for i in range(count)])
 
 
 def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre: np.ndarray) -> np.ndarray:
@@ -327,15 +288,24 @@ def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre
         return np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
     from longhaul.driving.scenario import kernels
 
+    _, number = np.unique(lane[:count], return_inverse=True)
+    points, at = probes()
+    return kernels.nearest_lanes(
+        (middle - half)[:count], 2 * half[:count], number, int(number.max()) + 1, centre, points, at,
+        BLOCK / FINE * np.sqrt(0.5), BLOCK * np.sqrt(2.0), MOST_LANES, NEAREST, np.float32(SECOND),
+        np.float32(FARTHEST),
+    )  # fmt: skip
+
+
+@cache
+def probes() -> tuple[np.ndarray, np.ndarray]:
+    """Places in a block from which its cells' lanes are searched, float32 [U, 2], and those of each cell, [C, P]."""
     size = BLOCK / FINE
     offsets = size * (np.arange(FINE) - 0.5 * (FINE - 1))
     cell = np.stack(np.meshgrid(offsets, offsets), -1).reshape(-1, 1, 2)  # row by row
-    probes = (cell + np.array(PROBES) * 0.5 * size).astype(np.float32)
-    _, number = np.unique(lane[:count], return_inverse=True)
-    return kernels.nearest_lanes(
-        (middle - half)[:count], 2 * half[:count], number, int(number.max()) + 1, centre, probes,
-        BLOCK * np.sqrt(2.0), MOST_LANES, NEAREST, np.float32(SECOND), np.float32(FARTHEST),
-    )  # fmt: skip
+    places = (cell + np.array(PROBES) * 0.5 * size).astype(np.float32)
+    points, at = np.unique(places.reshape(-1, 2), axis=0, return_inverse=True)
+    return points, at.reshape(places.shape[:2])
 
 
 def join(roads: Sequence[Road]) -> Roadmap:

@@ -17,6 +17,7 @@ from longhaul.algorithms import values
 from longhaul.bench import harness
 from longhaul.bench.cases import training
 from longhaul.driving.sim import device_bank
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.driving.sim.dynamics import Motion
 from tests.helpers.driving_scenarios import bank, line, scenario
 
@@ -144,6 +145,14 @@ def test_whole_training_works(name: str, sizes: dict[str, Any], steps: int) -> N
         assert record["episodes"] > 0
         assert 1.0 <= record["length"] <= 80.0
         assert 0.0 <= record["accuracy"] <= 1.0
+
+
+def test_scenarios_with_too_few_agents_are_not_kept() -> None:
+    every, none = (training.driving_scenarios((2, least), 3) for least in (1, 3))
+    first = every.begin(2)
+    assert every.steps == 3 and first == HELD_OUT + 6
+    assert every.work(first)["kept"] == 1.0 and every.work(first)["scenario_bytes"] > 50_000
+    assert none.work(first) == {"kept": 0.0, "scenario_bytes": 0.0}
 
 
 def test_all_objects_are_judged_and_absent_ones_are_not() -> None:

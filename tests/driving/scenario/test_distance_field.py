@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
-from longhaul.driving.scenario.distance_field import distance_field, make_edges, signed_distance, simplify
+from longhaul.driving.scenario.distance_field import distance_field, make_edges, signed_distance
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CELL
 from tests.helpers import polygons
@@ -81,16 +81,3 @@ def test_the_field_covers_the_route_and_its_margin() -> None:
     assert high[0] >= 40.0 + 15.0 + 30.0 - 1.0
     assert high[1] >= 30.0
     assert high[0] <= 40.0 + 15.0 + 30.0 + 1.0
-
-
-def test_simplified_lines_stay_near_and_keep_their_ends() -> None:
-    rng = np.random.default_rng(8)
-    lines = [np.cumsum(rng.normal(0, 1, (n, 2)), 0) for n in (1, 2, 3, 50, 200)]
-    lines.append(np.concatenate([lines[-1], lines[-1][:1]]))  # closed
-    for line, thin in zip(lines, simplify(lines, 0.8), strict=True):
-        assert (thin[[0, -1]] == line[[0, -1]]).all()
-        assert len(thin) <= len(line)
-        if len(line) > 1:
-            gaps = np.abs(signed_distance(line, make_edges([thin])))
-            assert gaps.max() < 0.8 + 0.011
-    assert len(simplify([np.stack([np.arange(50.0), np.zeros(50)], -1)], 0.1)[0]) == 2
