@@ -33,13 +33,13 @@ def test_a_field_by_patches_is_the_field_by_all_segments() -> None:
     lines = [np.cumsum(rng.normal(0, 4, (40, 2)), 0) + rng.uniform(-40, 40, 2) for _ in range(6)]
     edges = make_edges(lines)
     origin, cell = np.array([-60.0, -45.0]), 0.5
-    got = kernels.field(origin, cell, 151, 97, 8, 64, 3000.0, *edges)
+    got = kernels.field(origin, cell, 151, 97, 8, 64, 2000.0, *edges)
     grid = np.stack(np.meshgrid(np.arange(151), np.arange(97)), -1).reshape(-1, 2)
     want = kernels.signed_distances(origin + cell * grid, *edges)
     away = segment_distance((origin + cell * grid)[:, None], edges.start[None], edges.vector[None]).min(1)
     np.testing.assert_allclose(np.abs(want), away, rtol=0, atol=1e-9)
-    rounded = np.clip(np.rint(np.abs(want) * 100.0), 1, 3000)
-    assert (rounded == 3000).any()
+    rounded = np.clip(np.rint(np.abs(want) * 100.0), 1, 2000)
+    assert (rounded == 2000).any()
     np.testing.assert_array_equal(got.reshape(-1), np.where(want > 0.0, rounded, -rounded))
 
 
