@@ -453,7 +453,7 @@ class Cast(NamedTuple):
 
     window: slice  # of the log's steps
     origin: np.ndarray  # float64 [3]
-    index: np.ndarray  # int64 [K]: their tracks in the log
+    track: np.ndarray  # int64 [K]: their tracks in the log
     driven: list[int]  # indices into K of the controlled ones, the ego first
     position: np.ndarray  # [K, T, 3]
     heading: np.ndarray  # [K, T]
