@@ -19,6 +19,7 @@ import numpy as np
 from longhaul.runtime.devices import machine_memory
 from longhaul.weight_sync import manifest, packing, protocol, shared_verification
 from longhaul.weight_sync.buffers import Block, Pool
+from longhaul.weight_sync.digest import library
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.protocol import ProtocolError, ReceiverSide, Verdict
 from longhaul.weight_sync.shared_verification import VerifiedMarks
@@ -298,7 +299,11 @@ class _Target:
 
 
 def follow(addresses: Sequence[str], *, token: str | None = None, name: str = "receiver", **options: Any) -> Receiver:
-    """Receiver of senders by address: shm:NAME, tcp:HOST:PORT, tls:HOST:PORT, folder:PATH."""
+    """Receiver of senders by address: shm:NAME, tcp:HOST:PORT, tls:HOST:PORT, folder:PATH.
+
+    ValueError where the library that verifies versions is not installed: else each would only fail when it comes.
+    """
     from longhaul.weight_sync.transports import connect
 
+    library("xxhash")
     return Receiver(*(lambda each=each: connect(each, token, name) for each in addresses), **options)

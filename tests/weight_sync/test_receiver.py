@@ -50,6 +50,13 @@ def test_the_receiver_bounds_the_size_that_a_sender_names(given: bool, monkeypat
             assert receiver.served is None and receiver.peak_bytes == 0
 
 
+def test_a_missing_library_is_said_before_any_version_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of vLLM without it waited for 120 s at its first update."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ValueError, match=r"needs xxhash: pip install 'longhaul-rl\[sync\]'"):
+        receivers.follow(["shm:@nobody"])
+
+
 def test_a_name_is_taken_over_from_a_killed_sender_alone(tmp_path: Path) -> None:
     name = str(tmp_path / "weights")
     with socket.socket(socket.AF_UNIX) as killed:
