@@ -112,7 +112,8 @@ def summed(function: Callable[[Row], Any], to: Packed, prompt: jax.Array, text: 
 def log_probs(
     config: ModelConfig, params: Params, row: Row, text: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    """As `sampler.log_probs` of completions [B, N] for the tokens that `row` predicts; 0 for others."""
+    """Log-probabilities and entropies as of `sampler.log_probs`, [B, N], of the tokens that `row` predicts; 0 for
+    others."""
     hidden, _ = transformer.trunk(config, params, row.token[None], row.places)
     wanted = text.reshape(-1)[jnp.minimum(row.target, text.size - 1)]
     found = sampler.predicted(config, params, hidden[0], wanted, temperature)

@@ -449,7 +449,7 @@ def scenario_from_log(
 
 
 class Cast(NamedTuple):
-    """Who is in a scenario: its K agents, relative to where the ego is at the first step."""
+    """Cast of a scenario: its K agents, relative to where the ego is at the first step."""
 
     window: slice  # of the log's steps
     origin: np.ndarray  # float64 [3]
@@ -463,7 +463,7 @@ class Cast(NamedTuple):
 def cast_of(
     log: Log, *, agents: int, horizon: int | None = None, objects: int = 128, control: str | Sequence[int] = "vehicles"
 ) -> Cast:
-    """Who would be in the scenario of `log`, which costs little beside compiling it; settings as there."""
+    """Cast of the scenario of `log`, which costs little beside compiling it; settings as there."""
     if isinstance(control, str) and control not in CONTROLS:
         raise ValueError(f"control is {control!r}: choose from {', '.join(CONTROLS)}")
     if agents < 1 or objects < agents:

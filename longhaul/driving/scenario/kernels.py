@@ -551,8 +551,8 @@ def spaced(line, spacing, count):
 
 @jit
 def near_line(line, places):
-    """Of `places` [L, 3], the nearest place on a line [P, 3+]: index, share, direction, height above it, x and y from
-    there, float64 [L, 6]."""
+    """Nearest place on a line [P, 3+] to each of `places` [L, 3]: index, share, direction, height above it, x and y
+    from there, float64 [L, 6]."""
     out = np.empty((len(places), 6))
     for p in range(len(places)):
         i, share, x, y = project(line, places[p])
