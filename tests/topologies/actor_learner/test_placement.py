@@ -74,15 +74,19 @@ def test_rollouts_are_computed_there_and_are_the_same_bit_for_bit(asked: tuple[i
     assert_same(state, by_fused(2)[0])
 
 
+def assert_ends_alike(folder: Path, topology: str, *acting: ActorConfig) -> None:
+    """The runs end with the same parameters."""
+    ended = []
+    for i, each in enumerate(acting):
+        begin(small(topology=topology, acting=each, total_steps=8 * 16 * 6), folder / str(i))
+        ended.append(result(folder / str(i))["params_sha256"])
+    assert len({*ended}) == 1
+
+
 def test_a_run_says_where_its_actors_are_and_ends_as_on_other_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = []
-    for i, asked in enumerate([(0,), (2, 3)]):
-        acting = ActorConfig(2, "thread", actor_devices=asked)
-        begin(small(topology="actors", acting=acting, total_steps=8 * 16 * 6), tmp_path / str(i))
-        ended.append(result(tmp_path / str(i))["params_sha256"])
-    assert ended[0] == ended[1]
+    assert_ends_alike(tmp_path, "actors", *(ActorConfig(2, "thread", actor_devices=asked) for asked in [(0,), (2, 3)]))
     said = capsys.readouterr().err
     assert "actors act on cpu:0 (0, 1)" in said
     assert "actors act on cpu:2 (0), cpu:3 (1)" in said
@@ -91,12 +95,7 @@ def test_a_run_says_where_its_actors_are_and_ends_as_on_other_devices(
 def test_a_policy_of_central_inference_acts_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = []
-    for i, asked in enumerate([(0,), (2,)]):
-        acting = ActorConfig(2, actor_devices=asked)
-        begin(small(topology="central", acting=acting, total_steps=8 * 16 * 6), tmp_path / str(i))
-        ended.append(result(tmp_path / str(i))["params_sha256"])
-    assert ended[0] == ended[1]
+    assert_ends_alike(tmp_path, "central", *(ActorConfig(2, actor_devices=asked) for asked in [(0,), (2,)]))
     said = capsys.readouterr().err
     assert "the policy acts on cpu:0" in said
     assert "the policy acts on cpu:2" in said
