@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks import results
 from longhaul.cli import plan, run_flags, tables
-from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.diagnostics import calibration
 
@@ -86,7 +85,7 @@ def error(each: dict[str, Any]) -> float:
 def chosen(recipe: Sequence[str], more: Sequence[str] = ()) -> tuple[Run, dict[str, Any]]:
     """(resolved run, values of the flags) of `longhaul plan RECIPE [FLAGS]`."""
     known, parsed = run_flags.of_recipe("plan", plan.ABOUT, plan.FLAGS, [*recipe, *more])
-    return resolve(run_flags.chosen(known, parsed)), parsed.values
+    return plan.chosen(known, parsed), parsed.values
 
 
 def processes(recipe: Sequence[str], on: Sequence[int]) -> dict[str, Any]:

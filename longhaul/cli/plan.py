@@ -13,7 +13,7 @@ from typing import Any
 from longhaul.algorithms.config import precision
 from longhaul.algorithms.values import OF_AN_ACCELERATOR
 from longhaul.cli import run_flags, tables
-from longhaul.cli.flags import FLOAT, INT, OUTPUT, SWITCH, Flag, FlagError, choice, optional
+from longhaul.cli.flags import FLOAT, INT, OUTPUT, SWITCH, Flag, FlagError, Parsed, choice, optional
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.diagnostics import calibration, chips, compiled_run, compute_plan, hlo, profile
@@ -54,9 +54,15 @@ FLAGS = [
 def plan(words: Sequence[str]) -> int:
     """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
     recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, words)
-    found = planned(resolve(run_flags.chosen(recipe, parsed)), parsed.values)
+    found = planned(chosen(recipe, parsed), parsed.values)
     tables.report(parsed.values["json"], found, lambda: show(found))
     return 0
+
+
+def chosen(recipe: Run, parsed: Parsed) -> Run:
+    """Resolved run to plan: with --calibrate of one device, unless --mesh says another number."""
+    run = run_flags.chosen(recipe, parsed)
+    return resolve(dataclasses.replace(run, devices=1) if parsed.values["calibrate"] and not run.devices else run)
 
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_the_command_calibrates_and_says_its_error(longhaul: Any, monkeypatch: p
         return Timed([9.0, 10.0, 11.0] if processes == 1 else [29.0, 30.0, 31.0], 128 * processes)
 
     monkeypatch.setattr(calibration, "measure", measure)
-    words = ["plan", "cartpole", "--num-envs", "8", "--num-steps", "16", "--calibrate", "--on", "1", "2", "4"]
+    words = ["plan", "cartpole", "--num-envs", "256", "--num-steps", "16", "--calibrate", "--on", "1", "2", "4"]
     code, out, err = longhaul(*words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
