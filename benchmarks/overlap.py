@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
             for link, variables in (("fast", {}), ("slow", slow)):
                 for way, size in (("together", math.inf), ("buckets", asked.bucket)):
                     given = {"bucket": size, "threads": asked.threads}
-                    record[f"{way}_{link}"] = calibration.ask(__name__, "work", given, 2, variables)
+                    record[f"{way}_{link}"] = calibration.ask("benchmarks.overlap", "work", given, 2, variables)
             results.emit(record, asked.json)
             found.append(record)
     show(found)
