@@ -111,8 +111,8 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
                 child.stdin.write(json.dumps(given))
                 child.stdin.close()
             assert children[0].stdout is not None
-            with children[0].stdout as out:
-                told = out.read()
+            with children[0].stdout as reporting:
+                told = reporting.read()
             failed = [child.wait() for child in children]
         finally:
             for child in children:
