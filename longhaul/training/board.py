@@ -17,10 +17,12 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +214,7 @@ class Pictures:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._dir = Path(tempfile.mkdtemp(prefix="longhaul-board-"))
+        weakref.finalize(self, shutil.rmtree, self._dir, ignore_errors=True)  # at the program's end, too
         self._busy = asyncio.Lock()
 
     def page(self, name: str) -> Path | None:
