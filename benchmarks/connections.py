@@ -1,7 +1,7 @@
 """Cost of strangers' connections to each port that listens during training: `python -m benchmarks.connections`.
 
     python -m benchmarks.connections [--port publish tls serve shm central launch board] [--count 5000] [--rate 250]
-                                     [--turns 5] [--json FILE]
+                                     [--turns 5] [--control] [--json FILE]
 
 For each port one CartPole run trains, with a follower of its versions where it serves any. In turns there are a quiet
 time and an attack from this machine alone: `--count` connections in all, `--rate` a second, that are idle, slow (one
@@ -12,6 +12,10 @@ times around it (medians of the turns), the versions that arrived, the descripto
 memory of all processes. `loss` counts the processor's time that the attacker takes, too (`attacker_cpu_share`, of all
 processors that this program may use); `cpu_loss` is what the training itself spends; `listening_cpu` are the
 CPU-seconds a second of a server that does not train. At the end SIGTERM stops the run, which must have lost no save.
+
+With `--control` each attack is followed by the same one on a listener of this program that never accepts: the system
+answers alone. `loss_to_control` compares the run's speed under both, so it is what the port adds, and not what the
+attacker takes from the processors that both use. A mute connection of a protocol that needs answers has no control.
 """
 
 from __future__ import annotations
@@ -68,6 +72,9 @@ LIES = (
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Bytes that a slow connection sends one by one, and all that HTTP/2 asks of a client."""
 
+PLAIN = ("central", "board")
+"""Ports whose mute connections send all that is asked of them, and wait for no answer."""
+
 TOKEN = "a token of more than sixteen letters"
 
 Address = tuple[str, int] | str
@@ -105,17 +112,23 @@ def main() -> None:
     parser.add_argument(
         "--quiet", type=float, default=5.0, help="seconds without connections, before and after each attack"
     )
+    parser.add_argument("--control", action="store_true", help="attack a listener that never accepts, too, in turn")
     given = parser.parse_args()
     descriptors.raise_limit()
     needed = given.count + 256
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed:
         raise SystemExit(f"--count {given.count} needs {needed} descriptors; raise `ulimit -Hn`, or give fewer")
+    if given.control and given.count // given.turns > (most := int(Path("/proc/sys/net/core/somaxconn").read_text())):
+        raise SystemExit(
+            f"--control holds at most {most} connections (net.core.somaxconn), and a turn has "
+            f"{given.count // given.turns}: give more --turns"
+        )
     for port in given.port:
-        for figure in measure(port, given.count, given.rate, given.quiet, given.turns):
+        for figure in measure(port, given.count, given.rate, given.quiet, given.turns, given.control):
             results.emit({"name": "connections", "port": port, **figure}, given.json)
 
 
-def measure(port: str, count: int, rate: float, quiet: float, turns: int) -> Iterator[dict[str, Any]]:
+def measure(port: str, count: int, rate: float, quiet: float, turns: int, control: bool) -> Iterator[dict[str, Any]]:
     """Figures of one port: one a kind of connection, and one of the run's end."""
     with tempfile.TemporaryDirectory() as home, (Path(home) / "log").open("wb") as log:
         with running(port, Path(home), log) as target:
@@ -124,11 +137,16 @@ def measure(port: str, count: int, rate: float, quiet: float, turns: int) -> Ite
                 if (port, kind) == ("launch", "mute"):  # Gloo asks nothing of who connects
                     continue
                 begin = greeter(port, target.address) if kind == "mute" else None
-                still, under = [before], []
+                still, under, deaf = [before], [], list[Window]()
+                has_control = control and (kind != "mute" or port in PLAIN)
                 for _ in range(turns):
                     under.append(window(target, attack(kind, target.address, count // turns, rate, begin)))
                     still.append(window(target, rest(quiet)))
-                yield {"kind": kind, "connections": count // turns * turns} | compared(still, under)
+                    if has_control:
+                        with listener() as address:
+                            deaf.append(window(target, attack(kind, address, count // turns, rate, begin)))
+                        rested(quiet)
+                yield {"kind": kind, "connections": count // turns * turns} | compared(still, under, deaf)
                 before = still[-1]
             target.training.send_signal(signal.SIGTERM)
             code = target.training.wait(120)
@@ -280,14 +298,26 @@ def window(target: Target, meanwhile: Iterable[Any]) -> Window:
     return Window(begin, reading(target), most)
 
 
+@contextmanager
+def listener() -> Iterator[tuple[str, int]]:
+    """Address of a socket whose connections the system takes and nobody accepts."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1 << 16) as sock:
+        yield sock.getsockname()
+
+
+def rested(seconds: float) -> None:
+    for _ in rest(seconds):
+        pass
+
+
 def rest(seconds: float) -> Iterator[None]:
     for _ in range(max(1, round(2 * seconds))):
         time.sleep(0.5)
         yield None
 
 
-def compared(quiet: Sequence[Window], under: Sequence[Window]) -> dict[str, Any]:
-    """Figures of attacks, each between two quiet times."""
+def compared(quiet: Sequence[Window], under: Sequence[Window], deaf: Sequence[Window] = ()) -> dict[str, Any]:
+    """Figures of attacks, each between two quiet times and, with a control, before one on a deaf listener."""
 
     def losses(rate: Callable[[Window], float]) -> list[float]:
         around = [(rate(before) + rate(after)) / 2 for before, after in pairwise(quiet)]
@@ -299,6 +329,9 @@ def compared(quiet: Sequence[Window], under: Sequence[Window]) -> dict[str, Any]
     first, last, seconds = under[0].begin, under[-1].end, sum(each.end.when - each.begin.when for each in under)
     loss, cpu_loss = losses(lambda each: each.per_second), losses(lambda each: each.per_cpu_second)
     served = {} if last.version < 0 else {"newest_version": [first.version, last.version]}
+    if deaf:
+        added = [round(1.0 - each.per_second / other.per_second, 4) for each, other in zip(under, deaf, strict=True)]
+        served |= {"loss_to_control": statistics.median(added), "losses_to_control": added}
     return {
         "seconds": round(seconds, 1),
         "per_second": round(a_second(lambda each: each.steps)),

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from benchmarks.connections import GREETING, Reading, Window, attack, compared
+from benchmarks.connections import GREETING, Reading, Window, attack, compared, listener
 
 
 def heard(kind: str, count: int) -> list[bytes]:
@@ -53,3 +53,13 @@ def test_losses_are_of_the_quiet_times_around() -> None:
     assert (found["per_second"], found["loss"], found["cpu_loss"]) == (90, 0.1, round(1 - 900 / 9.5 / 100, 4))
     assert (found["cpu_losses"], found["listening_cpu"]) == ([found["cpu_loss"]], 0.05)
     assert (found["newest_version"], found["descriptors"], found["memory_mb"]) == ([2, 5], [20, 52, 20], [0, 0, 1])
+    assert "loss_to_control" not in found
+    control = Window(after, Reading(40.0, 3850, 6, 20, 0, 39.0, 0.5, 3.0), 20)  # the attacker alone costs 0.05
+    found = compared([Window(before, begin, 20), Window(end, after, 22)], [Window(begin, end, 52)], [control])
+    assert (found["loss_to_control"], found["losses_to_control"]) == (round(1 - 90 / 95, 4), [round(1 - 90 / 95, 4)])
+
+
+def test_the_control_holds_connections_and_accepts_none() -> None:
+    with listener() as address:
+        for kind in ("idle", "slow", "lying"):
+            assert max(attack(kind, address, 120, 100.0)) > 40  # none was ended
