@@ -17,7 +17,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import islice
@@ -31,6 +31,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.from_log import CHOSEN, cast_of, scenario_from_log, scenario_of
 from longhaul.driving.scenario.lane_graph import look_around
+from longhaul.driving.scenario.made_up_log import made_up_log
 from longhaul.driving.scenario.scenario import NO_ROAD, ONWARD, Road, Scenario
 from longhaul.driving.shards import shard as shards
 from longhaul.runtime import cache_dir
@@ -65,7 +66,13 @@ def generated(
     seed = first
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("making scenarios", count))
-        pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(workers))))
+
+        @cache
+        def pool() -> ProcessPoolExecutor:
+            made = closed.enter_context(processes.ending(processes.pool(workers)))
+            for part in range(2):  # two workers, a half of the compiler's minute each
+                made.submit(_compile, part)
+            return made
 
         def several(seeds: Sequence[int]) -> Iterator[Scenario | None]:
             return map(make, seeds) if workers < 2 or len(seeds) < 16 else pool().map(make, seeds, chunksize=8)
@@ -83,6 +90,16 @@ def generated(
                     f"{len(found)} of {seed - first} generated scenarios have {least} agents or more; ask for fewer"
                 )
     return found[:count]
+
+
+def _compile(part: int) -> None:
+    """What numba compiles for generated scenarios, in two parts of about the same length, kept on disk by numba."""
+    if part:
+        log = made_up_log()
+        scenario_of(log, cast_of(log, agents=1, horizon=None, control="vehicles"), agents=1, control="vehicles")
+    else:
+        for seed in range(8):  # junctions of several kinds
+            generate(seed)
 
 
 def _of(

@@ -57,6 +57,18 @@ class Batch(NamedTuple):
     tables: DeviceBank  # leaves [D, ...], on the devices
 
 
+@dataclasses.dataclass(frozen=True)
+class Player:
+    """(policy, numbers of scenarios) -> (its scores on each scenario, recordings of those scenarios)."""
+
+    play: Callable[..., tuple[Scores, list[Recording]]]
+    compile: Callable[[Params | None], None]
+    """Does beforehand, in any thread, what the first play would begin with."""
+
+    def __call__(self, *about: Any) -> tuple[Scores, list[Recording]]:
+        return self.play(*about)
+
+
 class Drives(NamedTuple):
     """Scenarios to be driven by several policies, in batches of constant memory."""
 
@@ -138,8 +150,8 @@ class Drives(NamedTuple):
         """Mesh over as many of this process's devices as there are batches for."""
         return meshes.local_mesh(-(-len(self.scenarios) // self.lanes))
 
-    def player(self, driver: str, films: int = 0, **changes: Any) -> Callable[..., tuple[Scores, list[Recording]]]:
-        """(policy, numbers of `films` scenarios) -> (its scores on each scenario, recordings of those scenarios).
+    def player(self, driver: str, films: int = 0, **changes: Any) -> Player:
+        """Player of the scenarios, which records `films` of them.
 
         `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". The first scenarios are recorded by
         default. Compiles once, whichever are recorded. `changes` are to the simulator's configuration.
@@ -164,6 +176,11 @@ class Drives(NamedTuple):
         program = jax.jit(meshes.per_shard(drive, mesh, (PartitionSpec(), split, split), split))
         opened = self.opener(shell.config, mesh)
 
+        def compile(policy: Params | None) -> None:
+            with opened() as batches:
+                first, none = next(iter(batches)), np.zeros((mesh.devices.size, films), np.int32)
+                jax.block_until_ready(program(meshes.everywhere(policy, mesh), first.tables, none))
+
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
             policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
             what = f"{len(self.scenarios)} scenarios driven by {driver}"
@@ -183,7 +200,7 @@ class Drives(NamedTuple):
                     advance(int(batch.numbers.max()) + 1)
             return joined(rows, self), [drawn[which] for which in record]
 
-        return play
+        return Player(play, compile)
 
     def play(
         self, policy: Params | None, driver: str, record: Sequence[int] = (), **changes: Any

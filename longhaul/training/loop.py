@@ -691,7 +691,10 @@ def evaluations(
     drives = evaluate_driving.drives(run)
     films = min(FILMS, len(drives.scenarios))
     by_policy, idm, log = (drives.player(driver, films) for driver in ("policy", "idm", "log"))
-    shown = evaluate_driving.telling(by_policy(policy)[0], films)
+    with ThreadPoolExecutor(1, thread_name_prefix=THREAD) as compiler:  # the policy's program is longest
+        rules = compiler.map(lambda play: play.compile(None), (idm, log))
+        shown = evaluate_driving.telling(by_policy(policy)[0], films)
+        list(rules)
     for name, play, params in (
         ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip

@@ -26,9 +26,9 @@ from longhaul.types import Params
 SHARE = 0.03
 """Share of a run's time that evaluations take, where no interval is given."""
 
-FIRST, LEAST, COMPILED = 30.0, 2.0, 10.0
-"""Seconds of training before the first one, so that short runs have none; least seconds between two; multiple of the
-first one's time, which compiles, before the second."""
+FIRST, LEAST, COMPILED = 300.0, 2.0, 10.0
+"""Seconds of training before the first one, so that short runs have none (driving's takes most of a minute to compile);
+least seconds between two; multiple of the first one's time, which compiles, before the second."""
 
 MOST = 100
 """Most evaluations of a run, where no interval is given."""

@@ -29,8 +29,11 @@ def make(seed, agents, horizon, control, least):
     with open(os.path.join(sys.argv[1], str(os.getpid())), "w"):
         time.sleep(3600)
 
+def nothing(part):
+    pass
+
 if __name__ == "__main__":
-    worlds.generated_one = make
+    worlds.generated_one, worlds._compile = make, nothing
     worlds.generated(0, 64, agents=1, horizon=None, workers=2)
 """
 

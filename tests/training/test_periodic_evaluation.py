@@ -71,6 +71,7 @@ def test_without_an_interval_they_take_a_small_share_of_the_time(
         return played(policy)
 
     monkeypatch.setattr(periodic_evaluation, "player", lambda run: play)
+    monkeypatch.setattr(periodic_evaluation, "FIRST", 30.0)
     monkeypatch.setattr(periodic_evaluation.time, "perf_counter", lambda: now)
     made = Evaluations(small_runs.small(), tmp_path, updates=1000, done=0)
     at = []

@@ -388,7 +388,9 @@ def first_speeds(
     halt = np.zeros(len(path), bool)
     if lights is not None:
         halt = (s < net.bound[path, 0]) & (lights[net.leg[path], 0] != log.LIGHT_GO)
-    return kernels.first_speeds(path, s, length, urge, halt, unseen, net.speed, net.bound, net.lane, net.offset)
+    return kernels.first_speeds(
+        path, s, np.ascontiguousarray(length), urge, halt, unseen, net.speed, net.bound, net.lane, net.offset
+    )
 
 
 def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> bool:

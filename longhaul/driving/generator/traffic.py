@@ -130,7 +130,7 @@ def foresee(net: Network, path: np.ndarray, walkers: np.ndarray) -> np.ndarray:
 
     used = np.zeros(len(net.xy), bool)
     used[path] = True
-    return kernels.foresee(net.xy, used, walkers, NEAR_WALKER, FORESEEN)
+    return kernels.foresee(net.xy, used, np.ascontiguousarray(walkers), NEAR_WALKER, FORESEEN)
 
 
 def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
@@ -149,9 +149,9 @@ def run(
 
     shown = np.zeros((0, cars.urge.shape[1]), np.int8) if lights is None else lights
     joins = np.full(len(cars.s), -np.inf) if cars.joins is None else cars.joins
-    walk = foresee(net, cars.path, walkers)
+    walk, length = foresee(net, cars.path, walkers), np.ascontiguousarray(cars.length)
     return kernels.drive(
-        cars.path, cars.s, cars.speed, cars.length, cars.urge, joins, shown, net.leg, walk, net.speed, net.length,
+        cars.path, cars.s, cars.speed, length, cars.urge, joins, shown, net.leg, walk, net.speed, net.length,
         net.bound, net.lane, net.offset, net.shared, net.enter, net.leave, net.priority,
         DT, manner.push, manner.comfort, HARDEST, manner.headway, manner.room, LINE_ROOM, PREVIEW, PATIENCE,
     )  # fmt: skip
