@@ -2,12 +2,12 @@
 
 A command is safe if one of a few manoeuvres that follow it, along the own route, meets nobody within HORIZON seconds
 and passes no red light: braking firmly, holding the speed, or hurrying on; and if the speed after it still allows for
-the bends of that route. Others keep their velocity; those that drive along the route follow its bends, and those ahead
-on it brake from now on. Without such a manoeuvre the driver is in a state of inevitable collision (Fraichard and Asama,
-"Inevitable collision states", 2004), as far as this model of the world goes. An unsafe command is replaced by the safe
-acceleration that is nearest to it; where none is safe, by the one that comes to a conflict last, and by the hardest
-braking if that is near. This is the shield of Alshiekh et al., "Safe reinforcement learning via shielding", 2018, with
-a model of motion in place of an automaton.
+the bends of that route. Others keep their velocity; those that drive along the route follow its bends, come nearer to
+it or leave it for a while as they do now, and those ahead on it brake from now on. Without such a manoeuvre the driver
+is in a state of inevitable collision (Fraichard and Asama, "Inevitable collision states", 2004), as far as this model
+of the world goes. An unsafe command is replaced by the safe acceleration that is nearest to it; where none is safe, by
+the one that comes to a conflict last, and by the hardest braking if that is near. This is the shield of Alshiekh et
+al., "Safe reinforcement learning via shielding", 2018, with a model of motion in place of an automaton.
 
 A steering is replaced by one that follows the route where it, held for a while and followed by the way back to the
 route, leads over the road's edge or into others, and following the route from now on does less so.
@@ -17,6 +17,10 @@ Braking firmly is less than what the brakes hold, so that a driver whose last wa
 A command is replaced as soon as gentle braking is not enough any more, by gentle braking while firm braking still is.
 While it is safe, an acceleration stays within GENTLE, changes by at most BRAKING_JERK and PUSHING_JERK, and jolts
 nobody: the choices of a discrete policy lie farther apart than what passengers like in a step.
+
+Two who are slow and whose ways cross would wait for each other for ever, since each keeps clear of what the other might
+do. One of them goes first (`goes_first`): it takes the other to brake from now on, and waits only where that would not
+be enough.
 
 Nothing is looked at but what an observation is made of: the nearest others that the agent perceives and the first in
 the way, with their size and velocity now (an observation tells the distance and the speed of the latter), the next
@@ -70,7 +74,19 @@ FIRM, SOFT, HURRIED = -4.5, -2.2, 1.5
 """m/s^2: the braking and the pushing of the manoeuvres that follow."""
 
 OTHERS_BRAKE = 3.0
-"""m/s^2, of those ahead on the own route."""
+"""m/s^2, of those ahead on the own route, and of those who let the agent go first."""
+
+SLOW = 3.0
+"""m/s: of two who are both slower and whose ways cross, one goes first. Faster ones have time to see who does."""
+
+CROSSING = 0.3
+"""Sine of the angle from which on ways cross."""
+
+SETTING_OFF = 1.5
+"""m/s^2 with which both are taken to come to where their ways cross."""
+
+RIGHT = 0.5
+"""s by which who comes from the right may be later, and goes first."""
 
 SWEPT = 0.25
 """Share of the way from one look to the next by which a box is longer at either end."""
@@ -112,6 +128,12 @@ BLEND = 6.0
 
 ALONG, BESIDE = 0.9, 10.0
 """Cosine of the angle to the own route, and m beside it, within which others are taken to follow its bends."""
+
+DRIFT = 1.5
+"""s for which those go on nearer to the own route, or away from it, as they do now."""
+
+WOBBLE = 0.4
+"""m/s across the own route that are not taken for drift."""
 
 BEND, SLOWING = 4.0, -2.5
 """m/s^2: the lateral acceleration with which a bend of the own route is met, and the braking that is enough for it."""
@@ -262,7 +284,9 @@ def time_to_conflict(
     way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
     speed = agent.drive.motion.speed
-    mine, boxes = lax.optimization_barrier((poses(features, way), others_at(features, here, speed, times, looked_at)))
+    yields = goes_first(features, here, agent, looked_at)
+    others = others_at(features, here, speed, times, looked_at, yields)
+    mine, boxes = lax.optimization_barrier((poses(features, way), others))
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
     moved = jnp.diff(way, axis=-1, prepend=0.0)[..., None]
@@ -346,8 +370,42 @@ def relevant(features: Features, count: int) -> Others:
     return chosen, pick(counts, chosen)
 
 
-def others_at(features: Features, here: Scene, speed: jax.Array, times: np.ndarray, looked_at: Others) -> Boxes:
-    """Boxes of the others at `times` [T], as an agent of this `speed` keeps clear of them."""
+def goes_first(features: Features, here: Scene, agent: Agent, looked_at: Others) -> jax.Array:
+    """Whether the agent goes before each of the others, bool [K], if both are slow.
+
+    Where their straight ways cross, who would be there sooner goes first; who comes from the right may be RIGHT later.
+    Where they drive almost along one line, who has the lower number goes first. Both find the same; the number stands
+    for any mark that both can read, as a number plate.
+    """
+    chosen, _ = looked_at
+    others, speed = features.others, agent.drive.motion.speed
+    known = (others.x, others.y, others.cos, others.sin, others.vx, others.vy, here.half_length, here.kind)
+    x, y, cos, sin, vx, vy, length, kind = (pick(values, chosen) for values in known)
+    pace = (vx + speed) * cos + vy * sin
+    crosses = jnp.abs(sin) > CROSSING
+    slant = jnp.where(crosses, sin, 1.0)
+    mine, theirs = x - y * cos / slant - others.own[0], -y / slant - length
+    later = arrival(mine, speed) - arrival(theirs, pace)
+    later = jnp.where(crosses, later + RIGHT * jnp.sign(sin), (agent.object - chosen).astype(jnp.float32))
+    return (later < 0.0) & (speed < SLOW) & (jnp.abs(pace) < SLOW) & (kind != PEDESTRIAN)
+
+
+def arrival(distance: jax.Array, speed: jax.Array) -> jax.Array:
+    """Seconds to a place `distance` metres ahead for who sets off; 0 for who is past it."""
+    speed, distance = jnp.maximum(speed, 0.0), jnp.maximum(distance, 0.0)
+    return (jnp.sqrt(jnp.square(speed) + 2.0 * SETTING_OFF * distance) - speed) / SETTING_OFF
+
+
+def others_at(
+    features: Features,
+    here: Scene,
+    speed: jax.Array,
+    times: np.ndarray,
+    looked_at: Others,
+    yields: jax.Array | bool = False,
+) -> Boxes:
+    """Boxes of the others at `times` [T], as an agent of this `speed` keeps clear of them; who `yields` [K] brakes from
+    now on."""
     chosen, there = looked_at
     known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
@@ -365,14 +423,20 @@ def others_at(features: Features, here: Scene, speed: jax.Array, times: np.ndarr
     within = (s > first + 0.5) & (s < first + np.float32(BEHIND + AHEAD - 2))
     follows = within & (jnp.abs(facing) > ALONG) & (jnp.abs(lateral) < BESIDE) & (kind != PEDESTRIAN)
     time = times[:, None]
+    fast = jnp.maximum(jnp.hypot(vx, vy), 1e-3)[None]
+    ended = jnp.minimum(time, fast / OTHERS_BRAKE)
+    gone = jnp.where(yields, ended - 0.5 * OTHERS_BRAKE * ended * ended / fast, time)
     braked = jnp.minimum(time, jnp.maximum(pace, 0.0)[None] / OTHERS_BRAKE)
     slowing = pace[None] * braked - 0.5 * OTHERS_BRAKE * braked * braked
     bent_s = s[None] + jnp.where((facing > 0.0)[None], slowing, pace[None] * time)
     bent_x, bent_y, bent = on_route(features, bent_s)
+    aside = vy * route_cos - vx * route_sin
+    aside = aside - jnp.clip(aside, -WOBBLE, WOBBLE)
+    lateral = lateral[None] + aside[None] * jnp.minimum(gone, DRIFT)
     turn_cos, turn_sin = jnp.cos(bent - heading[None]), jnp.sin(bent - heading[None])
     places = (
-        (bent_x - lateral[None] * jnp.sin(bent), x[None] + vx[None] * time),
-        (bent_y + lateral[None] * jnp.cos(bent), y[None] + vy[None] * time),
+        (bent_x - lateral * jnp.sin(bent), x[None] + vx[None] * gone),
+        (bent_y + lateral * jnp.cos(bent), y[None] + vy[None] * gone),
         (cos[None] * turn_cos - sin[None] * turn_sin, jnp.broadcast_to(cos[None], bent.shape)),
         (sin[None] * turn_cos + cos[None] * turn_sin, jnp.broadcast_to(sin[None], bent.shape)),
     )

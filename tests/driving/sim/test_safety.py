@@ -141,3 +141,39 @@ def test_a_command_that_is_replaced_costs_its_share() -> None:
     first = int(np.argmax(speed < SPEED - 1e-3))
     assert cost[first] == -0.5 and not cost[:first].any()
     assert trip(made, terminations=(), weights=weights).steps.reward.sum() == 0.0
+
+
+def crossing(angle: float, behind: float = 0.0, steps: int = 121) -> Scenario:
+    """Two drivers whose straight ways cross at `angle`, degrees, 16 m ahead of the one and `behind` metres more of the
+    other."""
+    cos, sin, away = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle)), 16.0 + behind
+    other = line((16.0 - away * cos, -away * sin), (4.0 * cos, 4.0 * sin), steps)
+    return scenario([line((0, 0), (4.0, 0), steps), other], drivers=2, road=None)
+
+
+@pytest.mark.parametrize("angle", [30, 60, 90, 120, -60, -90])
+@pytest.mark.parametrize("behind", [0.0, 1.0])
+def test_two_who_would_wait_for_each_other_both_arrive(angle: float, behind: float) -> None:
+    made = crossing(angle, behind)
+    checked = trip(made, PUSH, agents=2, terminations=("goal",), safety=True)
+    assert checked.metrics["collision"] == [0.0, 0.0]
+    assert checked.metrics["goal"] == [1.0, 1.0]
+    # the one that goes first is not even made to stand
+    assert checked.states.motion.speed[:30].min(0).max() > 0.5
+
+
+def test_of_two_who_come_to_a_crossing_as_soon_the_one_from_the_right_goes_first() -> None:
+    for angle, first in ((90, 1), (-90, 0)):
+        s = trip(crossing(angle), PUSH, agents=2, terminations=("goal",), safety=True).states.s
+        passed = np.argmax(s > 20.0, axis=0)
+        assert passed[first] < passed[1 - first]
+
+
+@pytest.mark.parametrize("behind", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("actions", [STRAIGHT, PUSH])
+def test_who_drives_almost_the_same_way_and_comes_nearer_is_not_taken_to_stay_beside(
+    behind: float, actions: tuple[int, int]
+) -> None:
+    made = crossing(20.0, behind)
+    checked = trip(made, actions, agents=2, terminations=("goal",), safety=True)
+    assert checked.metrics["collision"] == [0.0, 0.0]
