@@ -73,6 +73,8 @@ assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes mu
 TOGETHER = {
     "tests/algorithms/test_ppo.py": "actor_critics",
     "tests/algorithms/test_impala.py": "actor_critics",
+    "tests/driving/sim/test_safety.py": "simulators",
+    "tests/driving/sim/test_simulator.py": "simulators",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 
