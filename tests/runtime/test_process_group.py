@@ -285,10 +285,8 @@ def remember(folder: Path) -> int:
     return 0
 
 
-def everything(folder: Path) -> int:
-    """Programs of the store first, because JAX looks once whether there is one; at last process 0 finds bad input,
-    while the other waits for it."""
-    remember(folder)
+def speak_and_fail(folder: Path) -> int:
+    """At last process 0 finds bad input, while the other waits for it."""
     speak(folder)
     (folder / f"spoken-{process_group.index()}").touch()
     if process_group.index() == 0:
@@ -297,34 +295,21 @@ def everything(folder: Path) -> int:
     return 0
 
 
-class Pairs(NamedTuple):
-    folder: Path  # of the second pair
+class Pair(NamedTuple):
+    folder: Path
     ended: list[tuple[int, str]]  # exit code and stderr of its processes
-    found: list[list[list[int]]]  # [hits, misses] of each process in each pair
-    entries: list[Path]  # of process 1 in the store after the first pair
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Two pairs of processes with one store, one after the other."""
-    base = tmp_path_factory.mktemp("pairs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LONGHAUL_CACHE", str(base / "store"))
-        ended = together("remember", base)
-        assert [code for code, _ in ended] == [0, 0], ended
-        mine = base / "store" / compile_cache.part(2, on_cpu=True, process=1)
-        entries = list(mine.glob("*-cache"))
-        found = [[json.loads((base / f"found-{i}").read_text()) for i in range(2)]]
-        ended = together("everything", base)
-    found.append([json.loads((base / f"found-{i}").read_text()) for i in range(2)])
-    return Pairs(base, ended, found, entries)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    return Pair(folder, together("speak_and_fail", folder))
 
 
-@pytest.mark.slow
-def test_two_processes_speak_agree_and_save(pairs: Pairs) -> None:
+def test_two_processes_speak_agree_and_save(pair: Pair) -> None:
     """What both saved on two devices each, this process restores on three, and on none in particular."""
-    assert all((pairs.folder / f"spoken-{i}").exists() for i in range(2)), pairs.ended
-    saving = pairs.folder / "checkpoints"
+    assert all((pair.folder / f"spoken-{i}").exists() for i in range(2)), pair.ended
+    saving = pair.folder / "checkpoints"
     assert sorted(path.name for path in saving.iterdir()) == ["2", "3"]
     manifest = json.loads((saving / "3" / "manifest.json").read_text())["contents"]
     assert manifest["metadata"] == {"of": 0}
@@ -337,12 +322,21 @@ def test_two_processes_speak_agree_and_save(pairs: Pairs) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_each_process_finds_its_programs_again(pairs: Pairs) -> None:
+@pytest.mark.slow
+def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX would have all but the first compile anew at each start. On the CPU each has a folder of its own."""
-    for (_, missed), (hits, left) in zip(*pairs.found, strict=True):
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path / "store"))
+    found = []  # [hits, misses] of each process in each of two pairs, one after the other
+    for _ in range(2):
+        ended = together("remember", tmp_path)
+        assert [code for code, _ in ended] == [0, 0], ended
+        found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
+    for (_, missed), (hits, left) in zip(*found, strict=True):
         assert missed >= 2 and (hits, left) == (missed, 0)
-    assert {path.parent.name for path in pairs.entries} == {"process-1"}
-    assert len(pairs.entries) == pairs.found[0][1][1]
+    mine = tmp_path / "store" / compile_cache.part(2, on_cpu=True, process=1)
+    entries = list(mine.glob("*-cache"))
+    assert {path.parent.name for path in entries} == {"process-1"}
+    assert len(entries) == found[0][1][1]
 
 
 def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +351,8 @@ def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch)
     assert not compile_cache._write_too()
 
 
-def test_where_process_0_fails_the_others_end_with_its_code(pairs: Pairs) -> None:
-    first, other = pairs.ended
+def test_where_process_0_fails_the_others_end_with_its_code(pair: Pair) -> None:
+    first, other = pair.ended
     assert (first[0], other[0]) == (1, 2), (first, other)  # Python's own code, and what `cli` makes of a ValueError
     assert "ValueError: nonsense" in first[1]
     assert "Error" not in other[1]
