@@ -80,6 +80,7 @@ def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
     assert float(algorithm.policy(state).random) == 1.0
 
 
+@pytest.mark.slow
 def test_the_rate_falls_to_nothing_at_the_last_update_that_int32_counts() -> None:
     """Adam's first step is as long as the rate, and there are more steps of the optimiser than int32 counts."""
     probe, last = PROBES["constant"](), 2**31 - 1

@@ -139,7 +139,8 @@ def test_truncated_draws_count_by_the_probability_that_was_left() -> None:
         assert float(parts["clip_fraction"]) == 0.0
 
 
-@pytest.mark.parametrize("name", ["dapo", pytest.param("gspo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
 def test_pieces_of_a_batch_are_the_batch(name: str) -> None:
     params, data = completions()
     data = data._replace(log_prob=data.log_prob - 0.1)  # off-policy, so that ratios count

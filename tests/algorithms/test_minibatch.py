@@ -89,7 +89,12 @@ def test_accumulated_it_is_the_gradient_of_one_big_batch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "chunk", "pieces"), [(None, 4096, 1), (None, 6, 8), (4, 4096, 4), (4, 6, 8), (3, 5, 12)]
+    ("accumulate", "chunk", "pieces"),
+    [
+        (4, 6, 8),
+        (3, 5, 12),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((None, 4096, 1), (None, 6, 8), (4, 4096, 4))),
+    ],
 )
 def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
     accumulate: int | None, chunk: int, pieces: int
@@ -108,7 +113,7 @@ def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
     assert seen == [pieces]
 
 
-@pytest.mark.parametrize("chunk", [12, 4096])
+@pytest.mark.parametrize("chunk", [12, pytest.param(4096, marks=pytest.mark.slow)])
 def test_gradients_in_buckets_are_those_in_one_mean(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two devices, also where a minibatch is several chunks, of which the last is the one that overlaps."""
     config = replace(STEP, chunk=chunk)

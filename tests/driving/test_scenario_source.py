@@ -163,6 +163,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
 def test_a_signal_to_the_whole_group_ends_workers_without_a_word(tmp_path: Path) -> None:
     """As `timeout` sends it: twice to us, once to each worker, whose death would break the pool."""

@@ -105,13 +105,10 @@ meets what follows a truncation with the memory of what went before: most probes
 ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents",), "pqn-gru": ()}
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
-DAILY = {
-    "ppo": ("successor", "time_limit", "agents"),
-    "impala": ("successor",),
-}
-"""Probes of a variant that are not slow on one device."""
+DAILY = {"ppo": ("time_limit",), "impala": ("successor",), "pqn": ("two_step",)}
+"""Probes of a variant that are not slow on one device: one for each algorithm."""
 
-MANY = ("successor",)
+MANY = ("agents",)
 """The same of PPO on four devices."""
 
 

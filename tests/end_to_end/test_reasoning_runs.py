@@ -434,6 +434,7 @@ def test_a_run_on_questions_is_evaluated_and_asked(
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
 
 
+@pytest.mark.slow
 def test_the_host_marks_completions_as_the_device_does() -> None:
     """A task with one right answer, checked by both: own samples, demonstrations, and own chains to be imitated."""
     rng = np.random.default_rng(0)

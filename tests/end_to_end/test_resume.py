@@ -253,7 +253,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("damage", ["flipped", "partial"])  # each damage of each file: checkpoint/test_checkpoint.py
+# each damage of each file: checkpoint/test_checkpoint.py
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("partial", marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     stopped: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -316,6 +317,7 @@ def test_a_disk_that_stays_full_is_one_error_at_the_end_and_the_older_checkpoint
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_a_save_and_nothing_else(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +347,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_save_and_nothing_else(
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_logging_is_one_error_and_the_run_goes_on(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_an_episode_is_drawn_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert "<b>" not in page and 'src="data:image/png;base64,' in page
 
 
+@pytest.mark.slow
 def test_frames_of_atari_are_drawn() -> None:
     pytest.importorskip("ale_py")
     run, environment, policy = untrained("ppo", "ale/pong")

@@ -21,7 +21,8 @@ NAMES = [name for name, _ in registry.names()]
 
 DEAR = (
     *("hackmatrix", "hackmatrix-canonical", "hackmatrix-fixed"),  # which take up to a minute each to compile
-    *(f"probe/{name}" for name in ("time_limit", "terminal_reward", "two_step", "action")),  # as constant
+    # as constant
+    *(f"probe/{name}" for name in ("time_limit", "terminal_reward", "two_step", "action", "successor")),
 )
 
 

@@ -111,7 +111,7 @@ SOON = (3, 12, 20, 21)
 """Tokens that end a completion, so that lengths differ."""
 
 
-@pytest.mark.parametrize(("piece", "large"), [(64, 0), (4, 2**24)])
+@pytest.mark.parametrize(("piece", "large"), [pytest.param(64, 0, marks=pytest.mark.slow), (4, 2**24)])
 def test_rows_that_are_filled_again_write_what_full_forwards_do(
     piece: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +132,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
     assert set(found.written.sum(axis=1).tolist()) >= {7, 16} and found.written.sum(axis=1).min() < 7
 
 
+@pytest.mark.slow
 def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -> None:
     """The compiler takes none of their products out of the three loops in which they are written."""
     sample = sampler.sampler(CONFIG, dataclasses.replace(HOW, group=4, wave=8, length=4))

@@ -141,7 +141,7 @@ def test_torn_entries_are_compiled_anew_said_once_and_replaced(
     assert "failed" not in said
 
 
-@pytest.mark.parametrize("place", ["a file", "below a file"])
+@pytest.mark.parametrize("place", ["a file", pytest.param("below a file", marks=pytest.mark.slow)])
 def test_where_nothing_can_be_kept_programs_are_compiled(tmp_path: Path, place: str) -> None:
     """It is said once. Root may write anywhere, so that a folder without the right to is no test."""
     (tmp_path / "file").write_text("")

@@ -195,7 +195,7 @@ def collectives(text: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("agents", [None, 2])
+@pytest.mark.parametrize("agents", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_one_all_reduce_a_step_of_the_optimiser(agents):
     """And two small ones an update: moments of the advantages, and metrics. Nothing else crosses devices.
 

@@ -450,11 +450,15 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
     assert "constant" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_a_driver_that_no_run_made_needs_none(logs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--policy", "log", "--traffic", "self", "--json", "-", "--data", str(logs["gpudrive"])]
     assert evaluate.evaluate(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["policy"] == "log" and report["mean"]["log_divergence"] == pytest.approx(0.0, abs=0.05)
+
+
+def test_without_a_run_or_such_a_driver_it_is_asked_which(logs: dict[str, Path]) -> None:
     with pytest.raises(FlagError, match="which run"):
         evaluate.evaluate(["--data", str(logs["gpudrive"])])
 

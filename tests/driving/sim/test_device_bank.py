@@ -211,7 +211,7 @@ def test_a_real_scenario_takes_at_most_350_kilobytes(agents: int, objects: int) 
 # ------------------------------------------------------------------------------------------------ room of chunks
 
 
-@pytest.mark.parametrize("traffic", ["log", "idm"])
+@pytest.mark.parametrize("traffic", [pytest.param("log", marks=pytest.mark.slow), "idm"])
 @pytest.mark.parametrize("cuts", [pytest.param({}, marks=pytest.mark.slow), {"horizon": 6, "objects": 3}])
 def test_the_room_is_known_before_any_chunk_is_read(tmp_path: Path, traffic: str, cuts: dict[str, int]) -> None:
     """No chunk of a run needs more, and the largest needs all but what the bounds of lights and ways give away."""

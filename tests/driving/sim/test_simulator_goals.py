@@ -73,6 +73,7 @@ def test_who_begins_anew_is_paid_for_each_goal() -> None:
     assert driven.metrics["collision"] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_who_begins_anew_where_somebody_is_is_a_ghost_until_it_is_free() -> None:
     plan = np.tile(np.array(STRAIGHT), (T - 1, 2, 1))
     plan[20:, 1] = HASTEN  # the other is at 0.6 m when the first is put to 0 m; then it pulls away

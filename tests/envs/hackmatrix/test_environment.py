@@ -586,6 +586,7 @@ def test_what_a_network_takes_leaves_out_only_what_is_never_there() -> None:
     assert not np.delete(whole, places, axis=-1).any()
 
 
+@pytest.mark.slow
 def test_any_words_expand_as_their_bits_say() -> None:
     """Cells of any content, question blocks and the stunned among them, read one by one."""
     rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ def test_the_line_names_each_device_once() -> None:
     assert placement.said([one, other, one]) == "actors act on cpu:1 (0, 2), cpu:2 (1)"
 
 
-@pytest.mark.parametrize("asked", [(), (3, 1)])
+@pytest.mark.parametrize("asked", [pytest.param((), marks=pytest.mark.slow), (3, 1)])
 def test_rollouts_are_computed_there_and_are_the_same_bit_for_bit(asked: tuple[int, ...]) -> None:
     made = parts(2, 2)
     placed = placement.devices(made[1], 2, asked)
@@ -92,6 +92,7 @@ def test_a_run_says_where_its_actors_are_and_ends_as_on_other_devices(
     assert "actors act on cpu:2 (0), cpu:3 (1)" in said
 
 
+@pytest.mark.slow
 def test_a_policy_of_central_inference_acts_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,9 @@ def test_a_policy_of_central_inference_acts_where_it_is_told(
     said = capsys.readouterr().err
     assert "the policy acts on cpu:0" in said
     assert "the policy acts on cpu:2" in said
+
+
+def test_central_inference_has_one_device() -> None:
     with pytest.raises(RunError, match="--actor-devices is 0 1; central inference acts on one"):
         small(topology="central", environment=Named("cartpole"), acting=ActorConfig(2, actor_devices=(0, 1)))
 

@@ -890,13 +890,19 @@ def test_the_observation_is_that_of_the_rules() -> None:
 
 def test_sets_of_cells() -> None:
     """Moved sets against coordinates."""
-    for row in range(6):
-        for col in range(6):
-            one = c.cell_at(jnp.int32(row), jnp.int32(col))
-            assert cells(one.words()) == {(row, col)}
-            moved = [cells(move(one).words()) for move in c.MOVES]
-            steps = ((row + 1, col), (row - 1, col), (row, col - 1), (row, col + 1))
-            assert moved == [{(r, k)} if 0 <= r < 6 and 0 <= k < 6 else set() for r, k in steps]
+
+    def sets(row: jax.Array, col: jax.Array) -> Any:
+        one = c.cell_at(row, col)
+        return one.words(), [move(one).words() for move in c.MOVES]
+
+    rows, columns = np.divmod(np.arange(36, dtype=np.int32), 6)
+    alone, moves = jax.jit(jax.vmap(sets))(rows, columns)
+    for i, (row, col) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        assert cells(alone[i]) == {(row, col)}
+        steps = ((row + 1, col), (row - 1, col), (row, col - 1), (row, col + 1))
+        assert [cells(moved[i]) for moved in moves] == [
+            {(r, k)} if 0 <= r < 6 and 0 <= k < 6 else set() for r, k in steps
+        ]
     some = c.cells(jnp.asarray(words([(0, 0), (3, 5)])))
     assert cells((~some).words()) == {divmod(i, 6) for i in range(36)} - {(0, 0), (3, 5)}
     assert np.flatnonzero(some.flags()).tolist() == [0, 23]
