@@ -120,14 +120,14 @@ jit = njit(cache=True, nogil=True, boundscheck=False)
 
 
 def called(kernel: Any, *given: Any) -> Any:
-    """Result of a compiled loop. Where the call had to compile it, garbage is collected at once.
+    """Result of a compiled loop. Where it had to be compiled, as in no cache, garbage is collected at once.
 
     Numba tries types by raising and catching errors, which hold the frames of all callers: images, and maps of files,
     would count as read until the next collection, which a thread that waits for them may never reach.
     """
-    known = len(kernel.overloads)
+    known = len(kernel.stats.cache_misses)
     result = kernel(*given)
-    if len(kernel.overloads) > known:
+    if len(kernel.stats.cache_misses) > known:
         gc.collect()
     return result
 
