@@ -268,6 +268,7 @@ def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -
     jax.tree.map(np.testing.assert_array_equal, after.reference, params)
 
 
+@pytest.mark.slow
 def test_demonstrations_are_imitated_whatever_their_reward() -> None:
     _, (_, (after, told), _), _ = learnt()
     params, data = completions()
@@ -279,6 +280,7 @@ def test_demonstrations_are_imitated_whatever_their_reward() -> None:
     assert float(told["grpo/imitation_loss"]) == pytest.approx(mean, rel=0.15)  # of two minibatches, one step between
 
 
+@pytest.mark.slow
 def test_groups_that_are_all_equal_teach_nothing() -> None:
     state, (*_, (after, told)), _ = learnt()
     assert float(told["grpo/grad_norm"]) < 1e-6

@@ -135,7 +135,10 @@ def values_by_hand(
     return np.array(value, np.float64), np.array(successor, np.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "multi_categorical-normalised" else ()) for kind in KINDS],
+)
 def test_advantages_and_targets_are_those_of_a_step_by_step_oracle(kind):
     """Through what `learn` reports at learning rate 0, where the value loss is half the mean squared advantage."""
     environment, config, algorithm, state, data, learn = case(kind)

@@ -334,6 +334,7 @@ def test_no_array_of_a_compiled_loss_has_logits_of_all_tokens(monkeypatch: pytes
     assert largest(5 * 257) <= max(5, WIDE.width)  # or the embedding itself
 
 
+@pytest.mark.slow
 def test_a_completion_ends_with_the_text_that_stops_it() -> None:
     words = tokenizer.stopped(tokenizer.BYTES, "ab")
     model = dataclasses.replace(WIDE, vocabulary=words.size)

@@ -176,7 +176,8 @@ def test_adapters_are_their_merged_model_and_begin_as_none() -> None:
     np.testing.assert_array_equal(forward(config, begun, tokens, ones), forward(plain, kernels, tokens, ones))
 
 
-@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "none"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none"])
 def test_frozen_kernels_are_rounded_and_the_program_has_no_wider_copy_of_them(remat: str) -> None:
     config = dataclasses.replace(reference.CONFIGS["llama"], layers=6, lora=3, remat=remat)
     rounding = dataclasses.replace(config, frozen="bf16")

@@ -83,6 +83,7 @@ def assert_ends_alike(folder: Path, topology: str, *acting: ActorConfig) -> None
     assert len({*ended}) == 1
 
 
+@pytest.mark.slow
 def test_a_run_says_where_its_actors_are_and_ends_as_on_other_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def test_what_was_dropped_is_said_and_recorded(folder: Path, capfd: pytest.Captu
     assert about["id"] == "run" and about["versions"], "the rest of run.json stays"
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(folder: Path, resized: Path) -> None:
     """Before the first save of the new sizes, when run.json has them and no checkpoint does; and after some saves."""
     run = change(folder, "--num-envs", "16", "--num-steps", "32")

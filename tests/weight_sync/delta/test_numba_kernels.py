@@ -9,7 +9,6 @@ from numba import njit
 from longhaul.weight_sync.delta import numba_kernels
 
 
-@pytest.mark.slow
 def test_bits_are_placed_without_the_processors_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no PDEP."""
     draw = np.random.default_rng(0)
