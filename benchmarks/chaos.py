@@ -360,7 +360,8 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "longhaul", *shlex.split(about.own), *words, "--runs-dir", str(folder.parent)]
     mine = {
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
-        "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode"),  # else each start compiles what it imports
     }  # fmt: skip
     if hit.jumps:
         mine |= {"LD_PRELOAD": str(folder.with_name("clock.so")), "JUMPING_CLOCK": str(clock(folder))}

@@ -349,6 +349,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (package / "wandb.py").write_text(textwrap.dedent(FAKE).format(**whole))
         monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
         monkeypatch.setenv("FAKE", str(package))
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # one of the same second and size would be taken
         return Server(package)
 
     return make
