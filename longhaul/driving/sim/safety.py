@@ -259,7 +259,7 @@ def keep_clear(
     dx, dy = out_of(box_x, box_y, cos, sin)
     over = jnp.max(clearance(road, x + dx, y + dy), axis=(1, 2)) + EDGE
     over = jnp.where(features.kind == PEDESTRIAN, -OPEN, over)
-    boxes = others_at(features, here, speed, STEERED, looked_at)
+    boxes = others_at(features, here, agent, STEERED, looked_at)
     gap = gaps((x, y, cos, sin), (half_length, half_width), boxes)
     gap = jnp.min(jnp.where(boxes.least[None, None] > -FREE, gap, FREE), axis=(1, 2))
     over = jnp.maximum(over, SIDE - jnp.maximum(gap, 0.0))
@@ -283,9 +283,7 @@ def time_to_conflict(
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
     way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
-    speed = agent.drive.motion.speed
-    yields = goes_first(features, here, agent, looked_at)
-    others = others_at(features, here, speed, times, looked_at, yields)
+    others = others_at(features, here, agent, times, looked_at, turns=True)
     mine, boxes = lax.optimization_barrier((poses(features, way), others))
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
@@ -370,21 +368,22 @@ def relevant(features: Features, count: int) -> Others:
     return chosen, pick(counts, chosen)
 
 
-def goes_first(features: Features, here: Scene, agent: Agent, looked_at: Others) -> jax.Array:
+def goes_first(agent: Agent, own_length: jax.Array, chosen: jax.Array, others: tuple[jax.Array, ...]) -> jax.Array:
     """Whether the agent goes before each of the others, bool [K], if both are slow.
 
     Where their straight ways cross, who would be there sooner goes first; who comes from the right may be RIGHT later.
     Where they drive almost along one line, who has the lower number goes first. Both find the same; the number stands
-    for any mark that both can read, as a number plate.
+    for any mark that both can read, as a number plate. `others`: x, y, cosine, sine, velocity, half length, kind [K].
     """
-    chosen, _ = looked_at
-    others, speed = features.others, agent.drive.motion.speed
-    known = (others.x, others.y, others.cos, others.sin, others.vx, others.vy, here.half_length, here.kind)
-    x, y, cos, sin, vx, vy, length, kind = (pick(values, chosen) for values in known)
-    pace = (vx + speed) * cos + vy * sin
+    own_x, own_y, heading, speed = agent.drive.motion
+    other_x, other_y, other_cos, other_sin, vx, vy, length, kind = others
+    own_cos, own_sin = jnp.cos(heading), jnp.sin(heading)
+    x, y = into(other_x - own_x, other_y - own_y, own_cos, own_sin)
+    cos, sin = into(other_cos, other_sin, own_cos, own_sin)
+    pace = vx * other_cos + vy * other_sin
     crosses = jnp.abs(sin) > CROSSING
     slant = jnp.where(crosses, sin, 1.0)
-    mine, theirs = x - y * cos / slant - others.own[0], -y / slant - length
+    mine, theirs = x - y * cos / slant - own_length, -y / slant - length
     later = arrival(mine, speed) - arrival(theirs, pace)
     later = jnp.where(crosses, later + RIGHT * jnp.sign(sin), (agent.object - chosen).astype(jnp.float32))
     return (later < 0.0) & (speed < SLOW) & (jnp.abs(pace) < SLOW) & (kind != PEDESTRIAN)
@@ -397,15 +396,11 @@ def arrival(distance: jax.Array, speed: jax.Array) -> jax.Array:
 
 
 def others_at(
-    features: Features,
-    here: Scene,
-    speed: jax.Array,
-    times: np.ndarray,
-    looked_at: Others,
-    yields: jax.Array | bool = False,
+    features: Features, here: Scene, agent: Agent, times: np.ndarray, looked_at: Others, turns: bool = False
 ) -> Boxes:
-    """Boxes of the others at `times` [T], as an agent of this `speed` keeps clear of them; who `yields` [K] brakes from
-    now on."""
+    """Boxes of the others at `times` [T], as the agent keeps clear of them; with `turns`, those before whom it goes
+    brake from now on."""
+    speed = agent.drive.motion.speed
     chosen, there = looked_at
     known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
@@ -423,9 +418,12 @@ def others_at(
     within = (s > first + 0.5) & (s < first + np.float32(BEHIND + AHEAD - 2))
     follows = within & (jnp.abs(facing) > ALONG) & (jnp.abs(lateral) < BESIDE) & (kind != PEDESTRIAN)
     time = times[:, None]
-    fast = jnp.maximum(jnp.hypot(vx, vy), 1e-3)[None]
-    ended = jnp.minimum(time, fast / OTHERS_BRAKE)
-    gone = jnp.where(yields, ended - 0.5 * OTHERS_BRAKE * ended * ended / fast, time)
+    gone = jnp.broadcast_to(time, (len(times), len(chosen)))
+    if turns:
+        fast = jnp.maximum(jnp.hypot(vx, vy), 1e-3)[None]
+        ended = jnp.minimum(time, fast / OTHERS_BRAKE)
+        yields = goes_first(agent, features.others.own[0], chosen, (x, y, cos, sin, vx, vy, half_length, kind))
+        gone = jnp.where(yields, ended - 0.5 * OTHERS_BRAKE * ended * ended / fast, time)
     braked = jnp.minimum(time, jnp.maximum(pace, 0.0)[None] / OTHERS_BRAKE)
     slowing = pace[None] * braked - 0.5 * OTHERS_BRAKE * braked * braked
     bent_s = s[None] + jnp.where((facing > 0.0)[None], slowing, pace[None] * time)
