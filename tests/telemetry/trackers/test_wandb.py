@@ -348,6 +348,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         package.mkdir(exist_ok=True)
         (package / "wandb.py").write_text(textwrap.dedent(FAKE).format(**whole))
         monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
+        # The bytecode of one written in the same second, as long, would be taken for it.
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         monkeypatch.setenv("FAKE", str(package))
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # one of the same second and size would be taken
         return Server(package)
