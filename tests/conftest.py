@@ -37,17 +37,19 @@ for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT
 # Most of what tests take is the compiler's. LLVM's loop strength reduction is half of a program with a replay; it moves
 # the arithmetic of addresses, and no number. JAX 0.10's newer emitters of fusions take a third of all (test_ppo.py and
 # driving/sim/test_simulator.py: 170 CPU-seconds, 113 without). LLVM's optimisation is a quarter of the simulator's
-# (test_simulator.py and test_metrics.py: 71, 51 without). `make test` does without them; `make test-all` and pytest by
-# itself compile as users do, and so does a test with the fixture `optimised`. A flag that an XLA does not know ends the
-# process, so only where it is known. A program that is split for several threads of the compiler costs one more copy of
-# each function (PPO's update on a probe: 2.26 CPU-seconds, 1.93 in one piece), and the workers have no core to spare.
+# (test_simulator.py and test_metrics.py: 71, 51 without). The search for loops to simplify is another quarter (one
+# program of the simulator: 6.6 CPU-seconds, 4.6 without). `make test` does without them; `make test-all` and pytest by
+# itself compile as users do, and so does a test with the fixture `optimised`, but for XLA's flags. A flag that an XLA
+# does not know ends the process, so only where it is known. A program that is split for several threads of the compiler
+# costs one more copy of each function (PPO's update on a probe: 2.26 CPU-seconds, 1.93 in one piece), and the workers
+# have no core to spare.
 os.environ["XLA_FLAGS"] = "--xla_backend_extra_options=-disable-lsr"
 if version("jax").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 if os.environ.get("QUICK_COMPILE"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if version("jax").startswith("0.10."):
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_disable_hlo_passes=simplify-while-loops"
 
 DEVICES = 4
 ROOM = 3 << 29
