@@ -6,9 +6,11 @@ yesterday proves nothing about the code of today, and an entry half-written by a
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,8 @@ def bounded_memory() -> Iterator[None]:
         shared_programs.PROGRAMS.clear()
         jax.clear_caches()
         gc.collect()  # which the thresholds above all but leave out
+        with suppress(AttributeError):  # where the C library is not GNU's
+            ctypes.CDLL(None).malloc_trim(0)  # of 2.1 GB 0.6 are left; without it, about 2
         bound = resident()
 
 
