@@ -351,7 +351,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         # The bytecode of one written in the same second, as long, would be taken for it.
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         monkeypatch.setenv("FAKE", str(package))
-        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # one of the same second and size would be taken
         return Server(package)
 
     return make
