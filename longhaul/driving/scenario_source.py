@@ -93,7 +93,7 @@ def generated(
 
 
 def _compile(part: int) -> None:
-    """What numba compiles for generated scenarios, in two parts of about the same length, kept on disk by numba."""
+    """Compilation of one of two parts of what generated scenarios need of numba, which keeps it on disk."""
     if part:
         log = made_up_log()
         scenario_of(log, cast_of(log, agents=1, horizon=None, control="vehicles"), agents=1, control="vehicles")

@@ -369,7 +369,7 @@ def relevant(features: Features, count: int) -> Others:
 
 
 def goes_first(agent: Agent, own_length: jax.Array, chosen: jax.Array, others: tuple[jax.Array, ...]) -> jax.Array:
-    """Whether the agent goes before each of the others, bool [K], if both are slow.
+    """Precedence of the agent over each of the others, bool [K]: True where both are slow and it goes before the other.
 
     Where their straight ways cross, who would be there sooner goes first; who comes from the right may be RIGHT later.
     Where they drive almost along one line, who has the lower number goes first. Both find the same; the number stands
