@@ -1,4 +1,4 @@
-"""Log of no real place, for which every kernel of this package has work.
+"""Log of no real place, for which all but the smallest kernels of this package have work.
 
 Numba compiles on the first call, and keeps what it compiled on disk. The generator's workers all run the same code in
 the same order, so that each would compile all of it, at the same time. One that compiles this package by this log,

@@ -1,4 +1,4 @@
-"""The made-up log: every kernel of scenarios has work by it, so that numba compiles by it what it must."""
+"""The made-up log: the kernels of scenarios have work by it, so that numba compiles by it what it must."""
 
 from __future__ import annotations
 
