@@ -270,7 +270,8 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         if not killed and code:
             said.append(" ".join(log(folder).split())[-300:])
         if "Traceback" in log(folder) and not killed:
-            wrong = f"ended by a traceback with {code}: {log(folder)[-300:]!r}"
+            kept = shutil.copy(log_file(folder), folder.with_name(f"wrong-{kind}-{hit}-{time.time():.0f}.log"))
+            wrong = f"ended by a traceback with {code} (in {kept}): {log(folder)[-300:]!r}"
         if HITS[hit].jumps and gaps == AWAKE.gaps and (hung := re.search(HUNG, log(folder))):
             wrong = f"a process counts as hung: {log(folder)[hung.start() :][:300]!r}"
         if code == 0:
@@ -360,7 +361,8 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "longhaul", *shlex.split(about.own), *words, "--runs-dir", str(folder.parent)]
     mine = {
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
-        "HOME": str(folder.parent), "PYTHONDONTWRITEBYTECODE": "",
+        "HOME": str(folder.parent),
+        "PYTHONDONTWRITEBYTECODE": "" if hit.saves else "1",  # Python keeps half of a file that did not fit
         "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode"),  # else each start compiles what it imports
     }  # fmt: skip
     if hit.jumps:

@@ -113,6 +113,7 @@ class Checkpoints:
         self._damaged: set[str] = set()
         self._stuck: set[str] = set()  # entries that could not be removed, each reported once
         self._turn, self._asked = turn, 0
+        self._failures = 0
 
     def save(
         self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None, *,
@@ -122,7 +123,7 @@ class Checkpoints:
 
         Waits for the previous save. A step may be saved again; the last one counts. The first process calls `before`;
         if it raises, the save fails in all. Raises ValueError if `progress` cannot be saved; CheckpointError if the
-        disk is full or not writable, and then leaves no partial step.
+        disk is full or not writable. What it leaves of the step then, the next save removes.
         """
         if step < 0:
             raise ValueError(f"step is {step}, and steps of checkpoints are >= 0")
@@ -258,9 +259,10 @@ class Checkpoints:
         return partial.name
 
     def _partial(self, name: str) -> Path:
-        """Free path for a partial checkpoint: what could not be removed has kept the others."""
+        """Free path for a partial checkpoint: what could not be removed has kept the others, and writes of a save that
+        failed may go on in its own."""
         taken = {path.name for path in self._folder.iterdir()}
-        names = (f"{name}{(n and f'-{n}') or ''}{PARTIAL}" for n in itertools.count())
+        names = (f"{name}{(n and f'-{n}') or ''}{PARTIAL}" for n in itertools.count(self._failures))
         return self._folder / next(name for name in names if name not in taken)
 
     def _remove(self, path: Path) -> None:
@@ -326,6 +328,7 @@ class Checkpoints:
             except Exception as later:  # a full disk is the fault to report
                 error = later if _is_full(later) else error
         shutil.rmtree(partial, ignore_errors=True)
+        self._failures += 1
         remedy = "make room and resume" if _is_full(error) else "see to the folder and resume"
         needed = contents["bytes"] + MARGIN
         failure = CheckpointError(
@@ -491,20 +494,34 @@ def _unlike_stored(path: Path, targets: Mapping[str, np.ndarray]) -> str:
 
 
 def _checkpointer() -> Any:
-    """Orbax writer, imported late as that takes seconds. It logs tracebacks of failures, which we raise instead."""
+    """Orbax writer, imported late as that takes seconds. It logs tracebacks of failures, which we raise instead; so do
+    the writes that go on behind the first failure, when they end and nobody waits for them any more."""
     import orbax.checkpoint as ocp
 
-    logger = logging.getLogger("absl")
-    if _is_no_traceback not in logger.filters:
-        logger.addFilter(_is_no_traceback)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_traceback)  # which is there but once
+    if not isinstance(sys.unraisablehook, _NotOfLeftWrites):
+        sys.unraisablehook = _NotOfLeftWrites(sys.unraisablehook)
     everyone = ocp.options.MultiprocessingOptions(
         active_processes=set(range(process_group.count()))
     )  # then threads may wait
     return ocp.StandardCheckpointer(**({"multiprocessing_options": everyone} if process_group.together() else {}))
 
 
+class _NotOfLeftWrites:
+    """Hook of unraisable exceptions that says nothing of a write whose event loop is closed: TensorStore's threads
+    report there."""
+
+    def __init__(self, hook: Callable[[Any], object]) -> None:
+        self._hook = hook
+
+    def __call__(self, about: Any) -> None:
+        if not (isinstance(about.exc_value, RuntimeError) and str(about.exc_value) == "Event loop is closed"):
+            self._hook(about)
+
+
 def _is_no_traceback(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in Path(record.pathname).parts)
+    return not (record.exc_info and "orbax" in (*Path(record.pathname).parts, *Path(record.getMessage()).parts))
 
 
 LEAST = 1 << 20
