@@ -79,6 +79,7 @@ TOGETHER = {
     "tests/algorithms/test_impala.py": "actor_critics",
     "tests/driving/sim/test_safety.py": "simulators",
     "tests/driving/sim/test_simulator.py": "simulators",
+    "tests/driving/sim/test_traffic.py": "simulators",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 

@@ -396,7 +396,7 @@ def test_evaluate_writes_what_it_prints(
     folder: Path, logs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two files of one log: rows by scenario and file, means with intervals, a row an episode, pictures."""
-    words = "d --policy constant --traffic self --json out.json --csv out.csv --data"
+    words = "d --policy idm --traffic self --json out.json --csv out.csv --data"
     assert evaluate.evaluate([*words.split(), str(logs["gpudrive"]), str(logs["womd-example"])]) == 0
     out = capsys.readouterr().out
     report = json.loads(Path("out.json").read_text())

@@ -35,7 +35,6 @@ def test_replay_puts_everybody_where_the_log_has_them() -> None:
     assert np.asarray(frame.size[1]).tolist() == [4.0, 2.0]
 
 
-@pytest.mark.slow
 def test_reactive_vehicles_follow_an_undisturbed_log_closely() -> None:
     ego, other = line((0, 0), (0, 0), T), line((-10, 3.5), (8, 0), T)
     driven = trip(scenario([ego, other]), traffic="idm")
@@ -44,7 +43,6 @@ def test_reactive_vehicles_follow_an_undisturbed_log_closely() -> None:
     np.testing.assert_allclose(s, expected, atol=0.6)  # the log's speed is its desired one
 
 
-@pytest.mark.slow
 def test_a_reactive_vehicle_stops_behind_a_standing_ego_where_replay_would_collide() -> None:
     ego = line((0, 0), (0, 0), T)
     behind = line((-30, 0), (8, 0), T)
@@ -57,7 +55,6 @@ def test_a_reactive_vehicle_stops_behind_a_standing_ego_where_replay_would_colli
     assert careful.states.reactive.speed[-1, 1] < 1.0
 
 
-@pytest.mark.slow
 def test_a_reactive_vehicle_waits_where_its_log_waits() -> None:
     """It comes to the place where its log stood still, as if at a light, and leaves when the log does."""
     speed = np.where(np.arange(T) < 20, 6.0, np.where(np.arange(T) < 45, 0.0, 6.0))

@@ -122,7 +122,6 @@ def resized(tmp_path_factory: pytest.TempPathFactory, stopped: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_it_ends_at_the_same_total_and_no_update_is_missing_or_repeated(resized: Path) -> None:
     found = records(resized)
     updates, steps = ([r[name] for r in found] for name in ("update", "agent_steps"))
@@ -162,7 +161,6 @@ def test_what_was_dropped_is_said_and_recorded(folder: Path, capfd: pytest.Captu
     assert about["id"] == "run" and about["versions"], "the rest of run.json stays"
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(folder: Path, resized: Path) -> None:
     """Before the first save of the new sizes, when run.json has them and no checkpoint does; and after some saves."""
     run = change(folder, "--num-envs", "16", "--num-steps", "32")
