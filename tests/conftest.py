@@ -7,11 +7,13 @@ yesterday proves nothing about the code of today, and an entry half-written by a
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,13 @@ if os.environ.get("QUICK_COMPILE"):
     if version("jax").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_disable_hlo_passes=simplify-while-loops"
 
+# Where the tests have no bytecode yet, one worker makes it and the others wait: each would make all of it, which is a
+# third of what a worker takes until its first test. A file that is there anyhow is the lock.
+COLLECTING = open(ROOT / "pyproject.toml")  # noqa: SIM115  (until the tests are collected)
+LAST = max((ROOT / "tests").rglob("test_*.py"))
+if "PYTEST_XDIST_WORKER" in os.environ and not list(Path(cache_from_source(LAST)).parent.glob(f"{LAST.stem}.*")):
+    fcntl.flock(COLLECTING, fcntl.LOCK_EX)
+
 DEVICES = 4
 ROOM = 3 << 29
 """Bytes that a worker may grow by before it drops the programs of earlier files: one grew to 5.8 GB."""
@@ -82,6 +91,10 @@ TOGETHER = {
     "tests/driving/sim/test_traffic.py": "simulators",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
+
+
+def pytest_collection_finish() -> None:
+    COLLECTING.close()  # and the lock is free
 
 
 @pytest.hookimpl(optionalhook=True)
