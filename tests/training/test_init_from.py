@@ -43,6 +43,12 @@ def source(folder: Path) -> longhaul.Result:
     return longhaul.train("cartpole", runs_dir=folder, run_name="source", **SMALL)
 
 
+@pytest.fixture(scope="module")
+def still(folder: Path) -> longhaul.Result:
+    """A run whose parameters are those of its seed, by the program of the runs that begin with them."""
+    return frozen(folder, "still", seed=0)
+
+
 def policy_arrays(result: longhaul.Result, step: int | None = None) -> dict[str, np.ndarray]:
     params = longhaul.load(result, step=step).params
     return {init_from.dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(params).items()}
@@ -67,8 +73,8 @@ def test_a_run_begins_with_the_parameters_of_another(
     assert any((policy_arrays(source)[name] != there[name]).any() for name in there)
 
 
-def test_a_file_of_arrays_is_matched_by_its_names(source: longhaul.Result, folder: Path) -> None:
-    whole = policy_arrays(source)
+def test_a_file_of_arrays_is_matched_by_its_names(still: longhaul.Result, folder: Path) -> None:
+    whole = {name: value + value.dtype.type(1) for name, value in policy_arrays(still).items()}  # as no run begins
     arrays = {name: value for name, value in whole.items() if "critic" not in name}
     path = folder / "policy.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
@@ -78,11 +84,11 @@ def test_a_file_of_arrays_is_matched_by_its_names(source: longhaul.Result, folde
             assert np.array_equal(value, whole[name]) == (name in arrays), name
 
 
-def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(source: longhaul.Result, folder: Path) -> None:
-    of_run, policy = init_from.arrays(str(source.folder), source.policy.spec), policy_arrays(source)
+def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(still: longhaul.Result, folder: Path) -> None:
+    of_run, policy = init_from.arrays(str(still.folder), still.policy.spec), policy_arrays(still)
     files = pytest.importorskip("safetensors.numpy")
     files.save_file(policy, folder / "policy.safetensors")
-    of_file = init_from.arrays(str(folder / "policy.safetensors"), source.policy.spec)
+    of_file = init_from.arrays(str(folder / "policy.safetensors"), still.policy.spec)
     for name, value in policy.items():
         np.testing.assert_array_equal(of_run[name], value)
         np.testing.assert_array_equal(of_file[name], value)
@@ -94,10 +100,10 @@ def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(source:
     [
         ({"init_from": "nowhere"}, "no run 'nowhere' in"),
         ({"init_from": "nowhere.npz"}, "--init-from is nowhere.npz, and there is no such file"),
-        ({"init_from": "source@last"}, "behind the @ stands the number of a checkpoint, RUN@120"),
-        ({"init_from": "source@3"}, r"no such checkpoint; it has \[2, 4\]"),
-        ({"init_from": "source", "hidden_dim": 16}, r"params\..* is \[.*\] there and \[.*\] here; give the sizes"),
-        ({"init_from": "source", "init_parts": ("weights",)}, "--init-parts is 'weights'"),
+        ({"init_from": "still@last"}, "behind the @ stands the number of a checkpoint, RUN@120"),
+        ({"init_from": "still@3"}, r"no such checkpoint; it has \[2, 4\]"),
+        ({"init_from": "still", "hidden_dim": 16}, r"params\..* is \[.*\] there and \[.*\] here; give the sizes"),
+        ({"init_from": "still", "init_parts": ("weights",)}, "--init-parts is 'weights'"),
         ({"init_from": "other.npz"}, "has none of this run's leaves; it has sun, and the run moments.mean"),
         ({"init_from": "bad.npz"}, "bad.npz is no whole .npz file"),
         ({"init_from": "bad.safetensors"}, "bad.safetensors"),
@@ -105,7 +111,7 @@ def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(source:
     ],
 )
 def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
-    settings: dict[str, Any], says: str, source: longhaul.Result, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], says: str, still: longhaul.Result, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     np.savez("other.npz", sun=np.zeros(3))
