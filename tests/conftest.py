@@ -89,6 +89,14 @@ TOGETHER = {
     "tests/driving/sim/test_safety.py": "simulators",
     "tests/driving/sim/test_simulator.py": "simulators",
     "tests/driving/sim/test_traffic.py": "simulators",
+    "tests/end_to_end/test_resume.py": "small_runs",
+    "tests/telemetry/trackers/test_wandb.py": "small_runs",
+    "tests/topologies/actor_learner/test_host_rollout.py": "small_runs",
+    "tests/topologies/actor_learner/test_learner.py": "small_runs",
+    "tests/training/checkpoint/test_resume.py": "small_runs",
+    "tests/training/test_loop.py": "small_runs",
+    "tests/training/test_periodic_evaluation.py": "small_runs",
+    "tests/training/test_publish.py": "small_runs",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 
