@@ -18,7 +18,7 @@ from jax import lax
 
 from longhaul import prng
 from longhaul.spaces import Measure
-from longhaul.types import Demonstrator, Environment, Key, PyTree, Spec, TimeStep, transition
+from longhaul.types import Demonstrator, Environment, Key, PyTree, Spec, TimeStep, platform, transition
 
 
 class Starts(NamedTuple):
@@ -182,7 +182,7 @@ def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums
 
         if not names:
             return added, {}, {}
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             same = {name: sums.sums[name] for name in names}, sums.counts, sums.peaks
             more, counts, peaks = lax.cond(jnp.any(ended), lambda: add(following), lambda: same)
         else:

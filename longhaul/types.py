@@ -10,6 +10,7 @@ from `successor`, the observation that the step led to, and its value counts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +31,14 @@ Metrics = dict[str, jax.Array]
 
 ENVIRONMENT, INFERENCE, LEARNING = "environment", "inference", "learning"
 """Scopes of a compiled program's instructions; a profile groups by them."""
+
+PLATFORM = "LONGHAUL_PLATFORM"
+"""Variable of the environment of a process that compiles for a chip which its machine lacks: the chip's platform."""
+
+
+def platform() -> str:
+    """Platform that programs are traced for: "cpu", "gpu" or "tpu"."""
+    return os.environ.get(PLATFORM) or jax.default_backend()
 
 
 class Compact(NamedTuple):

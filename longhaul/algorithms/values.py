@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from longhaul import returns
 from longhaul.networks import actor_critic
-from longhaul.types import Params, PyTree, Rollout
+from longhaul.types import Params, PyTree, Rollout, platform
 
 
 def along_time(
@@ -128,7 +128,7 @@ def at_once(chunk: int | None) -> int:
     """
     if chunk is not None:
         return chunk
-    return OF_A_CORE if jax.default_backend() == "cpu" else OF_AN_ACCELERATOR
+    return OF_A_CORE if platform() == "cpu" else OF_AN_ACCELERATOR
 
 
 def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int | None) -> Any:

@@ -16,13 +16,13 @@ from longhaul.cli import run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, OUTPUT, SWITCH, Flag, FlagError, Parsed, choice, optional
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
-from longhaul.diagnostics import calibration, chips, compiled_run, compute_plan, hlo, profile
+from longhaul.diagnostics import calibration, chip_program, chips, compiled_run, compute_plan, hlo, profile
 from longhaul.diagnostics.chips import CHIPS
 from longhaul.diagnostics.compiled_run import Program
 from longhaul.diagnostics.compute_plan import Assumptions, Calibration, Measured
-from longhaul.diagnostics.hlo import Crossing
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, on_cpu, prepare_devices
+from longhaul.runtime.errors import RunError
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -36,7 +36,13 @@ FLAGS = [
     Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device", least=1e-3),
     Flag("latency", FLOAT, 5.0, "microseconds of a message between devices", least=0.0),
     Flag(
-        "efficiency", FLOAT, 0.4, "share of the chip's peaks that is reached, on other hardware", least=1e-3, most=1.0
+        "efficiency",
+        optional(FLOAT),
+        None,
+        "share of the chip's peaks that is reached, on other hardware",
+        shown="1 of its own program, 0.4 of a CPU's",
+        least=1e-3,
+        most=1.0,
     ),
     Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list", least=0.0),
     Flag("calls", INT, 3, "compiled calls that are measured", least=1),
@@ -60,9 +66,13 @@ def plan(words: Sequence[str]) -> int:
 
 
 def chosen(recipe: Run, parsed: Parsed) -> Run:
-    """Resolved run to plan: with --calibrate of one device, unless --mesh says another number."""
-    run = run_flags.chosen(recipe, parsed)
-    return resolve(dataclasses.replace(run, devices=1) if parsed.values["calibrate"] and not run.devices else run)
+    """Resolved run to plan: of one device where its devices are not this process's, unless --mesh says another number.
+
+    Its batch is that of a device in the plan.
+    """
+    run, values = run_flags.chosen(recipe, parsed), parsed.values
+    elsewhere = values["calibrate"] or values["hardware"] != "here"
+    return resolve(dataclasses.replace(run, devices=1) if elsewhere and not run.devices else run)
 
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
@@ -84,30 +94,31 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         what, devices = short_run(run, values["calls"], shards)
         chip = chips.here(devices)
     else:
-        what, devices = program_of(run, shards)
+        what, devices = program_of(run, shards, values["hardware"]), run.all_devices
         chip = CHIPS[values["hardware"]]
     bf16, strong = precision(run.algorithm) == "bf16", values["share"] == "strong"
     assumed = Assumptions(
-        values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"], run.save_interval_minutes,
-        run.keep, values["price"],
+        values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"] or (1.0 if what.own else 0.4),
+        run.save_interval_minutes, run.keep, values["price"],
     )  # fmt: skip
     if found is not None:
         rows = [compute_plan.calibrated(what, chip, assumed, found, n, steps, strong=strong) for n in on]
     else:
         rows = [compute_plan.row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
     measured = {
-        "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
-        "memory": what.memory, "state_bytes": what.state_bytes, "carry_bytes": what.carry_bytes,
-        "collectives": [each._asdict() for each in what.collectives], "model": what.model,
-        "calibration": None if found is None else found._asdict(),
+        "devices": devices, "steps_per_update": what.steps * devices // what.model,
+        "compute_seconds": what.compute_seconds, "memory": what.memory, "state_bytes": what.state_bytes,
+        "carry_bytes": what.carry_bytes, "collectives": [each._asdict() for each in what.collectives],
+        "model": what.model, "calibration": None if found is None else found._asdict(), "own": what.own,
     }  # fmt: skip
-    if here and found is None:
-        measured["roofline_seconds"] = compute_plan.compute_seconds(
-            what, chip, assumed._replace(efficiency=1.0), bf16=False
-        )
+    if found is None:
+        whole = assumed._replace(efficiency=1.0) if here else assumed
+        measured["instructions"] = sum(runs for runs, _, _ in what.work)
+        measured["roofline_seconds"] = compute_plan.roofline_seconds(what, chip, whole, bf16=bf16 and not here)
+    words = compute_plan.said(what, chip, assumed, here=here, bf16=bf16, strong=strong, found=found)
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"], "measured": measured,
-        "assumptions": dict(compute_plan.said(chip, assumed, here=here, bf16=bf16, strong=strong, found=found)),
+        "assumptions": dict(words),
         "plan": [row._asdict() for row in rows],
     }  # fmt: skip
 
@@ -154,21 +165,27 @@ def short_run(run: Run, calls: int, most: int) -> tuple[Measured, int]:
     return _measured(traced.program, seconds, work, most), devices
 
 
-def program_of(run: Run, most: int) -> tuple[Measured, int]:
-    """The program of a resolved `run`, compiled here and not run; -> (what the model needs of it for at most so many
-    shards, its devices)."""
+def program_of(run: Run, most: int, hardware: str) -> Measured:
+    """The program of a resolved `run`, not run: compiled for `hardware` if this machine has its compiler, else for the
+    CPU; what a plan for at most so many shards needs of it."""
+    why = chip_program.missing(hardware)
+    if why is None:
+        try:
+            return chip_program.measured(run, hardware, most)
+        except RunError as error:
+            why = str(error)
     prepare_devices(run.all_devices, run.threads)
     program = compiled_run.compiled(run)
     text = program.text()
     work = compute_plan.work(1, 1, hlo.runs(text), hlo.read(text))
-    return _measured(program, None, work, most), program.assembly.mesh.size
+    return _measured(program, None, work, most)._replace(why=why)
 
 
 def calibrated(run: Run, calls: int) -> tuple[Measured, Calibration]:
     """Two short runs of a resolved `run` of one device: (what the model needs of its program, their times)."""
     calls = max(calls, calibration.CALLS)
     alone, pair = calibration.measure(run, 1, calls), calibration.measure(run, 2, calls)
-    crossings = [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in pair.crossings]
+    crossings = compiled_run.crossings_of(pair.crossings)
     what = Measured(
         None, alone.steps, (), compute_plan.collectives(crossings, 1), alone.memory, alone.state_bytes,
         alone.carry_bytes,

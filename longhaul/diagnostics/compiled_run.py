@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -149,14 +150,15 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
 # ------------------------------------------------------------------------------- two shards where there is one device
 
 
-def ask(run: Run, module: str, name: str) -> Any:
+def ask(run: Run, module: str, name: str, *words: str, variables: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Result of function `name` of `module` for `run`, not resolved, in a process with as many CPU devices as it wants.
 
-    Raises RunError with the last line of a failed process.
+    `words` are further arguments of the function, `variables` are added to the environment. Raises RunError with the
+    last line of a failed process.
     """
     devices = (run.devices or 1) * run.model
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)}
-    program = f"from {module} import {name}; from {__name__} import serve; serve({name})"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)} | dict(variables)
+    program = f"from {module} import {name}; from {__name__} import serve; serve({name}, *{words!r})"
     given = json.dumps(to_dict(run))
     done = subprocess.run(
         [sys.executable, "-c", program], input=given, capture_output=True, text=True, env=environment, check=False
@@ -167,18 +169,23 @@ def ask(run: Run, module: str, name: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def serve(work: Callable[[Run], Any]) -> None:
+def serve(work: Callable[..., Any], *words: str) -> None:
     """Body of that process: read a Run, print the result of `work` as JSON."""
     run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
     prepare_devices(run.all_devices, run.all_devices)
-    print(json.dumps(work(run)))
+    print(json.dumps(work(run, *words)))
 
 
 def two_shards(run: Run) -> list[Crossing]:
     """Collectives of `run` (resolved, one shard) on two shards, each with the batch of the one."""
     twice = 2 * run.total_steps  # as many updates, each of twice the steps
     two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, total_steps=twice, threads=None)
-    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in ask(two, __name__, "crossings")]
+    return crossings_of(ask(two, __name__, "crossings"))
+
+
+def crossings_of(told: Sequence[Sequence[Any]]) -> list[Crossing]:
+    """Collectives as they come from another process, by JSON."""
+    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in told]
 
 
 def crossings(run: Run) -> list[Crossing]:

@@ -2,9 +2,10 @@
 
 Each number of the model is a measurement, a data sheet's, or a printed assumption:
 
-- A device's update takes its time here without collectives. On other hardware it is the sum over executed instructions
-  of the longest of (operations / peak, bytes / bandwidth, launch), with peaks scaled by `efficiency` (Williams et al.
-  2009).
+- A device's update takes its time here without collectives. On a GPU whose compiler is installed it is the sum over the
+  kernels of its own program (`chip_program`) of `KERNEL` and the longer of (operations / peak, bytes / bandwidth)
+  (Williams et al. 2009). On other hardware the instructions are those of a CPU's program, each takes the longest of
+  these two, with peaks scaled by `efficiency`, and of a launch.
 - An all-reduce of b bytes over N devices takes 2 (N - 1) / N x b / link, the bound of a ring (Patarasuk and Yuan 2009),
   and 2 ceil(log2 N) x latency; gathers and scatters half of both. None of it overlaps with other work. Within a host
   the link is the chip's, beyond it the network's. The collectives are read from the program of two shards, compiled
@@ -33,6 +34,14 @@ LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
 """Least seconds of an instruction of the program that is compiled for a CPU, by kind of chip. The measured time of a
 CPU includes its launches."""
 
+KERNEL = 2.96e-6
+"""Seconds of a kernel beside its work, in a program that is compiled for the GPU itself: the one constant that is
+fitted, to three committed figures of an H100 (`benchmarks.plan_check chips`), and the same for each GPU."""
+
+OFF = {("h100", True): 0.34, ("h100", False): 0.77}
+"""Largest relative error of steps a second against these figures, by chip and whether the program is its own: with its
+own each by the constant that the other two give; a CPU's is too slow for all three."""
+
 
 class Collective(NamedTuple):
     """A collective of the program with its number of runs in an update."""
@@ -54,6 +63,8 @@ class Measured(NamedTuple):
     state_bytes: float  # needed by a device
     carry_bytes: float  # of a checkpoint, once a shard
     model: int = 1  # devices that share the parameters, and make a shard together
+    own: bool = False  # compiled for the chip of the plan, not for a CPU
+    why: str = ""  # reason why not
 
 
 class Calibration(NamedTuple):
@@ -118,15 +129,27 @@ def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, 
 
 
 def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
-    """Seconds of one update of one device on `chip` by the roofline, with `share` of its batch."""
+    """Seconds of one update of one device on `chip`, with `share` of its batch: the roofline and the launches."""
+    times = _rooflines(what, chip, assumed, bf16=bf16, share=share)
+    if what.own:
+        return sum(runs * (KERNEL + work) for runs, work in times)
+    return sum(runs * max(work, LAUNCH[chip.kind]) for runs, work in times)
+
+
+def roofline_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool) -> float:
+    """Seconds of the work of one update of one device on `chip`, as if launches took none."""
+    return sum(runs * work for runs, work in _rooflines(what, chip, assumed, bf16=bf16))
+
+
+def _rooflines(
+    what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0
+) -> list[tuple[float, float]]:
+    """(runs, seconds of the work of one) of each instruction."""
     peak, bandwidth = (
         (chip.bf16 if bf16 else chip.fp32) * assumed.efficiency,
         chip.memory_bandwidth * assumed.efficiency,
     )
-    return sum(
-        runs * max(share * operations / peak, share * moved / bandwidth, LAUNCH[chip.kind])
-        for runs, operations, moved in what.work
-    )
+    return [(runs, share * max(operations / peak, moved / bandwidth)) for runs, operations, moved in what.work]
 
 
 def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
@@ -201,7 +224,9 @@ def row(
     alone += communication_seconds(what, chip, assumed, what.model)
     communication = communication_seconds(what, chip, assumed, devices)
     times = alone, compute + communication, communication
-    return _row(what, chip, assumed, devices, steps, times, strong=strong, error=None)
+    off = None if here else OFF.get((chip.name, what.own))
+    error = None if off is None else off + communication / (compute + communication)
+    return _row(what, chip, assumed, devices, steps, times, strong=strong, error=error)
 
 
 def _row(
@@ -224,15 +249,20 @@ def _row(
 
 
 def said(
-    chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool, found: Calibration | None = None
-) -> list[tuple[str, str]]:
+    what: Measured, chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool,
+    found: Calibration | None = None,
+) -> list[tuple[str, str]]:  # fmt: skip
     """Assumptions in words."""
     price = chip.price if assumed.price is None else assumed.price
     peak, bandwidth = chip.bf16 if bf16 else chip.fp32, chip.memory_bandwidth
-    peaks = f"{peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
+    peaks = f"{assumed.efficiency:.0%} of {peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
+    runs = sum(times for times, _, _ in what.work)
     roofline = (
-        f"a roofline at {assumed.efficiency:.0%} of {peaks}, from the instructions of the program compiled here, "
-        f"{1e6 * LAUNCH[chip.kind]:g} us at least for each"
+        f"each of {runs:,.0f} kernels of the chip's own program takes {1e6 * KERNEL:g} us and its work, by a roofline "
+        f"at {peaks}"
+        if what.own
+        else f"each of {runs:,.0f} instructions of a CPU's program takes its work, by a roofline at {peaks}, and "
+        f"{1e6 * LAUNCH[chip.kind]:g} us at least; the chip's own program was not compiled: {what.why}"
     )
     links = [
         ("compute", "as measured here" if here else roofline),
@@ -249,6 +279,12 @@ def said(
              f"{1e-6 / max(found.byte, 1e-15):,.0f} MB/s; none of it overlaps with other work"),
         ]  # fmt: skip
     error = "unknown: --calibrate tells it" if here else "unknown: plan on the chip itself"
+    if not here and (chip.name, what.own) in OFF:
+        error = (
+            "the largest against three measured runs of an H100, each with the constant of the other two"
+            if what.own
+            else "the largest against three measured runs of an H100"
+        ) + "; and all of the collectives' time, which was never compared"
     if found is not None:
         error = "the spread of the calibrating calls, and what the number of messages is uncertain by"
     return [

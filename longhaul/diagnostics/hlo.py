@@ -224,7 +224,7 @@ def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None
 def runs(text: str) -> dict[str, float]:
     """Instruction name -> its runs in one trip of the loops of unknown length, without what is inside a fusion.
 
-    Each branch of a condition is taken equally often.
+    Each branch of a condition is taken equally often. A loop of known length runs without its condition.
     """
     parts = computations(text)
     found: defaultdict[str, float] = defaultdict(float)
@@ -234,9 +234,10 @@ def runs(text: str) -> dict[str, float]:
             found[line.name] += times
             branches = [each.strip().lstrip("%") for each in line.first(_BRANCHES).split(",") if each]
             if line.opcode == "while":
-                trips = int(line.first(_TRIPS) or 1)
-                for _, inner in _LOOP.findall(line.rest):
-                    visit(inner, times * trips)
+                trips = line.first(_TRIPS)
+                for part, inner in _LOOP.findall(line.rest):
+                    if part == "body" or not trips:
+                        visit(inner, times * int(trips or 1))
             elif line.opcode in ("call", "conditional"):
                 branches += _CALLED.findall(line.rest)
                 for inner in branches:

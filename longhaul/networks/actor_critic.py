@@ -32,7 +32,7 @@ from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, LARGEST, REM
 from longhaul.networks.layers import PRECISIONS, NamedKey, rematerialised
 from longhaul.networks.mlp import perceptron
 from longhaul.runtime.user_modules import is_named
-from longhaul.types import Key, Params, PyTree
+from longhaul.types import Key, Params, PyTree, platform
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
@@ -130,7 +130,7 @@ def _torso(
 
     def pool(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
         """The maximum of each feature over the items [..., items, features] that are present."""
-        if rising and not norm and jax.default_backend() == "cpu":
+        if rising and not norm and platform() == "cpu":
             most = layers.greatest(own["kernel"], own["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
             return activate(most.reshape(*x.shape[:-2], -1).astype(dtype))
         present = x[..., -1:].astype(dtype)
@@ -334,7 +334,7 @@ def actor_critic(
         init_params,
         apply,
         lambda batch: jnp.zeros((batch, memory), jnp.float32) if memory else (),
-        both if apart and jax.default_backend() != "cpu" else apply,
+        both if apart and platform() != "cpu" else apply,
     )
 
 

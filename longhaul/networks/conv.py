@@ -28,7 +28,7 @@ import numpy as np
 
 from longhaul.networks.config import CONVOLUTIONS
 from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm, rematerialised
-from longhaul.types import Key, Params, PyTree
+from longhaul.types import Key, Params, PyTree, platform
 
 Stage = tuple[int, int, int]
 
@@ -82,7 +82,7 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: str = "V
 
     Without `padding` H' = (H - side) // stride + 1; with "SAME" H' = ceil(H / stride).
     """
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         return by_product(x, kernel, stride, padding)
     return jax.lax.conv_general_dilated(
         x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -13,7 +13,7 @@ Wraps API that moved between JAX versions; nothing else in the package names `sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,11 @@ def make_mesh(data: int | None = None, model: int = 1, fsdp: bool = False) -> Me
         remedy = f"give 1 to {most}" if model == 1 else f"give at most {len(devices)} in all"
         raise ValueError(f"--mesh {_words(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
     return _mesh(data, model, fsdp, devices[: data * model])
+
+
+def mesh_of(devices: Sequence[jax.Device], model: int = 1, fsdp: bool = False) -> Mesh:
+    """Mesh over these devices, also of a machine that programs are only compiled for."""
+    return _mesh(len(devices) // model, model, fsdp, list(devices))
 
 
 def local_mesh(most: int) -> Mesh:

@@ -157,7 +157,7 @@ def lowered(
     specs = layout(progress), EVERYWHERE, EVERYWHERE
     shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
     program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
-    count = meshes.everywhere(jnp.int32(block), mesh)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(mesh))
     return program.lower(progress, context, count)
 
 

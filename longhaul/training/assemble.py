@@ -76,15 +76,17 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING
-) -> Assembly:
+    run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING,
+    mesh: Mesh | None = None,
+) -> Assembly:  # fmt: skip
     """Functions of a resolved run from `origin` on.
 
     A context is the data that environments read and never write; () for most. `within` returns the environment of a
-    context, also under tracing. `context` is an example: all have the same shapes and the same spec.
+    context, also under tracing. `context` is an example: all have the same shapes and the same spec. `mesh`: default
+    one of this process's devices.
     """
     assert run.devices is not None
-    mesh = meshes.make_mesh(*run.mesh)
+    mesh = mesh or meshes.make_mesh(*run.mesh)
     parted = (
         batch_shards.alone()
         if run.many

@@ -18,7 +18,7 @@ from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.rules import Cells
 from longhaul.envs.hackmatrix.state import CELLS, SIDE, SLOTS, State
 from longhaul.spaces import Discrete, Masked
-from longhaul.types import Compact, Spec
+from longhaul.types import Compact, Spec, platform
 
 CHANNELS = 42
 SIZE = 10 + w.PROGRAMS + CELLS * CHANNELS
@@ -161,7 +161,7 @@ def _words(packed: Packed) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]
     board = board & (1 << 23) - 1 | program << 23
     life = packed.life.reshape(-1, CELLS).astype(jnp.int32)
     turned = board.T, life.T
-    if jax.default_backend() != "cpu":  # else a GPU reads them across rows, anew for each channel
+    if platform() != "cpu":  # else a GPU reads them across rows, anew for each channel
         turned = lax.optimization_barrier(turned)
     return [*player.T, packed.programs.reshape(-1).astype(jnp.int32)], turned
 
