@@ -39,6 +39,10 @@ PIECE, LEAST = 64, 16
 """Slots that attention reads at a time, at most and at least: a power of two, by the length of completions. Of caches
 larger than `PIECE` prompts and ring have a multiple of it."""
 
+PART, FEW = 8, 8
+"""Slots of a piece whose scores and values are one loop on a CPU, and rows of which twice as many slots are; of so few
+XLA's short loops are slow."""
+
 
 class Kernels(NamedTuple):
     """Factors of decode steps; kernels are [outputs, inputs]."""
@@ -206,28 +210,63 @@ def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used)
     On a CPU XLA does not multiply or add along an outer axis for all rows at once by itself; written out, each of these
     sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `multiplied` takes 1.0, sums by `jnp.sum`
     11.
+
+    A piece of several is read in parts of `PART` slots, by loops that nothing is fused across: otherwise XLA computes
+    its scores twice, copies it, and adds its values in leaps over memory, in which no cache helps.
     """
-    slots, size = len(key) // len(used.first), query.shape[2]
-    shape = (*query.shape[:2], query.shape[3])
+    (heads, group, size, rows), slots = query.shape, len(key) // len(used.first)
+    count = slots if len(used.first) == 1 else min(PART * (1 + (rows <= FEW)), slots)
+    shape = heads, group, rows
+
+    def scores(first: Any) -> jax.Array:
+        """Scores [count, kv_heads, group, B] of the slots from `first` on."""
+
+        def feature(d: int) -> jax.Array:
+            keys = jax.lax.dynamic_slice(key, (first, 0, d, 0), (count, heads, 1, rows)).astype(jnp.float32)
+            return query[None, :, :, d] * keys
+
+        even, odd = (functools.reduce(jnp.add, map(feature, range(each, size, 2))) for each in range(2))
+        score = (even + odd) / math.sqrt(size)  # two sums, because an addition waits for the one before it
+        return jnp.where(jax.lax.dynamic_slice_in_dim(used.seen, first, count)[:, None, None], score, transformer.NEVER)
+
+    def sums(total: jax.Array, share: jax.Array, at: Any, first: Any) -> jax.Array:
+        """`total` [kv_heads, head_dim, group, B] and values of the slots from `first` on, by shares from `at` on."""
+
+        def slot(s: int) -> jax.Array:
+            values = jax.lax.dynamic_slice(value, (first + s, 0, 0, 0), (1, heads, size, rows))[0]
+            return jax.lax.dynamic_index_in_dim(share, at + s, keepdims=False)[:, None] * values[:, :, None]
+
+        return sum((slot(s) for s in range(count)), total)
 
     def piece(number: jax.Array | int, so_far: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
         highest, whole, total = so_far
-        parts = (key, value, used.seen)
-        keys, values, seen = (jax.lax.dynamic_slice_in_dim(x, used.first[number], slots) for x in parts)
-        keys = keys.astype(jnp.float32)
-        score = sum((query[None, :, :, d] * keys[:, :, None, d] for d in range(size)), jnp.float32(0.0))
-        score = jnp.where(seen[:, None, None], score / math.sqrt(size), transformer.NEVER)
-        score = jax.lax.optimization_barrier(score)
+        first = used.first[number]
+
+        def part(number: jax.Array, score: jax.Array) -> jax.Array:
+            at = number * count
+            return jax.lax.dynamic_update_slice_in_dim(score, scores(first + at), at, 0)
+
+        if count == slots:
+            score = scores(first)
+        else:
+            score = jax.lax.fori_loop(0, slots // count, part, jnp.zeros((slots, *shape)))
         top = functools.reduce(jnp.maximum, score, highest)
         share, before = jnp.exp(score - top[None]), jnp.exp(highest - top)
         whole = functools.reduce(jnp.add, share, whole * before)
-        share = share.astype(value.dtype)
-        added = sum((share[s, :, :, None] * values[s, :, None] for s in range(slots)), jnp.float32(0.0))
-        return top, whole, total * before[:, :, None] + added
+        share, total = share.astype(value.dtype), total * before[:, None]
+        if count == slots:
+            return top, whole, sums(total, share, 0, first)
+        return (
+            top,
+            whole,
+            jax.lax.fori_loop(
+                0, slots // count, lambda part, total: sums(total, share, part * count, first + part * count), total
+            ),
+        )
 
-    begun = jnp.full(shape, transformer.NEVER), jnp.zeros(shape), jnp.zeros(query.shape, jnp.float32)
+    begun = jnp.full(shape, transformer.NEVER), jnp.zeros(shape), jnp.zeros((heads, size, group, rows))
     if len(used.first) == 1:
         _, whole, total = piece(0, begun)
     else:
         _, whole, total = jax.lax.fori_loop(0, used.pieces, piece, begun)
-    return (total / whole[:, :, None]).astype(value.dtype)
+    return jnp.swapaxes(total / whole[:, None], 1, 2).astype(value.dtype)

@@ -222,11 +222,11 @@ class _Decoding(NamedTuple):
 READ = 256
 """Tokens of prompts that are read together while other completions are written."""
 
-FEWER = 4
-"""Factor by which there are fewer rows once no completion waits and no more are left."""
+FEWER = (2.0, 4.0)
+"""Factors by which there are fewer rows, one after the other, once no completion waits and no more are left."""
 
 LARGE, LONG = 2**24, 64
-"""Parameters of a model, and tokens of its completions, whose steps are worth a second program, for fewer rows."""
+"""Parameters of a model, and tokens of its completions, whose steps are worth programs of their own for fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -370,18 +370,20 @@ class _Writing:
     def all(self) -> Drawn:
         """All completions, the last ones of a large model by fewer rows."""
         large = transformer.size(self.config) >= LARGE and self.how.length >= LONG
-        fewer = self.rows // FEWER if large else 0
-        last = jax.lax.while_loop(functools.partial(self.goes_on, fewer=fewer), self.one, self.begin())
-        moved, row = last.t, last.row
-        if fewer:
-            last = jax.lax.while_loop(self.goes_on, self.one, _in_fewer_rows(last, fewer))
-        return self.gathered(last, row, moved)
+        fewer = [count for factor in FEWER if large and (count := int(self.rows / factor))]
+        now, moves = self.begin(), []
+        for count in fewer:
+            now = jax.lax.while_loop(functools.partial(self.goes_on, fewer=count), self.one, now)
+            moves.append((now.t, now.row))
+            now = _in_fewer_rows(now, count)
+        return self.gathered(jax.lax.while_loop(self.goes_on, self.one, now), moves)
 
-    def gathered(self, last: _Decoding, row: jax.Array, moved: jax.Array) -> Drawn:
-        """Tokens by completion, from those by step and row; `row` [N] is a completion's before step `moved`."""
+    def gathered(self, last: _Decoding, moves: Sequence[tuple[jax.Array, jax.Array]]) -> Drawn:
+        """Tokens by completion, from those by step and row; of each move its step and the rows [N] before it."""
         places = jnp.arange(self.how.length)[None]
-        step = last.since[:, None] + places - 1
-        row = jnp.where(step < moved, row[:, None], last.row[:, None])
+        step, row = last.since[:, None] + places - 1, last.row[:, None]
+        for moved, before in reversed(moves):
+            row = jnp.where(step < moved, before[:, None], row)
         begins = places == 0
         written = begins | (last.log[0][step, row] == jnp.arange(self.number)[:, None])
 

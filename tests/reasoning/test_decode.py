@@ -78,8 +78,10 @@ def test_bfloat16_stays_near() -> None:
 def test_attention_to_pieces_is_that_to_all_that_is_seen(
     piece: int, ring: int, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By products and written out; around the ring's end; and pieces that no row uses are not read."""
+    """By products and written out, in parts of 2 slots; around the ring's end; and pieces that no row uses are not
+    read."""
     monkeypatch.setattr(decode, "PIECE", piece)
+    monkeypatch.setattr(decode, "PART", 1)  # twice as many of few rows
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (2, 3, 8, 5))
     key, value = (jax.random.normal(each, (8 + ring, 2, 8, 5)) for each in keys[1:])

@@ -115,12 +115,13 @@ SOON = (3, 12, 20, 21)
 def test_rows_that_are_filled_again_write_what_full_forwards_do(
     piece: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 prompts, 2 completions of each by 5 rows: the likeliest tokens, exactly; the last by 2 rows where that is
-    worth it. Pieces of 4 slots are many."""
+    """Of 8 prompts, 2 completions of each by 5 rows: the likeliest tokens, exactly; the last by 3 rows and 2 where
+    that is worth it. Pieces of 4 slots, in parts of 2, are many."""
     monkeypatch.setattr(decode, "PIECE", piece)
+    monkeypatch.setattr(decode, "PART", 1)  # twice as many of few rows
     monkeypatch.setattr(sampler, "LARGE", large)
     monkeypatch.setattr(sampler, "LONG", 2)
-    monkeypatch.setattr(sampler, "FEWER", 2)
+    monkeypatch.setattr(sampler, "FEWER", (1.5, 2))
     monkeypatch.setattr(sampler, "READ", 40)  # prompts are read 3 at a time
     prompt, words = drawn_problems()[1].prompt[:8], tokenizer.TOKENISER._replace(ends=SOON)
     how, most = dataclasses.replace(HOW, temperature=0.0, group=2, wave=5), np.arange(16) % 2 * 9 + 7
