@@ -11,7 +11,6 @@ The check of boxes is exact and the host's own; the simulator has another, for m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -45,23 +44,24 @@ def corners(pose: np.ndarray, size: np.ndarray) -> np.ndarray:
     return pose[..., None, :2] + np.stack([x * cos - y * sin, x * sin + y * cos], -1)
 
 
-def clean(bodies: Bodies, edges: Edges) -> bool:
-    """True if the ego touches nobody and keeps all its corners on the road, at every step."""
+def clean(bodies: Bodies, known: tuple[np.ndarray, ...], edges: Edges) -> bool:
+    """True if the ego touches nobody and keeps all its corners on the road, at every step; `known` are the `boxes` of
+    `bodies`."""
     from longhaul.driving.generator import kernels
 
-    touched = kernels.any_near_first(*boxes(bodies), CLEARANCE)  # type: ignore[call-arg]
+    touched = kernels.any_near_first(*known, CLEARANCE)  # type: ignore[call-arg]
     if touched or not bodies.valid[0].all():
         return False
     outline = corners(bodies.pose[0], np.broadcast_to(bodies.size[0, :2], (bodies.pose.shape[1], 2)))
     return bool(signed_distance(outline, edges).max() < -OFF_EDGE)
 
 
-def sift(bodies: Bodies) -> Bodies:
-    """Without those bodies, other than the ego, that touch one that stays."""
+def sift(bodies: Bodies, known: tuple[np.ndarray, ...]) -> Bodies:
+    """Bodies without those, other than the ego, that touch one that stays; `known` are their `boxes`."""
     from longhaul.driving.generator import kernels
 
-    keep = kernels.sifted(*boxes(bodies))
-    return Bodies(*(a[keep] for a in bodies))
+    keep = kernels.sifted(*known)
+    return bodies if keep.all() else Bodies(*(a[keep] for a in bodies))
 
 
 def boxes(bodies: Bodies) -> tuple[np.ndarray, ...]:
@@ -136,11 +136,11 @@ def generate(seed: int) -> Log:
         s, v = traffic.run(net, scene.cars, scene.lights, scene.walkers.pose[..., :2], scene.manner)
         if not fit(net, scene, s, v):
             continue
-        bodies = embody(
-            net, scene, s, v, draw_beside(rng, world, scene, traffic.pose(net, scene.cars.path[:1], s[:1, 0]))
-        )
-        if clean(bodies, edges):
-            return write(rng, f"generated-{seed}-{world.kind}", world, scene, sift(bodies))
+        beside = draw_beside(rng, world, scene, traffic.pose(net, scene.cars.path[:1], s[:1, 0]))
+        bodies = embody(net, scene, s, beside)
+        known = boxes(bodies)
+        if clean(bodies, known, edges):
+            return write(rng, f"generated-{seed}-{world.kind}", world, scene, sift(bodies, known))
     raise RuntimeError(f"no clean log in {TRIES} draws for seed {seed}, density {density}: choose another seed")
 
 
@@ -333,11 +333,11 @@ def place_traffic(
             own = lane == net.lane[ego, part] and part == 0
             if level <= 0.0:
                 continue
-            gaps = least + rng.exponential(mean, 32)
-            back = float(gaps[0]) * rng.random()
-            spots = [begin + s - back for s in itertools.accumulate(gaps.tolist())]
-            picks = [choices[i] for i in rng.integers(0, len(choices), len(spots)).tolist()]
-            found = list(zip(picks, spots, strict=True))
+            gaps = (least + rng.exponential(mean, 32)).tolist()
+            back = gaps[0] * rng.random()
+            spots = (begin + s - back for s in itertools.accumulate(gaps))
+            picks = rng.integers(0, len(choices), 32).tolist()
+            found = [(choices[i], s) for i, s in zip(picks, itertools.takewhile(end.__gt__, spots), strict=False)]
             if own:
                 room = 9.0 + 4.0 * rng.random()
                 found = [(q, s) for q, s in found if abs(s - ego_s) > room]
@@ -345,7 +345,7 @@ def place_traffic(
                     ahead = ego_s + room + float(rng.uniform(2.0, 18.0))
                     found = [(q, s) for q, s in found if s < ego_s or s > ahead + 11.0]
                     found.append((ego, ahead))
-            placed += [(q, s) for q, s in found if s < end]
+            placed += [(q, s) for q, s in found if s < end] if own else found
     return placed
 
 
@@ -408,12 +408,10 @@ def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> boo
     return not (passes and log.LIGHT_STOP in state[max(step - 2, 0) : step + 2])
 
 
-def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, beside: Bystanders) -> Bodies:
+def embody(net: traffic.Network, scene: Scene, s: np.ndarray, beside: Bystanders) -> Bodies:
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars = scene.cars
-    pose = stray(net, cars.path, s, scene.wave, scene.shift)
-    # who is beside the middle goes farther, or less far, than the path
-    v = np.round(np.hypot(*np.gradient(pose[..., :2], DT, axis=1).transpose(2, 0, 1)), 6)
+    pose, v = stray(net, cars.path, s, scene.wave, scene.shift)
     still = scene.walkers, beside
     there = s < net.length[cars.path][:, None] - cars.length[:, None] / 2
     return Bodies(
@@ -425,50 +423,42 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, bes
     )
 
 
-def stray(net: traffic.Network, path: np.ndarray, s: np.ndarray, wave: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Poses [N, T, 3] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave` [N, 3] and `shift`
-    [N, 3]."""
+def stray(
+    net: traffic.Network, path: np.ndarray, s: np.ndarray, wave: np.ndarray, shift: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Poses [N, T, 3] and speeds [N, T] of vehicles at arc lengths `s` [N, T] that stray from their paths by `wave`
+    [N, 3] and `shift` [N, 3]: who is beside the middle goes farther, or less far, than the path."""
     from longhaul.driving.generator import kernels
 
-    return kernels.strayed(net.xy, net.heading, path, s, wave, shift)
+    return kernels.strayed(net.xy, net.heading, path, s, wave, shift, DT)
 
 
 def write(rng: np.random.Generator, name: str, world: World, scene: Scene, bodies: Bodies) -> Log:
     """The log, somewhere in the world and turned by some angle; the ego at a random place among the tracks."""
+    from longhaul.driving.generator import kernels
+
     angle, height = float(rng.uniform(-np.pi, np.pi)), float(rng.uniform(-20.0, 20.0))
-    shift = rng.uniform(-5000.0, 5000.0, 2)
-    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
-
-    def placed(points: np.ndarray) -> np.ndarray:
-        flat = points[..., :1] * turn[0] + points[..., 1:] * turn[1] + shift
-        return np.round(np.concatenate([flat, np.full((*points.shape[:-1], 1), height)], -1), 6)
-
+    frame = float(np.cos(angle)), float(np.sin(angle)), *rng.uniform(-5000.0, 5000.0, 2).tolist(), height
     seen = within_reach(rng, bodies)
     order = rng.permutation(np.flatnonzero(seen.any(1)))
-    valid = seen[order]
-    heading = np.round((bodies.pose[order][..., 2] + angle + np.pi) % (2 * np.pi) - np.pi, 6)
-    direction = np.stack([np.cos(heading), np.sin(heading)], -1)
-    position = placed(bodies.pose[order][..., :2])
-    position[..., 2] += bodies.size[order][:, None, 2] / 2
+    heading = np.round((bodies.pose[..., 2][order] + angle + np.pi) % (2 * np.pi) - np.pi, 6)
+    position, heading32, velocity, size, valid = kernels.recorded(
+        order, seen, bodies.pose, bodies.speed, bodies.size, heading, np.cos(heading), np.sin(heading), *frame
+    )
     tracks = Tracks(
-        id=np.arange(len(order), dtype=np.int64),
-        kind=bodies.kind[order],
-        position=np.where(valid[..., None], position, 0.0),
-        heading=np.where(valid, heading, 0.0).astype(np.float32),
-        velocity=np.where(valid[..., None], direction * bodies.speed[order][..., None], 0.0).astype(np.float32),
-        size=np.where(valid[..., None], bodies.size[order][:, None], 0.0).astype(np.float32),
-        valid=valid,
+        np.arange(len(order), dtype=np.int64), bodies.kind[order], position, heading32, velocity, size, valid
     )
     ego = int(np.flatnonzero(order == 0)[0])
     limit = None if rng.random() < UNLIMITED else post(rng, world)
     told, state, known = tell_lights(rng, world, scene.lights)
+    begins = np.array([world.lanes[world.paths[p].lanes[1]][0] for p in told]).reshape(-1, 2)
     lights = Lights(
         lane=np.array([world.paths[p].lanes[1] + 1 for p in told], np.int64),
-        position=placed(np.array([world.lanes[world.paths[p].lanes[1]][0] for p in told]).reshape(-1, 2)),
+        position=kernels.placed(begins, *frame),
         state=state,
         valid=known,
     )
-    features = describe(world, placed, limit)
+    features = describe(world, frame, limit)
     return Log(
         name,
         "generated",
@@ -549,8 +539,10 @@ def tell_lights(
 ARROW_STOP, FLASHING_STOP, FLASHING_CAUTION = 1, 7, 8
 
 
-def describe(world: World, placed: Callable[[np.ndarray], np.ndarray], limit: float | None) -> tuple[Feature, ...]:
-    """The map's features; lane i has the id i + 1."""
+def describe(world: World, frame: tuple[float, ...], limit: float | None) -> tuple[Feature, ...]:
+    """The map's features in the log's `frame`, see `kernels.placed`; lane i has the id i + 1."""
+    from longhaul.driving.generator import kernels
+
     entry: list[set[int]] = [set() for _ in world.lanes]
     leave: list[set[int]] = [set() for _ in world.lanes]
     for path in world.paths:
@@ -559,7 +551,8 @@ def describe(world: World, placed: Callable[[np.ndarray], np.ndarray], limit: fl
             entry[b].add(a + 1)
     others = [*world.edges, *world.lines, *((log.CROSSWALK, c) for c in world.crosswalks)]
     lines = [*world.lanes, *(line for _, line in others)]
-    points = np.split(placed(np.concatenate(lines)), np.cumsum([len(line) for line in lines[:-1]]))
+    every, ends = kernels.placed(np.concatenate(lines), *frame), [0, *itertools.accumulate(map(len, lines))]
+    points = [every[a:b] for a, b in itertools.pairwise(ends)]
     lanes = [
         Feature(i + 1, log.LANE_STREET, points[i], tuple(sorted(entry[i])), tuple(sorted(leave[i])), limit)
         for i in range(len(world.lanes))

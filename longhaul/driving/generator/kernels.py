@@ -144,9 +144,10 @@ def micro(x):
 
 
 @jit
-def strayed(xy, headings, path, s, wave, shift):
-    """Poses [N, T, 3] at arc lengths `s` [N, T] of the paths `path` [N], beside them as `generate.stray` says."""
-    out = poses(xy, headings, path, s)
+def strayed(xy, headings, path, s, wave, shift, dt):
+    """Poses [N, T, 3] at arc lengths `s` [N, T] of the paths `path` [N], beside them as `generate.stray` says, and the
+    speeds [N, T] of these."""
+    out, speed, last = poses(xy, headings, path, s), np.empty(s.shape), s.shape[1] - 1
     for i in range(len(out)):
         amount, rate, phase = wave[i, 0], wave[i, 1], wave[i, 2]
         beside, begin, within = shift[i, 0], shift[i, 1], shift[i, 2]
@@ -159,18 +160,34 @@ def strayed(xy, headings, path, s, wave, shift):
             out[i, t, 0] = out[i, t, 0] - aside * np.sin(heading)
             out[i, t, 1] = out[i, t, 1] + aside * np.cos(heading)
             out[i, t, 2] = heading + micro(np.arctan(slope))
-    return out
+        for t in range(last + 1):  # as `np.gradient` has it
+            a, b = max(t - 1, 0), min(t + 1, last)
+            lasts = 2.0 * dt if b - a == 2 else dt
+            speed[i, t] = micro(np.hypot((out[i, b, 0] - out[i, a, 0]) / lasts, (out[i, b, 1] - out[i, a, 1]) / lasts))
+    return out, speed
 
 
 @jit
-def tables(points, starts, most, limit, lateral, slowing):
-    """Places [P, most, 2] a metre apart, headings and speeds [P, most] and lengths [P] of paths, where path p is
-    points[starts[p] : starts[p + 1]] [K, 2]; see `traffic.Network`."""
-    paths = len(starts) - 1
-    xy, heading, speed = np.empty((paths, most, 2)), np.empty((paths, most)), np.empty((paths, most))
-    length = np.zeros(paths)
+def tables(points, starts, cuts, lane, lanes, limit, lateral, slowing):
+    """Places [P, K, 2] a metre apart, headings and speeds [P, K], lengths [P], bounds [P, 2] and offsets [P, lanes] of
+    paths, where path p is points[starts[p] : starts[p + 1]] [Q, 2]; see `traffic.Network`.
+
+    `cuts` [P, 2] are the points of a path at which its connector begins and ends. All are rounded, so that the last bit
+    of a sine, which machines differ in, does not decide what happens.
+    """
+    paths, reach = len(starts) - 1, np.zeros(len(points))
+    for i in range(1, len(points)):
+        reach[i] = reach[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
+    most = 0
     for p in range(paths):
-        last = starts[p + 1] - 1
+        most = max(most, int(reach[starts[p + 1] - 1] - reach[starts[p]]) + 2)
+    xy, heading, speed = np.empty((paths, most, 2)), np.empty((paths, most)), np.empty((paths, most))
+    length, bound, offset = np.zeros(paths), np.full((paths, 2), np.inf), np.full((paths, lanes), np.nan)
+    for p in range(paths):
+        last, several = starts[p + 1] - 1, lane[p, 0] != lane[p, 2]
+        offset[p, lane[p, 0]] = 0.0
+        for k in range(2 if several else 0):
+            bound[p, k] = offset[p, lane[p, k + 1]] = micro(reach[starts[p] + cuts[p, k]] - reach[starts[p]])
         for i in range(starts[p], last):
             length[p] += np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
         i, s = starts[p], 0.0
@@ -199,7 +216,11 @@ def tables(points, starts, most, limit, lateral, slowing):
             speed[p, m] = min(limit, np.sqrt(lateral / max(curvature, 1e-6)))
         for m in range(most - 2, -1, -1):
             speed[p, m] = min(speed[p, m], np.sqrt(speed[p, m + 1] ** 2 + 2.0 * slowing))
-    return xy, heading, speed, length
+        length[p] = micro(length[p])
+        for m in range(most):
+            xy[p, m, 0], xy[p, m, 1] = micro(xy[p, m, 0]), micro(xy[p, m, 1])
+            heading[p, m], speed[p, m] = micro(heading[p, m]), micro(speed[p, m])
+    return xy, heading, speed, length, bound, offset
 
 
 @jit
@@ -229,7 +250,15 @@ def first_speeds(path, s, length, urge, halt, unseen, allowed, bound, lane, offs
         at[i] = s[i] - offset[p, own[i]]
         speed[i] = allowed[p, min(max(int(s[i]), 0), allowed.shape[1] - 1)] * urge[i]
     before = np.full(offset.shape[1], -1)
-    for i in np.argsort(-at, kind="mergesort"):
+    order = np.empty(count, np.int64)  # the first ahead of the others
+    for i in range(count):
+        k = i
+        while k and at[order[k - 1]] < at[i]:
+            order[k] = order[k - 1]
+            k -= 1
+        order[k] = i
+    for each in order:
+        i = int(each)
         if unseen[i]:
             continue
         if halt[i]:
@@ -244,22 +273,36 @@ def first_speeds(path, s, length, urge, halt, unseen, allowed, bound, lane, offs
 
 
 @jit
-def meetings(points, s, starts, near):
-    """Stretches where paths come `near`: enter, leave [P, P], arc lengths on the first; inf, -inf where they never do.
+def meetings(xy, bound, lane, near):
+    """`enter`, `leave` and `shared` [P, P] of `traffic.Network`, of paths that all have a connector.
 
-    Path p has the points starts[p] .. starts[p + 1] of `points` [K, 2], at arc lengths `s` [K].
+    Points of a path are at most a metre apart, so that about as many as a point is metres away can be left out.
     """
-    paths = len(starts) - 1
-    enter, leave = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf)
+    paths = len(xy)
+    enter, leave, shared = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf), np.zeros((paths, paths))
     for p in range(paths):
-        for a in range(starts[p], starts[p + 1]):
-            for q in range(paths):
-                for b in range(starts[q], starts[q + 1]):
-                    dx, dy = points[a, 0] - points[b, 0], points[a, 1] - points[b, 1]
-                    if dx * dx + dy * dy < near * near:
-                        enter[p, q], leave[p, q] = min(enter[p, q], s[a]), max(leave[p, q], s[a])
+        first, last = int(bound[p, 0]), int(bound[p, 1])
+        for q in range(paths):
+            begin, end = int(bound[q, 0]), int(bound[q, 1])
+            if lane[p, 0] == lane[q, 0]:
+                k, size = 0, min(last - first, end - begin)
+                while k < size:
+                    dx, dy = xy[p, first + k, 0] - xy[q, begin + k, 0], xy[p, first + k, 1] - xy[q, begin + k, 1]
+                    if np.hypot(dx, dy) > near:
                         break
-    return enter, leave
+                    k += 1
+                shared[p, q] = first + k
+                continue
+            for a in range(first, last + 1):
+                b = begin
+                while b <= end:
+                    dx, dy = xy[p, a, 0] - xy[q, b, 0], xy[p, a, 1] - xy[q, b, 1]
+                    square = dx * dx + dy * dy
+                    if square < near * near:
+                        enter[p, q], leave[p, q] = min(enter[p, q], float(a)), float(a)
+                        break
+                    b += max(int((np.sqrt(square) - near) / 1.01), 1)
+    return enter, leave, shared
 
 
 @jit
@@ -450,10 +493,58 @@ def any_near_first(pose, cos, sin, size, valid, clearance):
 @jit
 def sifted(pose, cos, sin, size, valid):
     """bool [N]: the bodies that stay when each that touches an earlier one is left out."""
-    keep = np.ones(len(pose), np.bool_)
-    for i in range(1, len(pose)):
+    keep, ways = np.ones(len(pose), np.bool_), np.empty((len(pose), 4))
+    for i in range(len(pose)):  # the box around all that a body ever covers, and a little more
+        reach = np.hypot(size[i, 0], size[i, 1]) / 2.0 + 0.01
+        low_x, low_y, high_x, high_y = np.inf, np.inf, -np.inf, -np.inf
+        for t in range(pose.shape[1]):
+            low_x, high_x = min(low_x, pose[i, t, 0]), max(high_x, pose[i, t, 0])
+            low_y, high_y = min(low_y, pose[i, t, 1]), max(high_y, pose[i, t, 1])
+        ways[i, 0], ways[i, 1], ways[i, 2], ways[i, 3] = low_x - reach, low_y - reach, high_x + reach, high_y + reach
         for j in range(i):
-            if keep[j] and meet(i, j, pose, cos, sin, size, valid, 0.0):
+            apart = (
+                ways[i, 0] > ways[j, 2] or ways[j, 0] > ways[i, 2] or ways[i, 1] > ways[j, 3] or ways[j, 1] > ways[i, 3]
+            )
+            if keep[j] and not apart and meet(i, j, pose, cos, sin, size, valid, 0.0):
                 keep[i] = False
                 break
     return keep
+
+
+@jit
+def placed(points, cos, sin, x, y, height):
+    """Places [P, 3] of `points` [P, 2] in the frame of a log, turned by an angle of `cos` and `sin`, shifted by `x` and
+    `y`; rounded."""
+    out = np.empty((len(points), 3))
+    for i in range(len(points)):
+        out[i, 0] = micro(points[i, 0] * cos - points[i, 1] * sin + x)
+        out[i, 1] = micro(points[i, 0] * sin + points[i, 1] * cos + y)
+        out[i, 2] = micro(height)
+    return out
+
+
+@jit
+def recorded(order, seen, pose, speed, size, heading, heading_cos, heading_sin, cos, sin, x, y, height):
+    """Positions [M, T, 3], headings [M, T], velocities [M, T, 2], sizes [M, T, 3] and validity [M, T] of the tracks of
+    a log: the bodies `order` [M], where they are `seen` [N, T], in the frame of `placed`; zeros elsewhere.
+
+    `heading` [M, T] is in that frame already.
+    """
+    count, steps = len(order), seen.shape[1]
+    position, valid = np.zeros((count, steps, 3)), np.zeros((count, steps), np.bool_)
+    turn, sizes = np.zeros((count, steps), np.float32), np.zeros((count, steps, 3), np.float32)
+    velocity = np.zeros((count, steps, 2), np.float32)
+    for m in range(count):
+        i = order[m]
+        for t in range(steps):
+            if seen[i, t]:
+                valid[m, t] = True
+                position[m, t, 0] = micro(pose[i, t, 0] * cos - pose[i, t, 1] * sin + x)
+                position[m, t, 1] = micro(pose[i, t, 0] * sin + pose[i, t, 1] * cos + y)
+                position[m, t, 2] = micro(height) + size[i, 2] / 2.0
+                turn[m, t] = heading[m, t]
+                velocity[m, t, 0] = heading_cos[m, t] * speed[i, t]
+                velocity[m, t, 1] = heading_sin[m, t] * speed[i, t]
+                for k in range(3):
+                    sizes[m, t, k] = size[i, k]
+    return position, turn, velocity, sizes, valid

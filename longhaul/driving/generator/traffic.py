@@ -8,7 +8,6 @@ paths sampled each metre.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -80,24 +79,17 @@ def tabulate(world: World) -> Network:
     """The tables of a map's paths."""
     from longhaul.driving.generator import kernels
 
-    lines = [np.concatenate([world.lanes[p.lanes[0]], *(world.lanes[i][1:] for i in p.lanes[1:])]) for p in world.paths]
-    points = np.concatenate(lines)
-    starts = np.cumsum([0, *map(len, lines)])
-    reach = np.append(0.0, np.cumsum(np.hypot(*np.diff(points, axis=0).T)))
-    marks = [reach[a:b] - reach[a] for a, b in itertools.pairwise(starts)]
-    most = int(max(mark[-1] for mark in marks)) + 2
-    xy, heading, speed, length = kernels.tables(points, starts, most, world.limit, LATERAL, SLOWING)
     lane = np.array([p.lanes if len(p.lanes) == 3 else p.lanes * 3 for p in world.paths])
-    sizes = [[len(world.lanes[i]) - 1 for i in p.lanes] for p in world.paths]
-    bound = np.full((len(lines), 2), np.inf)
-    offset = np.full((len(lines), len(world.lanes)), np.nan)
-    for p, (path, mark, count) in enumerate(zip(world.paths, marks, sizes, strict=True)):
-        begins = mark[np.append(0, np.cumsum(count))]
-        offset[p, list(path.lanes)] = begins[:-1]
-        if len(path.lanes) == 3:
-            bound[p] = begins[1:3]
-    # rounded, so that the last bit of a sine, which machines differ in, does not decide what happens
-    xy, heading, speed, length, bound, offset = (np.round(a, 6) for a in (xy, heading, speed, length, bound, offset))
+    parts, starts, cuts = [], [0], []
+    for path in world.paths:
+        lines = [world.lanes[i] for i in path.lanes]
+        sizes = [len(line) for line in lines]
+        parts += [lines[0], *(line[1:] for line in lines[1:])]
+        starts.append(starts[-1] + sum(sizes) - len(sizes) + 1)
+        cuts.append((sizes[0] - 1, sum(sizes[:2]) - 2))
+    xy, heading, speed, length, bound, offset = kernels.tables(
+        np.concatenate(parts), np.array(starts), np.array(cuts), lane, len(world.lanes), world.limit, LATERAL, SLOWING
+    )
     enter, leave, shared = meetings(xy, bound, lane)
     legs, priorities = (np.array([getattr(p, name) for p in world.paths]) for name in ("leg", "priority"))
     return Network(xy, heading, speed, length, bound, lane, offset, enter, leave, shared, legs, priorities)
@@ -105,22 +97,12 @@ def tabulate(world: World) -> Network:
 
 def meetings(xy: np.ndarray, bound: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`enter`, `leave` and `shared` of a `Network`."""
-    paths = len(xy)
-    enter, leave, shared = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf), np.zeros((paths, paths))
     if not np.isfinite(bound).all():
-        return enter, leave, shared
+        square = (len(xy), len(xy))
+        return np.full(square, np.inf), np.full(square, -np.inf), np.zeros(square)
     from longhaul.driving.generator import kernels
 
-    spans = [np.arange(int(a), int(b) + 1) for a, b in bound]
-    starts = np.cumsum([0, *(len(span) for span in spans)])
-    points = np.concatenate([line[span] for line, span in zip(xy, spans, strict=True)])
-    enter, leave = kernels.meetings(points, np.concatenate(spans).astype(float), starts, CLOSE)
-    same = lane[:, :1] == lane[:, :1].T
-    for p, q in zip(*np.nonzero(same), strict=True):
-        size = min(len(spans[p]), len(spans[q]))
-        apart = np.hypot(*(xy[p, spans[p][:size]] - xy[q, spans[q][:size]]).T) > CLOSE
-        shared[p, q] = spans[p][int(apart.argmax()) if apart.any() else size - 1]
-    return np.where(same, np.inf, enter), np.where(same, -np.inf, leave), shared
+    return kernels.meetings(xy, bound, lane, CLOSE)
 
 
 def foresee(net: Network, path: np.ndarray, walkers: np.ndarray) -> np.ndarray:

@@ -63,41 +63,17 @@ def make_edges(polylines: Sequence[np.ndarray]) -> Edges:
 
     Polylines of fewer than two distinct points are left out; `M` is 0 if none is left.
     """
-    empty = np.zeros((0, 2))
     lines = [np.asarray(line, np.float64)[:, :2] for line in polylines if len(line)]
     if not lines:
-        return Edges(empty, empty, empty, empty)
+        return Edges(*np.zeros((4, 0, 2)))
+    return edges_of(np.concatenate(lines), np.cumsum([len(line) for line in lines]))
+
+
+def edges_of(points: np.ndarray, ends: np.ndarray) -> Edges:
+    """Edges of polylines, each points[ends[l - 1] : ends[l]] [P, 2+], as in `make_edges`."""
     from longhaul.driving.scenario import kernels
 
-    points, ends = np.concatenate(lines), np.cumsum([len(line) for line in lines])
-    fine = np.isfinite(points).all(-1)
-    points, ends = kernels.distinct(points[fine], np.cumsum(fine)[ends - 1], REPEATED, False)
-    size = np.diff(ends, prepend=0)
-    points, ends = points[np.repeat(size > 1, size)], np.cumsum(size[size > 1])
-    if not len(points):
-        return Edges(empty, empty, empty, empty)
-    keep = kernels.simplified(points, ends, MERGE)
-    points, ends = points[keep], np.cumsum(keep)[ends - 1]
-    begins = np.append(0, ends[:-1])
-    inner = np.delete(np.arange(len(points)), ends - 1)
-    start, vector = points[inner], points[inner + 1] - points[inner]
-    count = ends - begins - 1
-    heads, tails = points[begins], points[ends - 1]
-    unit = vector / np.sqrt((vector**2).sum(-1, keepdims=True))
-    normal = np.stack([-unit[:, 1], unit[:, 0]], -1)
-    last = np.cumsum(count) - 1
-    first = last - count + 1
-    before, after = np.arange(len(start)) - 1, np.arange(len(start)) + 1
-    gap = np.sqrt(((tails[:, None] - heads[None]) ** 2).sum(-1))
-    after[last] = np.where(gap.min(1) < JOIN, first[gap.argmin(1)], last)
-    before[first] = np.where(gap.min(0) < JOIN, last[gap.argmin(0)], first)
-    return Edges(start, vector, vertex_normal(normal, before), vertex_normal(normal, after))
-
-
-def vertex_normal(normal: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
-    """Sum of each segment's normal and its neighbour's; its own where they cancel, where an edge turns back."""
-    total = normal + normal[neighbour]
-    return np.where((total**2).sum(-1, keepdims=True) < 1e-8, normal, total)
+    return Edges(*kernels.edges(points, ends, REPEATED, MERGE, JOIN))
 
 
 def signed_distance(points: np.ndarray, edges: Edges) -> np.ndarray:

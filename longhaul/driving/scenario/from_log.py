@@ -19,6 +19,7 @@ float64.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -27,7 +28,7 @@ import numpy as np
 
 from longhaul.driving.datasets import log as kinds
 from longhaul.driving.datasets.log import BadData, Feature, Log
-from longhaul.driving.scenario.distance_field import distance_field, make_edges
+from longhaul.driving.scenario.distance_field import distance_field, edges_of, make_edges
 from longhaul.driving.scenario.lane_graph import BRIDGE, LEVEL, SLOPE, lay_grid, make_road
 from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
@@ -88,7 +89,7 @@ def find_lanes(features: Sequence[Feature], origin: np.ndarray) -> Lanes:
     from longhaul.driving.scenario import kernels
 
     points = np.concatenate([f.points for f in found]) - origin
-    points, ends = kernels.distinct(points, np.cumsum([len(f.points) for f in found]), REPEATED, True)
+    points, ends = kernels.distinct(points, np.cumsum([len(f.points) for f in found]), REPEATED)
     s = kernels.arcs_of(points, ends)
     lanes, begin = [], 0
     for feature, end in zip(found, ends.tolist(), strict=True):
@@ -106,7 +107,7 @@ def gather(each: Sequence[Lane]) -> Lanes:
     lanes, index = list(by_id.values()), {i: k for k, i in enumerate(by_id)}
     exits = [[index[i] for i in lane.exit if i in index] for lane in lanes]
     points = np.concatenate([np.zeros((0, 3)), *(lane.points for lane in lanes)])
-    starts = np.cumsum([0, *(len(lane.points) for lane in lanes)])
+    starts = np.array([0, *itertools.accumulate(len(lane.points) for lane in lanes)])
     box = np.concatenate([ends.reduceat(points[:, :2], starts[:-1]) for ends in (np.minimum, np.maximum)], 1)
     return Lanes(
         by_id,
@@ -116,7 +117,7 @@ def gather(each: Sequence[Lane]) -> Lanes:
         box,
         kernels.turns(points, starts),
         np.array([k for some in exits for k in some], np.int64),
-        np.cumsum([0, *map(len, exits)]),
+        np.array([0, *itertools.accumulate(map(len, exits))]),
     )
 
 
@@ -148,19 +149,17 @@ def make_route(
     """The route of an agent that was at `position` [T, 3] with `heading` [T] where `valid` [T]; it must be valid at
     step 0. After the log it goes on along one of `paths`, if one fits, else along a lane."""
     knots, expert_s = trace(position, heading, valid)
-    length = float(expert_s[-1])
-    last = int(np.flatnonzero(valid)[-1])
+    length, end = float(expert_s[-1]), float(heading[np.flatnonzero(valid)[-1]])
     if length < STANDING:
         ahead = np.array([np.cos(heading[0]), np.sin(heading[0]), 0.0])
-        line = np.stack([position[0], position[0] + (BEYOND + 2.0) * ahead])
-    else:
-        ways = gather(paths) if paths else lanes
-        found = lane_at(knots[-1], float(heading[last]), ways)
-        if found is None and paths:
-            ways, found = lanes, lane_at(knots[-1], float(heading[last]), lanes)
-        line = np.concatenate([knots, continuation(knots[-1], float(heading[last]), ways, found)[1:]])
+        return lay(np.stack([position[0], position[0] + (BEYOND + 2.0) * ahead]), length, expert_s)
+    ways = gather(paths) if paths else lanes
+    found = lane_at(knots[-1], end, ways)
+    if found is None and paths:
+        ways, found = lanes, lane_at(knots[-1], end, lanes)
+    line = np.concatenate([knots, continuation(knots[-1], end, ways, found)[1:]])
     route = lay(line, length, expert_s)
-    if STANDING <= length < 2.0:
+    if length < 2.0:
         where = ROUTE_SPACING * np.arange(len(route.points))
         turns = np.interp(where, expert_s[valid], np.unwrap(heading[valid]))
         route.points[:, 3] = np.where(where < length, turns, route.points[:, 3])
@@ -198,14 +197,20 @@ def continuation(end: np.ndarray, heading: float, lanes: Lanes, found: tuple[int
 def lane_at(place: np.ndarray, heading: float, lanes: Lanes) -> tuple[int, float] | None:
     """Index of the lane nearest to `place` [3] that runs along `heading`, and the arc length there; None if none is
     near."""
+    return lanes_at(place[None], [heading], lanes)[0]
+
+
+def lanes_at(places: np.ndarray, headings: Sequence[float], lanes: Lanes) -> list[tuple[int, float] | None]:
+    """What `lane_at` finds at each of `places` [K, 3]."""
     from longhaul.driving.scenario import kernels
 
-    best, found = LANE_AWAY, None
-    near = kernels.beside(place, LANE_AWAY, lanes.points, lanes.s, lanes.starts, lanes.box)
-    for lane, s, turn, height, x, y in near.tolist():
-        away = math.hypot(x, y)
-        if away < best and abs(wrap(turn - heading)) < LANE_TURN and abs(height) < 3.0:
-            best, found = away, (int(lane), s)
+    found: list[tuple[int, float] | None] = [None] * len(headings)
+    best = [LANE_AWAY] * len(headings)
+    near = kernels.beside(places, LANE_AWAY, lanes.points, lanes.s, lanes.starts, lanes.box)
+    for number, lane, s, turn, height, x, y in near.tolist():
+        k, away = int(number), math.hypot(x, y)
+        if away < best[k] and abs(wrap(turn - headings[k])) < LANE_TURN and abs(height) < 3.0:
+            best[k], found[k] = away, (int(lane), s)
     return found
 
 
@@ -253,11 +258,9 @@ def meet_lights(route: Route, lane_ids: np.ndarray, stops: np.ndarray, lanes: La
     from longhaul.driving.scenario import kernels
 
     line, end = route.points, ROUTE_SPACING * (len(route.points) - 1)
-    beside = kernels.near_line(line, stops)
     met = []
-    for i in np.flatnonzero((np.abs(beside[:, 4:]) <= LIGHT_AWAY).all(1)).tolist():
-        at, share, turn, height, x, y = beside[i].tolist()
-        where, away = ROUTE_SPACING * (at + share), math.hypot(x, y)
+    for number, at, share, turn, height, x, y in kernels.near_line(line, stops, LIGHT_AWAY).tolist():
+        i, where, away = int(number), ROUTE_SPACING * (at + share), math.hypot(x, y)
         if away > LIGHT_AWAY or not 0.0 < where < end or abs(height) > 4.0:
             continue
         score, lane = away, lanes.by_id.get(int(lane_ids[i]))
@@ -471,14 +474,20 @@ def cast_of(
     steps = usable_steps(log, horizon)
     window = slice(log.current, log.current + steps)
     tracks = log.tracks
-    valid = tracks.valid[:, window]
+    valid = tracks.valid[:, window].copy()
     origin = tracks.position[log.sdc, log.current].astype(np.float64)
-    position = fill(tracks.position[:, window] - origin, valid)
-    heading = fill(tracks.heading[:, window].astype(np.float64), valid)
+    position = np.ascontiguousarray(tracks.position[:, window] - origin)
+    heading = tracks.heading[:, window].astype(np.float64, order="C")
+    from longhaul.driving.scenario import kernels
+
+    kernels.hold(position, heading, valid)
     index = choose(position, valid, log.sdc, objects)
-    fit = np.isin(tracks.kind[index], CONTROLS[control]) if isinstance(control, str) else np.isin(index, control)
-    driven = controlled(position[index], valid[index], fit, agents)
-    return Cast(window, origin, index, driven, position[index], heading[index], valid[index])
+    position, heading, valid = position[index], heading[index], valid[index]
+    driven = [0]
+    if agents > 1:
+        fit = np.isin(tracks.kind[index], CONTROLS[control]) if isinstance(control, str) else np.isin(index, control)
+        driven = controlled(position, valid, fit, agents)
+    return Cast(window, origin, index, driven, position, heading, valid)
 
 
 def scenario_of(
@@ -494,17 +503,22 @@ def scenario_of(
         guided = guide(*agent, lanes.by_id, paths) if routes == "lanes" else None
         found.append(guided or make_route(*agent, lanes, paths))
     size = tracks.size[index, log.current + valid.argmax(1), :2]  # at its first valid step
-    signals = [signals_of(log, window, r, size[i, 0] / 2, origin, lanes) for r, i in zip(found, driven, strict=True)]
+    stops = log.lights.position - origin
+    signals = [signals_of(log, window, r, size[i, 0] / 2, stops, lanes) for r, i in zip(found, driven, strict=True)]
     field, field_origin = road_field(log, found, origin, route_margin)
-    pose = np.concatenate([position[..., :2], heading[..., None]], -1)
+    pose = np.empty((*valid.shape, 3), np.float32)
+    pose[..., :2], pose[..., 2] = position[..., :2], heading
+    velocity = (tracks.velocity[index, window] * valid[..., None]).astype(np.float32, copy=False)
     ways = pad_routes(found, signals, agents, steps)
-    road = make_road(log.features, np.concatenate([r.points[:, :3] for r in found]), origin, flow(log))
+    unlimited = any(f.kind == kinds.LANE_STREET and not f.speed_limit for f in log.features)
+    near = np.concatenate([r.points[:, :3] for r in found])
+    road = make_road(log.features, near, origin, flow(log) if unlimited else None)
     return Scenario(
         id=log.id,
         steps=steps,
         dt=float(np.median(np.diff(log.times))),
-        pose=pose.transpose(1, 0, 2).astype(np.float32),
-        velocity=(tracks.velocity[index, window] * valid[..., None]).transpose(1, 0, 2).astype(np.float32),
+        pose=pose.transpose(1, 0, 2),
+        velocity=velocity.transpose(1, 0, 2),
         present=np.ascontiguousarray(valid.T),
         size=size.astype(np.float32),
         kind=tracks.kind[index].astype(np.int8),
@@ -525,17 +539,17 @@ def onward(
     """Ways of vehicles along the lanes from where the log sees them last; none for those that stand or are on none."""
     from longhaul.driving.scenario import kernels
 
-    which: list[int] = []
-    ways = [np.zeros((0, 2))]
     last = valid.shape[1] - 1 - valid[:, ::-1].argmax(1)
     every = np.arange(len(last))
     end, turn = position[every, last], heading[every, last]
     moved = np.hypot(*(end - position[every, np.maximum(last - 5, 0)])[:, :2].T) >= UNDER_WAY
-    for i in np.flatnonzero((kind == kinds.VEHICLE) & moved).tolist():
-        found = lane_at(end[i], float(turn[i]), lanes)
-        if found is not None:
+    moving = np.flatnonzero((kind == kinds.VEHICLE) & moved)
+    found = lanes_at(end[moving], turn[moving].tolist(), lanes)
+    which, ways = [], [np.zeros((0, 2))]
+    for i, place in zip(moving.tolist(), found, strict=True):
+        if place is not None:
             which.append(i)
-            line = continuation(end[i], float(turn[i]), lanes, found)
+            line = continuation(end[i], float(turn[i]), lanes, place)
             ways.append(kernels.spaced(line, ONWARD_SPACING, ONWARD))
     return {"onward_of": np.array(which, np.int16), "onward": np.concatenate(ways).astype(np.float32)}
 
@@ -590,24 +604,12 @@ def usable_steps(log: Log, horizon: int | None) -> int:
     return steps
 
 
-def fill(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """`values` [N, T, ...]; where not `valid` [N, T], those of the nearest earlier valid step, else of the first."""
-    step = np.where(valid, np.arange(valid.shape[1]), -1)
-    last = np.maximum.accumulate(step, axis=1)
-    last = np.where(last < 0, valid.argmax(1)[:, None], last)
-    return values[np.arange(len(values))[:, None], last]
-
-
 def choose(position: np.ndarray, valid: np.ndarray, sdc: int, objects: int) -> np.ndarray:
     """Indices of the agents to keep: the ego, then the nearest to its path; standing ones far from it are left out."""
-    path = position[sdc, :, :2][:: max(1, valid.shape[1] // 40)]
-    moved = np.hypot(*(position[..., :2].max(1) - position[..., :2].min(1)).T) > 1.0
-    away = np.full(len(position), np.inf)
-    known = np.flatnonzero(valid.any(1) & np.isfinite(position).all((1, 2)))
-    looked = moved[known, None] | (np.arange(position.shape[1]) == 0)  # at who stands, once
-    near = approach(position[known, :, :2][looked], path)[0]
-    away[known] = np.minimum.reduceat(near, np.cumsum(looked.sum(1)) - looked.sum(1))
-    away[~moved & (away > FAR)] = np.inf
+    from longhaul.driving.scenario import kernels
+
+    path = position[sdc, :: max(1, valid.shape[1] // 40), :2]
+    away = kernels.nearness(position, valid, np.ascontiguousarray(path), FAR)
     away[sdc] = -1.0
     order = np.argsort(away, kind="stable")[:objects]
     return order[np.isfinite(away[order])]
@@ -621,10 +623,13 @@ def controlled(position: np.ndarray, valid: np.ndarray, fit: np.ndarray, agents:
     return [0, *(int(i) for i in np.flatnonzero(fit) if i > 0)][:agents]
 
 
-def signals_of(log: Log, window: slice, route: Route, half_length: float, origin: np.ndarray, lanes: Lanes) -> Signals:
-    """The lights that `route` meets; those that the log's own vehicle disputes are unknown throughout."""
+def signals_of(log: Log, window: slice, route: Route, half_length: float, stops: np.ndarray, lanes: Lanes) -> Signals:
+    """The lights, with their `stops` [L, 3], that `route` meets; those that the log's own vehicle disputes are unknown
+    throughout."""
     lights = log.lights
-    met = meet_lights(route, lights.lane, lights.position - origin, lanes) if len(lights.lane) else []
+    met = meet_lights(route, lights.lane, stops, lanes) if len(lights.lane) else []
+    if not met:
+        return Signals(np.zeros(0), np.zeros((0, window.stop - window.start), np.int8))
     index = [i for i, _ in met]
     s = np.array([s for _, s in met])
     known = np.where(lights.valid[index, window], lights.state[index, window], 0)
@@ -646,10 +651,11 @@ def pad_routes(routes: list[Route], signals: list[Signals], agents: int, steps: 
     }
     for a, (route, signal) in enumerate(zip(routes, signals, strict=True)):
         count = len(route.points)
-        out["route"][a, :count] = route.points[:, [0, 1, 3]]
-        out["route"][a, count:] = route.points[-1, [0, 1, 3]]
+        out["route"][a, :count, :2], out["route"][a, :count, 2] = route.points[:, :2], route.points[:, 3]
+        out["route"][a, count:] = out["route"][a, count - 1]
         out["route_length"][a], out["route_points"][a], out["expert_s"][a] = route.length, count, route.expert_s
-        out["light_s"][a, : len(signal.s)], out["light_state"][a, : len(signal.s)] = signal.s, signal.state
+        if len(signal.s):
+            out["light_s"][a, : len(signal.s)], out["light_state"][a, : len(signal.s)] = signal.s, signal.state
     return out
 
 
@@ -666,14 +672,14 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
         )
     edges = [f.points for f in log.features if f.kind in (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN) and len(f.points) > 1]
     points = np.concatenate([np.zeros((0, 3)), *edges]) - origin
-    ends = np.cumsum([len(edge) for edge in edges[:-1]]).astype(int)
-    lines = np.split(points, ends)
+    ends = np.array([0, *itertools.accumulate(map(len, edges))])
     height, over = points[:, 2], near[::5, 2]
     if len(points) and max(height.max() - over.min(), over.max() - height.min()) > LEVEL:
         away, closest = approach(points[:, :2], near[::5, :2])
         level = np.abs(height - over[closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
-        lines = [line[run] for line, flat in zip(lines, np.split(level, ends), strict=True) for run in runs(flat)]
-    return distance_field(make_edges(lines), low, high)
+        lines = [points[a:b][run] for a, b in itertools.pairwise(ends) for run in runs(level[a:b])]
+        return distance_field(make_edges(lines), low, high)
+    return distance_field(edges_of(points, ends[1:]), low, high)
 
 
 def approach(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -702,5 +708,6 @@ def draw(log: Log, routes: list[Route], origin: np.ndarray) -> tuple[tuple[int, 
     ends = np.cumsum([len(feature.points) for feature in features])
     whole = np.array([feature.kind in (kinds.CROSSWALK, kinds.SPEED_BUMP, kinds.DRIVEWAY) for feature in features])
     kept, bounds, of = kernels.drawn(points, ends, whole, near, DRAWN, DRAWN_TOLERANCE)
-    lines = np.split(points[kept].astype(np.float32), bounds[:-1])
-    return tuple((features[i].kind, line) for i, line in zip(of.tolist(), lines, strict=False))
+    lines, begins = points[kept].astype(np.float32), [0, *bounds.tolist()]
+    drawn = zip(of.tolist(), itertools.pairwise(begins), strict=False)
+    return tuple((features[i].kind, lines[a:b]) for i, (a, b) in drawn)

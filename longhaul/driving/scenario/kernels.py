@@ -20,14 +20,6 @@ SLACK = 1e-6
 
 
 @jit
-def from_segment(x, y, vx, vy):
-    """x and y from the nearest place of a segment, which leads from the origin to (vx, vy), and its share of it."""
-    share = (x * vx + y * vy) / (vx * vx + vy * vy)
-    share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
-    return x - share * vx, y - share * vy, share
-
-
-@jit
 def thin(points, begin, last, tolerance, keep, stack):
     """Marks in `keep` the points of a line, `begin` to `last`, that stay; none is farther than `tolerance` m from what
     is left. `stack` [P + 1, 2] is room.
@@ -57,33 +49,92 @@ def thin(points, begin, last, tolerance, keep, stack):
 
 
 @jit
-def simplified(points, ends, tolerance):
-    """bool [P]: the points that stay, see `thin`, of lines: line l is points[ends[l - 1] : ends[l]] [P, 2]."""
-    keep, stack = np.zeros(len(points), np.bool_), np.empty((len(points) + 1, 2), np.int64)
-    begin = 0
-    for end in ends:
-        thin(points, begin, end - 1, tolerance, keep, stack)
-        begin = end
-    return keep
-
-
-@jit
-def distinct(points, ends, least, together):
-    """Lines [P, D] without points that repeat the one before: what is left of each in turn, and new ends [L].
-
-    A point repeats another one within `least` m: of distance in the plane, or if not `together`, of each coordinate.
-    """
+def distinct(points, ends, least):
+    """Lines [P, D] without points that lie within `least` m, in the plane, of the one before: what is left of each in
+    turn, and new ends [L]."""
     kept, bounds, count, begin = np.empty(len(points), np.int64), np.empty(len(ends), np.int64), 0, 0
     for line in range(len(ends)):
         for i in range(begin, ends[line]):
-            if i > begin:
-                dx, dy = points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1]
-                if (np.hypot(dx, dy) if together else max(abs(dx), abs(dy))) <= least:
-                    continue
+            if i > begin and np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1]) <= least:
+                continue
             kept[count] = i
             count += 1
         begin, bounds[line] = ends[line], count
     return points[kept[:count]], bounds
+
+
+@jit
+def summed(normal, i, j, out):
+    """Puts in out[i] the sum of the normals i and j; normal i where they cancel, where an edge turns back."""
+    x, y = normal[i, 0] + normal[j, 0], normal[i, 1] + normal[j, 1]
+    cancels = x * x + y * y < 1e-8
+    out[i, 0], out[i, 1] = normal[i, 0] if cancels else x, normal[i, 1] if cancels else y
+
+
+@jit
+def edges(points, ends, least, tolerance, near):
+    """Starts, vectors and normals [M, 2] of `distance_field.Edges` of lines: line l is points[ends[l - 1] : ends[l]]
+    [P, 2+].
+
+    Left out are points that are not finite, and those that repeat the one before within `least` m along both axes; then
+    lines of fewer than two. The others are simplified by `tolerance` m, and joined within `near` m.
+    """
+    own, bounds, size, lines, begin = np.empty((len(points), 2)), np.empty(len(ends), np.int64), 0, 0, 0
+    for end in ends:
+        first, before = size, -1
+        for i in range(begin, end):
+            x, y = points[i, 0], points[i, 1]
+            if not (np.isfinite(x) and np.isfinite(y)):
+                continue
+            if before < 0 or max(abs(x - points[before, 0]), abs(y - points[before, 1])) > least:
+                own[size, 0], own[size, 1] = x, y
+                size += 1
+            before = i
+        begin = end
+        if size - first > 1:
+            bounds[lines] = size
+            lines += 1
+        else:
+            size = first
+    keep, stack = np.zeros(size, np.bool_), np.empty((size + 1, 2), np.int64)
+    start, vector, normal = np.empty((size, 2)), np.empty((size, 2)), np.empty((size, 2))
+    firsts, lasts, count, begin = np.empty(lines, np.int64), np.empty(lines, np.int64), 0, 0
+    for line in range(lines):
+        firsts[line], before = count, begin
+        thin(own, begin, bounds[line] - 1, tolerance, keep, stack)
+        for i in range(begin + 1, bounds[line]):
+            if keep[i]:
+                x, y = own[i, 0] - own[before, 0], own[i, 1] - own[before, 1]
+                length = np.sqrt(x * x + y * y)
+                start[count, 0], start[count, 1], vector[count, 0], vector[count, 1] = (
+                    own[before, 0],
+                    own[before, 1],
+                    x,
+                    y,
+                )
+                normal[count, 0], normal[count, 1] = -(y / length), x / length
+                count, before = count + 1, i
+        begin, lasts[line] = bounds[line], count - 1
+    start_normal, end_normal, begin = np.empty((count, 2)), np.empty((count, 2)), 0
+    for line in range(lines):
+        first, last, tail = firsts[line], lasts[line], bounds[line] - 1
+        before, after, least_before, least_after, other_begin = first, last, near, near, 0
+        for other in range(lines):
+            other_tail = bounds[other] - 1
+            x, y = own[other_tail, 0] - own[begin, 0], own[other_tail, 1] - own[begin, 1]
+            gap = np.sqrt(x * x + y * y)
+            if gap < least_before:
+                least_before, before = gap, lasts[other]
+            x, y = own[tail, 0] - own[other_begin, 0], own[tail, 1] - own[other_begin, 1]
+            gap = np.sqrt(x * x + y * y)
+            if gap < least_after:
+                least_after, after = gap, firsts[other]
+            other_begin = bounds[other]
+        for i in range(first, last + 1):
+            summed(normal, i, i - 1 if i > first else before, start_normal)
+            summed(normal, i, i + 1 if i < last else after, end_normal)
+        begin = bounds[line]
+    return start[:count], vector[:count], start_normal, end_normal
 
 
 OPEN, OUTLINE, SIGN = 1, 2, 3
@@ -138,6 +189,79 @@ def rows(points, ends, how, longest, tolerance):
                 start[size], end[size], of[size] = own[last], own[i], line
                 size, last = size + 1, i
     return start[:size], end[:size], of[:size]
+
+
+@jit
+def pieces(start, end, of, how, longest, shortest, most):
+    """Segments of `rows`, whose lines are of the kinds `how` [L]; but for places, those of `shortest` m are left out.
+
+    Some are longer than 1.5 `longest` m where a line's own points lie far apart: these are cut into equal parts.
+    Kilometres are left out where more than `most` parts would come of it.
+    """
+    parts, kept, total = np.empty(len(of), np.int64), 0, 0
+    for i in range(len(of)):
+        length = np.hypot(end[i, 0] - start[i, 0], end[i, 1] - start[i, 1])
+        if length > shortest or how[of[i]] == SIGN:
+            start[kept], end[kept], of[kept] = start[i], end[i], of[i]
+            parts[kept] = np.ceil(length / longest) if length > 1.5 * longest else 1
+            total += parts[kept]
+            kept += 1
+    if total == kept:
+        return start[:kept], end[:kept], of[:kept]
+    fewest = 100 if total > most else total + 1
+    total = 0
+    for i in range(kept):
+        total += parts[i] if parts[i] < fewest else 0
+    starts, stops, numbers, count = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64), 0
+    for i in range(kept):
+        for part in range(parts[i] if parts[i] < fewest else 0):
+            for k in range(3):
+                step = (end[i, k] - start[i, k]) / parts[i]
+                starts[count, k] = start[i, k] + part * step
+                stops[count, k] = starts[count, k] + step
+            numbers[count] = of[i]
+            count += 1
+    return starts, stops, numbers
+
+
+@jit
+def packed(
+    start, end, of, code, lane, near, centre, reach, level, slope, bridge, place_unit, most_place, half_unit, most_half
+):
+    """Rows whose middle is within `reach` m of one of `near` [Q, 3], and on its level, as in `scenario.Road` around
+    `centre`: places, halves, kinds, numbers of lanes, and distances [M]; and what `lane` says of the lanes [W].
+
+    Row i belongs to line of[i], which is of the kind `code` [L] and of the lane `lane` [L]; -1: none. Lanes come first,
+    in ascending order.
+    """
+    rows, count, lanes = len(of), 0, 0
+    place, half, away = np.empty((rows, 2), np.int16), np.empty((rows, 2), np.int16), np.empty(rows)
+    kind, number, used = np.empty(rows, np.int8), np.empty(rows, np.int16), np.empty(rows, np.int64)
+    for i in range(rows):
+        x, y, z = 0.5 * (start[i, 0] + end[i, 0]), 0.5 * (start[i, 1] + end[i, 1]), 0.5 * (start[i, 2] + end[i, 2])
+        least, at = np.inf, 0
+        for k in range(len(near)):
+            dx, dy = x - near[k, 0], y - near[k, 1]
+            square = dx * dx + dy * dy
+            if square < least:
+                least, at = square, k
+        gap = np.sqrt(least)
+        to_x, to_y = np.rint((x - centre[0]) / place_unit), np.rint((y - centre[1]) / place_unit)
+        flat = abs(z - near[at, 2]) <= min(level + slope * gap, bridge)
+        if not (flat and gap <= reach and abs(to_x) <= most_place and abs(to_y) <= most_place):
+            continue
+        place[count, 0], place[count, 1], away[count] = to_x, to_y, gap
+        for k in range(2):
+            size = np.rint(0.5 * (end[i, k] - start[i, k]) / half_unit)
+            half[count, k] = min(max(size, -most_half), most_half)
+        kind[count], number[count] = code[of[i]], -1
+        if lane[of[i]] >= 0:
+            if not lanes or used[lanes - 1] != lane[of[i]]:
+                used[lanes] = lane[of[i]]
+                lanes += 1
+            number[count] = lanes - 1
+        count += 1
+    return place[:count], half[:count], kind[:count], number[:count], away[:count], used[:lanes]
 
 
 @jit
@@ -240,18 +364,23 @@ def drawn(points, ends, whole, near, limit, tolerance):
 
 
 @jit
-def narrow(x, y, radius, start, vector, which, count, out, away):
-    """Number of segments of which[:count] that can be nearest to a point within `radius` of (x, y), put in `out`."""
+def narrow(x, y, radius, segments, count, square, out):
+    """Number of those of the first `count` of `segments`, see `columns`, that can be nearest to a point within `radius`
+    of (x, y). They are put in `out` [count + 1]; `square` [count] is room."""
     least, kept = np.inf, 0
+    for k in range(count):  # the compiler makes vectors of it
+        vx, vy = segments[2, k], segments[3, k]
+        u, v = x - segments[0, k], y - segments[1, k]
+        share = (u * vx + v * vy) / segments[4, k]
+        share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
+        u, v = u - share * vx, v - share * vy
+        square[k] = u * u + v * v
     for k in range(count):
-        i = which[k]
-        dx, dy, _ = from_segment(x - start[i, 0], y - start[i, 1], vector[i, 0], vector[i, 1])
-        away[k] = np.sqrt(dx * dx + dy * dy)
-        least = min(least, away[k])
+        least = min(least, square[k])
+    most = (np.sqrt(least) + 2.0 * radius + SLACK) ** 2
     for k in range(count):
-        if away[k] <= least + 2.0 * radius + SLACK:
-            out[kept] = which[k]
-            kept += 1
+        out[kept] = k
+        kept += square[k] <= most
     return kept
 
 
@@ -306,27 +435,39 @@ def field(origin, cell, width, height, patch, block, most, start, vector, start_
     The grid has blocks of `block` samples, in them patches of `patch`: these narrow the segments down to those that can
     be nearest to one of their samples.
     """
-    out = np.empty((height, width), np.int16)
-    every, away = np.arange(len(start)), np.empty(len(start))
-    few, fewer = np.empty(len(start), np.int64), np.empty(len(start), np.int64)
-    samples = patch * patch
-    xs, ys, least, toward = np.empty(samples), np.empty(samples), np.empty(samples), np.empty(samples)
+    out, total, samples = np.empty((height, width), np.int16), len(start), patch * patch
+    every, near, square = np.empty((5, total)), np.empty((5, total)), np.empty(total)
+    few, fewer = np.empty(total + 1, np.int64), np.empty(total + 1, np.int64)
+    for i in range(total):
+        vx, vy = vector[i, 0], vector[i, 1]
+        every[0, i], every[1, i], every[2, i], every[3, i] = start[i, 0], start[i, 1], vx, vy
+        every[4, i] = vx * vx + vy * vy
+    right, up, xs, ys = np.empty(samples), np.empty(samples), np.empty(samples), np.empty(samples)
+    least, toward, number = np.empty(samples), np.empty(samples), 0
+    for i in range(patch):
+        for j in range(patch):
+            right[number], up[number] = cell * j, cell * i
+            number += 1
     wide, half = cell * (block - 1) / 2.0, cell * (patch - 1) / 2.0
     root = np.sqrt(2.0)
     for top in range(0, height, block):
         for left in range(0, width, block):
             x, y = origin[0] + cell * left + wide, origin[1] + cell * top + wide
-            some = narrow(x, y, wide * root, start, vector, every, len(every), few, away)
+            some = narrow(x, y, wide * root, every, total, square, few)
+            gather(every, few, some, near)
             for row in range(top, min(top + block, height), patch):
                 for column in range(left, min(left + block, width), patch):
                     x, y = origin[0] + cell * column, origin[1] + cell * row
-                    count = narrow(x + half, y + half, half * root, start, vector, few, some, fewer, away)
+                    count = narrow(x + half, y + half, half * root, near, some, square, fewer)
+                    for k in range(count):
+                        fewer[k] = few[fewer[k]]
                     for j in range(samples):
-                        xs[j], ys[j] = x + cell * (j % patch), y + cell * (j // patch)
+                        xs[j], ys[j] = x + right[j], y + up[j]
                     against(xs, ys, fewer, count, start, vector, start_normal, end_normal, least, toward)
                     for j in range(samples):
                         size = min(max(np.rint(np.sqrt(least[j]) * 100.0), 1.0), most)
-                        least[j] = size if least[j] > 0.0 and toward[j] <= 0.0 else -size
+                        inside = size if toward[j] <= 0.0 else -size
+                        least[j] = inside if least[j] > 0.0 else -size
                     across = min(patch, width - column)
                     for i in range(min(patch, height - row)):
                         for j in range(across):
@@ -383,6 +524,56 @@ def between(line, s, i, where, column):
         return line[i, column]
     slope = (line[i + 1, column] - line[i, column]) / (s[i + 1] - s[i])
     return slope * (where - s[i]) + line[i, column]
+
+
+@jit
+def hold(position, heading, valid):
+    """Puts in `position` [N, T, 3] and `heading` [N, T], where not `valid` [N, T], those of the nearest earlier valid
+    step, else of the first."""
+    for i in range(len(valid)):
+        first = 0
+        while first < valid.shape[1] - 1 and not valid[i, first]:
+            first += 1
+        first = first if valid[i, first] else 0
+        for t in range(valid.shape[1]):
+            if not valid[i, t]:
+                at = max(t - 1, first)
+                heading[i, t] = heading[i, at]
+                for k in range(3):
+                    position[i, t, k] = position[i, at, k]
+
+
+@jit
+def nearness(position, valid, path, far):
+    """Least distance [N] of bodies at `position` [N, T, 3] from the places `path` [K, 2]; inf for those that are
+    never `valid` [N, T] or not finite, and those that stand farther than `far` m away."""
+    out = np.full(len(position), np.inf)
+    for i in range(len(position)):
+        low_x, low_y, high_x, high_y, known, finite = np.inf, np.inf, -np.inf, -np.inf, False, True
+        for t in range(position.shape[1]):
+            x, y, z = position[i, t, 0], position[i, t, 1], position[i, t, 2]
+            known, finite = known or valid[i, t], finite and np.isfinite(x) and np.isfinite(y) and np.isfinite(z)
+            low_x, high_x, low_y, high_y = min(low_x, x), max(high_x, x), min(low_y, y), max(high_y, y)
+        if not (known and finite):
+            continue
+        moved, best, surely = np.hypot(high_x - low_x, high_y - low_y) > 1.0, np.inf, -np.inf
+        for t in range(position.shape[1] if moved else 1):
+            x, y = position[i, t, 0], position[i, t, 1]
+            if t:  # it is nearer than before by its own step at most
+                dx, dy = x - position[i, t - 1, 0], y - position[i, t - 1, 1]
+                surely -= np.sqrt(dx * dx + dy * dy) + 1e-6
+            if surely > best:
+                continue
+            least, at = np.inf, 0
+            for k in range(len(path)):
+                dx, dy = x - path[k, 0], y - path[k, 1]
+                square = dx * dx + dy * dy
+                if square < least:
+                    least, at = square, k
+            surely = np.hypot(x - path[at, 0], y - path[at, 1])
+            best = min(best, surely)
+        out[i] = best if moved or best <= far else np.inf
+    return out
 
 
 @jit
@@ -467,29 +658,39 @@ def turns(points, starts):
 
 
 @jit
-def beside(place, within, points, s, starts, box):
-    """Lanes whose nearest place is about `within` m or less from `place` [3]: number, arc length there, direction,
-    height above it, and x and y from there, float64 [C, 6]."""
-    out, count = np.empty((len(box), 6)), 0
-    for lane in range(len(box)):
-        if place[0] < box[lane, 0] - within or place[0] > box[lane, 2] + within:
-            continue
-        if place[1] < box[lane, 1] - within or place[1] > box[lane, 3] + within:
-            continue
-        begin = starts[lane]
-        i, share, x, y = project(points[begin : starts[lane + 1]], place)
-        i += begin
-        if x * x + y * y < (within + 1e-6) ** 2:
-            out[count, 0], out[count, 1] = lane, s[i] + share * (s[i + 1] - s[i])
-            out[count, 2] = np.arctan2(points[i + 1, 1] - points[i, 1], points[i + 1, 0] - points[i, 0])
-            out[count, 3], out[count, 4], out[count, 5] = points[i, 2] - place[2], x, y
-            count += 1
+def beside(places, within, points, s, starts, box):
+    """Lanes whose nearest place is about `within` m or less from one of `places` [K, 3]: number of the place and of the
+    lane, arc length there, direction, height above the place, and x and y from there, float64 [C, 7]."""
+    count = 0
+    for place in places:
+        for lane in range(len(box)):
+            count += around(place, within, box[lane])
+    out, count = np.empty((count, 7)), 0
+    for k in range(len(places)):
+        place = places[k]
+        for lane in range(len(box)):
+            if not around(place, within, box[lane]):
+                continue
+            begin = starts[lane]
+            i, share, x, y = project(points[begin : starts[lane + 1]], place)
+            i += begin
+            if x * x + y * y < (within + 1e-6) ** 2:
+                out[count, 0], out[count, 1], out[count, 2] = k, lane, s[i] + share * (s[i + 1] - s[i])
+                out[count, 3] = np.arctan2(points[i + 1, 1] - points[i, 1], points[i + 1, 0] - points[i, 0])
+                out[count, 4], out[count, 5], out[count, 6] = points[i, 2] - place[2], x, y
+                count += 1
     return out[:count]
 
 
 @jit
+def around(place, within, box):
+    """True if `place` lies `within` m or less of a box [4]: least x and y, most x and y."""
+    return box[0] - within <= place[0] <= box[2] + within and box[1] - within <= place[1] <= box[3] + within
+
+
+@jit
 def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn, exits, exit_starts):
-    """Points [P, 3] from `end` [3] on for `wanted` m or more, see `from_log.continuation`: along `lane` from arc length
+    """Points [P, 3] from `end` [3] on for `wanted` m or more: along `lane` from arc length
     `where` on and its straightest exits; straight on where they end, or if `lane` is below 0."""
     way, marks, ways, total, left = np.empty(len(turn), np.int64), np.empty(len(turn)), 0, 1, wanted
     seen = np.zeros(len(turn), np.bool_)
@@ -550,16 +751,18 @@ def spaced(line, spacing, count):
 
 
 @jit
-def near_line(line, places):
-    """Nearest place on a line [P, 3+] to each of `places` [L, 3]: index, share, direction, height above it, x and y
-    from there, float64 [L, 6]."""
-    out = np.empty((len(places), 6))
+def near_line(line, places, within):
+    """Nearest place on a line [P, 3+] to each of `places` [L, 3] that lies within `within` m of it along both axes:
+    number of the place, index, share, direction, height above it, and x and y from there, float64 [C, 7]."""
+    out, count = np.empty((len(places), 7)), 0
     for p in range(len(places)):
         i, share, x, y = project(line, places[p])
-        out[p, 0], out[p, 1] = i, share
-        out[p, 2] = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
-        out[p, 3], out[p, 4], out[p, 5] = line[i, 2] - places[p, 2], x, y
-    return out
+        if max(abs(x), abs(y)) <= within:
+            out[count, 0], out[count, 1], out[count, 2] = p, i, share
+            out[count, 3] = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+            out[count, 4], out[count, 5], out[count, 6] = line[i, 2] - places[p, 2], x, y
+            count += 1
+    return out[:count]
 
 
 @jit
@@ -581,10 +784,16 @@ def beyond_stop(stop, shared, count, line, s):
 @jit
 def gaps(places, line):
     """Distances [K] of `places` [K, 2] from the nearest point of a line [P, 2+]."""
-    out = np.full(len(places), np.inf)
+    out, square = np.full(len(places), np.inf), np.empty(len(line))
     for k in range(len(places)):
+        least = np.inf
         for i in range(len(line)):
-            out[k] = min(out[k], np.hypot(places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]))
+            dx, dy = places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]
+            square[i] = dx * dx + dy * dy
+            least = min(least, square[i])
+        for i in range(len(line)):
+            if square[i] <= least * (1.0 + 1e-9):
+                out[k] = min(out[k], np.hypot(places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]))
     return out
 
 
@@ -748,16 +957,25 @@ def nearest_lanes(
     away, middle, gap = np.empty(total, np.float32), np.empty(total, np.float32), np.empty(total, np.float32)
     rank, least, number = np.empty(total, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.int64)
     own, few_own, few = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(nearest, np.int64)
-    some = np.empty(total + 1, np.int64)
+    some, rows = np.empty(total + 1, np.int64), np.empty(total + 1, np.int64)
     found, counts = np.empty((len(points), nearest), np.int64), np.empty(len(points), np.int64)
     reach, unranked = np.float32(2.0 * around + 0.01), np.float32(nearest)  # a centimetre more than rounding may take
     for g in range(len(centre)):
         x, y = centre[g, 0], centre[g, 1]
         to_segments(x, y, every, total, away)
-        rows = np.flatnonzero(away <= float(away.min()) + diagonal)
-        if len(rows) > most_rows:
-            rows = rows[np.argsort(away[rows], kind="mergesort")[:most_rows]]
-        count, here = len(rows), 0
+        closest, count, here = np.float32(np.inf), 0, 0
+        for k in range(total):
+            closest = min(closest, away[k])
+        for k in range(total):
+            rows[count] = k
+            count += away[k] <= float(closest) + diagonal
+        if count > most_rows:
+            for k in range(count):
+                gap[k] = away[rows[k]]
+            count = first_ones(gap, count, most_rows, some)
+            for k in range(count):
+                own[k] = rows[some[k]]
+            rows[:count] = own[:count]
         number[:], counts[:], rank[:count] = -1, -1, unranked
         gather(every, rows, count, near)
         for k in range(count):
@@ -771,7 +989,8 @@ def nearest_lanes(
             gather(near, some, size, close)
             for k in range(size):
                 few_own[k] = own[some[k]]
-            for p in at[c]:
+            for probe in range(at.shape[1]):
+                p = at[c, probe]
                 if counts[p] < 0:  # neighbours share probes
                     to_segments(x + points[p, 0], y + points[p, 1], close, size, gap)
                     later(gap, size, few_own, here, least, farthest)

@@ -43,6 +43,9 @@ LIMIT_UNIT, LIMIT_MOST = 0.02, 4095
 
 MOST_ROWS, MOST_PLACE, MOST_PARTS = 32767, 32700, 1 << 20
 
+SHORTEST = 0.02
+"""Metres of a row below which it is left out."""
+
 LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
 """Objects on another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
 and `SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
@@ -103,15 +106,6 @@ FARTHEST, MOST_BLOCKS = 720.0, 1024
 """Metres from the rows' origin beyond which there are no blocks; and the most of them: the ego's come first."""
 
 
-class Rows(NamedTuple):
-    """Segments before they are packed, float64."""
-
-    start: np.ndarray  # [M, 3]
-    end: np.ndarray  # [M, 3]
-    kind: np.ndarray  # int8 [M], one of CODES' values
-    lane: np.ndarray  # int64 [M], index of the lane's feature; -1
-
-
 class Roadmap(NamedTuple):
     """The roads of S scenarios, one behind the other. Rows count from a scenario's first row, blocks from its first
     block. All that has no road share one empty block, the first; so every look-up is legal."""
@@ -137,77 +131,40 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray,
 
     # one point from each box of 4 x 4 x 2 m is enough
     near = near[kernels.boxes(near, np.array([4.0, 4.0, 2.0]))]
-    rows = segments(features, near, origin)
-    middle = 0.5 * (rows.start + rows.end)
-    away, level = around(middle, near)
-    centre = np.round(0.5 * (near[:, :2].min(0) + near[:, :2].max(0)))
-    place = np.rint((middle[:, :2] - centre) / PLACE_UNIT)
-    keep = level & (away <= REACH) & (np.abs(place) <= MOST_PLACE).all(1)
-    if keep.sum() > MOST_ROWS:
-        keep &= away <= np.sort(away[keep])[MOST_ROWS - 1]
-    rows, place = Rows(*(column[keep] for column in rows)), place[keep]
-    used, lane = np.unique(rows.lane, return_inverse=True)
-    lane = lane.reshape(-1) - int((used < 0).any())
-    half = np.rint(0.5 * (rows.end - rows.start)[:, :2] / HALF_UNIT)
-    about = [features[i] for i in used[used >= 0]]
+    low, high = near[:, :2].min(0), near[:, :2].max(0)
+    centre = np.round(0.5 * (low + high))
+    order = [i for i, feature in enumerate(features) if feature.kind in CODES and len(feature.points)]
+    order.sort(key=lambda i: features[i].kind > log.LANE_BIKE)  # lanes first
+    if not order:
+        return NO_ROAD._replace(origin=centre.astype(np.float32))
+    points = np.concatenate([features[i].points for i in order]) - origin
+    ends = np.cumsum([len(features[i].points) for i in order])
+    code = np.array([CODES[features[i].kind] for i in order], np.int8)
+    how = np.array([kernels.OPEN, kernels.OUTLINE, kernels.OUTLINE, kernels.SIGN])[code // CROSSING]
+    first = np.append(0, ends[:-1])
+    least, most = (some.reduceat(points[:, :2], first) for some in (np.minimum, np.maximum))
+    how[((most < low - REACH) | (least > high + REACH)).any(1)] = 0
+    start, end, of = kernels.rows(points, ends, how, LONGEST, MERGE)
+    cut = kernels.pieces(start, end, of, how, LONGEST, SHORTEST, MOST_PARTS)
+    lane = np.where(code <= FREEWAY, order, -1)
+
+    def within(reach: float) -> tuple[np.ndarray, ...]:
+        units = LEVEL, SLOPE, BRIDGE, PLACE_UNIT, float(MOST_PLACE), HALF_UNIT, float(HALF_MOST)
+        return kernels.packed(*cut, code, lane, near, centre, reach, *units)  # type: ignore[call-arg]
+
+    place, half, kind, number, away, used = within(REACH)
+    if len(away) > MOST_ROWS:
+        place, half, kind, number, away, used = within(float(np.sort(away)[MOST_ROWS - 1]))
+    about = [features[i] for i in used.tolist()]
     return NO_ROAD._replace(
         origin=centre.astype(np.float32),
-        place=place.astype(np.int16),
-        half=np.clip(half, -HALF_MOST, HALF_MOST).astype(np.int16),
-        kind=rows.kind,
-        lane=lane.astype(np.int16),
+        place=place,
+        half=half,
+        kind=kind,
+        lane=number,
         lane_limit=np.array([limit(feature, flow) for feature in about], np.float32),
         lane_flags=np.array([flags(feature) for feature in about], np.int8),
     )
-
-
-def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3]; whether on its level."""
-    from longhaul.driving.scenario import kernels
-
-    nearest = near[kernels.nearest_points(points, near)]
-    dx, dy, dz = (points - nearest).T
-    away = np.sqrt(dx * dx + dy * dy)
-    return away, np.abs(dz) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
-
-
-def segments(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) -> Rows:
-    """The segments of the features whose bounding boxes come within REACH of that of `near`, lanes first."""
-    from longhaul.driving.scenario import kernels
-
-    low, high = near[:, :2].min(0) - REACH, near[:, :2].max(0) + REACH
-    order = [i for i, feature in enumerate(features) if feature.kind in CODES and len(feature.points)]
-    order.sort(key=lambda i: features[i].kind > log.LANE_BIKE)
-    if not order:
-        return Rows(np.zeros((0, 3)), np.zeros((0, 3)), np.zeros(0, np.int8), np.zeros(0, np.int64))
-    points = np.concatenate([features[i].points for i in order]) - origin
-    ends = np.cumsum([len(features[i].points) for i in order])
-    first = np.append(0, ends[:-1])
-    outside = (np.maximum.reduceat(points[:, :2], first) < low) | (np.minimum.reduceat(points[:, :2], first) > high)
-    code = np.array([CODES[features[i].kind] for i in order], np.int8)
-    how = np.where(
-        outside.any(1), 0, np.choose(code // CROSSING, (kernels.OPEN, *2 * (kernels.OUTLINE,), kernels.SIGN))
-    )
-    start, end, line = kernels.rows(points, ends, how, LONGEST, MERGE)
-    kind = code[line]
-    lane = np.where(kind <= FREEWAY, np.array(order)[line], -1)
-    length = np.hypot(*(end - start)[:, :2].T)
-    keep = (length > 0.02) | (kind == STOP)
-    return divide(Rows(start[keep], end[keep], kind[keep], lane[keep]), length[keep])
-
-
-def divide(rows: Rows, length: np.ndarray) -> Rows:
-    """Rows with those longer than 1.5 LONGEST cut into equal parts; kilometres are left out if absurdly many."""
-    parts = np.where(length > 1.5 * LONGEST, np.ceil(length / LONGEST), 1).astype(np.int64)
-    if (parts == 1).all():
-        return rows
-    if parts.sum() > MOST_PARTS:
-        rows, parts = Rows(*(column[parts < 100] for column in rows)), parts[parts < 100]
-    index = np.repeat(np.arange(len(parts)), parts)
-    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
-    step = (rows.end - rows.start)[index] / parts[index, None]
-    start = rows.start[index] + number[:, None] * step
-    return Rows(start, start + step, rows.kind[index], rows.lane[index])
 
 
 def limit(feature: Feature, flow: float | None = None) -> float:
@@ -288,7 +245,7 @@ def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre
         return np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
     from longhaul.driving.scenario import kernels
 
-    _, number = np.unique(lane[:count], return_inverse=True)
+    number = lane[:count].astype(np.int64)
     points, at = probes()
     return kernels.nearest_lanes(
         (middle - half)[:count], 2 * half[:count], number, int(number.max()) + 1, centre, points, at,

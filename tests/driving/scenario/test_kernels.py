@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -48,7 +50,10 @@ def test_simplified_lines_stay_near_and_keep_their_ends() -> None:
     lines = [np.cumsum(rng.normal(0, 1, (n, 2)), 0) for n in (1, 2, 3, 50, 200)]
     lines += [np.concatenate([lines[-1], lines[-1][:1]]), np.stack([np.arange(50.0), np.zeros(50)], -1)]  # closed, flat
     ends = np.cumsum([len(line) for line in lines])
-    keep = np.split(kernels.simplified(np.concatenate(lines), ends, 0.8), ends[:-1])
+    points, whole = np.concatenate(lines), np.zeros(ends[-1], bool)
+    for begin, end in itertools.pairwise([0, *ends]):
+        kernels.thin(points, begin, end - 1, 0.8, whole, np.empty((len(points) + 1, 2), np.int64))
+    keep = np.split(whole, ends[:-1])
     for line, stays in zip(lines, keep, strict=True):
         assert stays[[0, -1]].all()
         if len(line) > 1:

@@ -19,7 +19,7 @@ scenario_source._compile(1)
 print(*(name for name, each in vars(kernels).items() if getattr(each, "signatures", ())))
 """
 
-ELSEWHERE = {"project", "signed_distances"}
+ELSEWHERE = {"nearest_points", "project", "signed_distances"}
 """Kernels that the generator calls, in the other part, or that take a quarter of a second to compile."""
 
 
