@@ -78,6 +78,8 @@ def trained(folder: Path, *steps: int) -> None:
 def mirror_of(folder: Path, remote: Store) -> Mirror:
     """Mirror that looks only when it is told to."""
     mirror = Mirror(folder, f"{remote.url}/{folder.name}", period=3600.0)
+    mirror._ending.set()  # its thread would look soon after the start
+    mirror._thread.join()
     mirror._store = remote
     return mirror
 

@@ -252,10 +252,10 @@ class Checkpoints:
             files.sync(self._folder.parent)
         for left in self._folder.glob(f"*{PARTIAL}"):
             self._remove(left)
-        partial = self._partial(str(step))
-        partial.mkdir()
         if _free_bytes(self._folder) < size + MARGIN:  # Orbax would fail too, but litter stderr
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        partial = self._partial(str(step))
+        partial.mkdir()
         return partial.name
 
     def _partial(self, name: str) -> Path:
