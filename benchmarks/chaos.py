@@ -268,10 +268,11 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         code = process.returncode
         codes[code] += 1
         if not killed and code:
-            said.append(" ".join(log(folder).split())[-300:])
+            said.append(" ".join(plain(log(folder), folder).split())[-300:])
         if "Traceback" in log(folder) and not killed:
-            kept = shutil.copy(log_file(folder), folder.with_name(f"wrong-{kind}-{hit}-{time.time():.0f}.log"))
-            wrong = f"ended by a traceback with {code} (in {kept}): {log(folder)[-300:]!r}"
+            kept = folder.with_name(f"wrong-{kind}-{hit}-{time.time():.0f}.log")
+            shutil.copy(log_file(folder), kept)
+            wrong = f"ended by a traceback with {code} (whole in {kept.name}): {plain(log(folder), folder)[-300:]!r}"
         if HITS[hit].jumps and gaps == AWAKE.gaps and (hung := re.search(HUNG, log(folder))):
             wrong = f"a process counts as hung: {log(folder)[hung.start() :][:300]!r}"
         if code == 0:
@@ -288,6 +289,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     if not wrong and exact(kind, hit) and not same:
         wrong = "other parameters"
     seconds = round(time.monotonic() - began, 1)
+    wrong = plain(wrong, folder)
     about = {"kind": kind, "hit": hit, "kills": kills, "codes": dict(codes), "same": same, "seconds": seconds}
     return about | {"said": said, "wrong": wrong}
 
@@ -382,6 +384,13 @@ def log_file(folder: Path) -> Path:
 def log(folder: Path) -> str:
     """What the newest process of a run said."""
     return log_file(folder).read_text(errors="replace")
+
+
+def plain(text: str, folder: Path) -> str:
+    """Text without this machine's paths, as rows are kept."""
+    for place in (folder.parent, ROOT, sys.prefix, sys.base_prefix):
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def updates(folder: Path) -> int:
