@@ -201,7 +201,7 @@ def lane_at(place: np.ndarray, heading: float, lanes: Lanes) -> tuple[int, float
 
 
 def lanes_at(places: np.ndarray, headings: Sequence[float], lanes: Lanes) -> list[tuple[int, float] | None]:
-    """What `lane_at` finds at each of `places` [K, 3]."""
+    """Lanes and arc lengths of several `places` [K, 3] with their headings, as `lane_at` has them of one."""
     from longhaul.driving.scenario import kernels
 
     found: list[tuple[int, float] | None] = [None] * len(headings)
@@ -471,6 +471,8 @@ def cast_of(
         raise ValueError(f"control is {control!r}: choose from {', '.join(CONTROLS)}")
     if agents < 1 or objects < agents:
         raise ValueError(f"agents is {agents}, objects {objects}: there must be 1 <= agents <= objects")
+    from longhaul.driving.scenario import kernels
+
     steps = usable_steps(log, horizon)
     window = slice(log.current, log.current + steps)
     tracks = log.tracks
@@ -478,8 +480,6 @@ def cast_of(
     origin = tracks.position[log.sdc, log.current].astype(np.float64)
     position = np.ascontiguousarray(tracks.position[:, window] - origin)
     heading = tracks.heading[:, window].astype(np.float64, order="C")
-    from longhaul.driving.scenario import kernels
-
     kernels.hold(position, heading, valid)
     index = choose(position, valid, log.sdc, objects)
     position, heading, valid = position[index], heading[index], valid[index]
