@@ -581,23 +581,40 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_steps_before(
 
 def test_a_refused_write_inside_tensorstore_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     fill(tmp_path, 10)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(Checkpoints(tmp_path)) as checkpoints:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-        try:
-            noise = np.random.default_rng(0)
-            checkpoints.save(20, {str(i): noise.normal(size=100_000) for i in range(30)})  # most fail behind the first
-            with pytest.raises(CheckpointError, match=r"cannot save checkpoint 20 .*File too large.*see to the folder"):
-                checkpoints.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "20" not in names(tmp_path)
+        refused(checkpoints, np.random.default_rng(0).normal(size=1_000_000))
+        assert names(tmp_path) == ["10"]
         checkpoints.save(30, step_progress(30), {"step": 30})
     assert restore(tmp_path) == (30, {"step": 30})
-    assert [name for name in names(tmp_path) if not name.endswith(".partial")] == ["10", "30"]
+    assert capfd.readouterr().err == ""
+
+
+def test_writes_behind_the_first_refused_one_say_nothing_and_meet_no_later_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    fill(tmp_path, 10)
+    noise = np.random.default_rng(0)
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        refused(checkpoints, {str(i): noise.normal(size=100_000) for i in range(30)})
+        assert "20" not in names(tmp_path)
+        checkpoints.save(20, step_progress(20), {"step": 20})
+    assert restore(tmp_path) == (20, {"step": 20})
+    assert [name for name in names(tmp_path) if not name.endswith(".partial")] == ["10", "20"]
     gc.collect()  # of a task that nobody asked asyncio complains once it is gone
     said = capfd.readouterr().err.splitlines()
     assert not [line for line in said if "20.partial, which is left" not in line], "it is being written to meanwhile"
+
+
+def refused(checkpoints: Checkpoints, progress: Any) -> None:
+    """Saves step 20 under a limit on the size of files, by which it fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        checkpoints.save(20, progress)
+        with pytest.raises(CheckpointError, match=r"cannot save checkpoint 20 .*File too large.*see to the folder"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.slow
