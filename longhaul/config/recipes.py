@@ -377,7 +377,10 @@ def best() -> Run:
         replaced(driving(), lr=3e-4), recipe="driving-best",
         environment=Driving(
             scenarios=4096, least=8,
-            simulator=SimulatorConfig(agents=16, speed_limit=True, weights=weights, safety=True),
+            simulator=SimulatorConfig(
+                agents=16, speed_limit=True, weights=weights, safety=True,
+                bystanders=(0.15, 0.1), start_offset=(0.2, 0.05), start_speed=0.15,
+            ),
         ),
         total_steps=400_000_000, num_envs=64, health=Bounds(),
     )  # fmt: skip

@@ -123,9 +123,13 @@ def arena(drives: Drives) -> Play:
     def play(ego: Params, partner: Partner) -> Scores:
         policies = ego, ego if partner.policy is None else partner.policy, partner.draws
         partners = Partners(
-            jnp.int32(partner.kind), jnp.float32(partner.pace), jnp.float32(partner.headway), jnp.bool_(partner.yields),
-            jnp.bool_(partner.checked),
-        )  # fmt: skip
+            kind=jnp.int32(partner.kind),
+            driven=jnp.asarray((np.arange(agents) == 0) | (partner.kind == traffic.DRIVEN)),
+            pace=jnp.float32(partner.pace),
+            headway=jnp.float32(partner.headway),
+            yields=jnp.bool_(partner.yields),
+            checked=jnp.bool_(partner.checked),
+        )
         rows = []
         with opened() as batches:
             for batch in batches:

@@ -96,6 +96,18 @@ class Config:
     observation_mask: float = setting(
         0.0, "chance that an agent misses one of the others, or a piece of road, in a step", least=0, most=1
     )
+    bystanders: tuple[float, float] = setting(
+        (0.0, 0.0),
+        "chances that in a world of training half of the agents replay their log, or keep their velocity",
+        least=0,
+        most=1,
+    )
+    start_offset: tuple[float, float] = setting(
+        (0.0, 0.0), "deviations of where agents of training begin: m beside their log, rad", least=0
+    )
+    start_speed: float = setting(
+        0.0, "chance that an agent of training begins at another speed: none to 1.2 times its log's", least=0, most=1
+    )
     view_range: float | None = setting(
         None, "metres beyond which an agent sees neither others nor road; none: any", above=0
     )
@@ -108,6 +120,11 @@ class Config:
     def draws(self) -> bool:
         """True if a key is needed for what agents see."""
         return any(self.observation_noise) or self.observation_mask > 0.0
+
+    @property
+    def begins_anew(self) -> bool:
+        """True if episodes of training begin otherwise than their logs."""
+        return any(self.bystanders) or any(self.start_offset) or self.start_speed > 0.0
 
     @property
     def limited(self) -> bool:
@@ -125,6 +142,10 @@ def check_settings(config: Config) -> None:
         raise FieldError("driver", repr(config.driver), f"it must be one of {', '.join(DRIVERS)}")
     if len(config.observation_noise) != 3:
         raise FieldError("observation_noise", config.observation_noise, "give three deviations: m, rad, m/s")
+    if len(config.bystanders) != 2 or sum(config.bystanders) > 1.0:
+        raise FieldError("bystanders", config.bystanders, "give two chances whose sum is at most 1: log, velocity")
+    if len(config.start_offset) != 2:
+        raise FieldError("start_offset", config.start_offset, "give two deviations: m, rad")
     if config.safety and config.dynamics not in CHECKED:
         raise FieldError("dynamics", repr(config.dynamics), f"safety checks the commands of {', '.join(CHECKED)} alone")
     config_fields.check(config)

@@ -43,6 +43,7 @@ from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
 from longhaul.driving.sim.features import Agent, Features, extract
+from longhaul.driving.sim.geometry import wrap
 from longhaul.driving.sim.metrics import Course, Tally
 from longhaul.driving.sim.observation import (
     LIMIT,
@@ -127,25 +128,32 @@ class Simulator:
         return self.tables.scenarios
 
     def reset(self, key: Key) -> tuple[State, Observation]:
-        """A scenario drawn from all with equal chances."""
+        """A scenario drawn from all with equal chances; how it begins may be drawn, too (`Config.begins_anew`)."""
+        config = self.config
         index = jax.random.randint(key, (), 0, self.scenarios, jnp.int32)
-        seeing = jax.random.fold_in(key, 2) if self.config.draws else None
-        if not self.config.conditioning:
-            return self.start(index, key=seeing)
-        return self.start(index, jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1, key=seeing)
+        return self.start(
+            index,
+            jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1 if config.conditioning else 0,
+            key=jax.random.fold_in(key, 2) if config.draws else None,
+            partners=self._bystanders(jax.random.fold_in(key, 3)) if any(config.bystanders) else None,
+            moved=jax.random.fold_in(key, 4) if any(config.start_offset) or config.start_speed > 0.0 else None,
+        )
 
     def start(
         self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None,
-        partners: Partners | None = None,
+        partners: Partners | None = None, moved: Key | None = None,
     ) -> tuple[State, Observation]:  # fmt: skip
         """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `reward.draws`. What chance hides
-        in the first observation is drawn from `key`, or where there is none, from the scenario's number."""
+        in the first observation is drawn from `key`, or where there is none, from the scenario's number. With `moved`
+        the agents begin beside their logs, as drawn from it (`Config.start_offset`, `start_speed`)."""
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)
         t = jnp.zeros((), jnp.int32)
         motion, there = self._logged(scenario, t)
         if partners is not None:
-            there = there & ((jnp.arange(agents) == 0) | partners.of(traffic.DRIVEN))
+            there = there & partners.driven
+        if moved is not None:
+            motion = self._moved(moved, motion)
         zeros = jnp.zeros(agents, jnp.float32)
         state = State(
             scenario=scenario,
@@ -295,6 +303,33 @@ class Simulator:
         controlled = self.tables.controlled[scenario]
         x, y, heading, vx, vy, present = device_bank.logged_at(self.tables, scenario, t, jnp.maximum(controlled, 0))
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
+
+    def _bystanders(self, key: Key) -> Partners:
+        """Partners of a world as `Config.bystanders` has them: of all kinds but those that react, each agent but the
+        ego with an even chance of being one."""
+        replayed, drifting = self.config.bystanders
+        drawn = prng.uniform(key, (1 + self.config.agents,))
+        kind = jnp.where(drawn[0] < replayed + drifting, traffic.DRIFTING, traffic.DRIVEN)
+        kind = jnp.where(drawn[0] < replayed, traffic.REPLAYED, kind)
+        ego = jnp.arange(self.config.agents) == 0
+        driven = ego | (kind == traffic.DRIVEN) | (drawn[1:] < 0.5)
+        one = jnp.ones((), jnp.float32)
+        return Partners(kind.astype(jnp.int32), driven, one, one, jnp.array(True), jnp.array(True))
+
+    def _moved(self, key: Key, motion: Motion) -> Motion:
+        """Motion [A] of agents that begin beside their log, at another angle and speed; at most twice the deviations
+        away."""
+        config, (aside, turned) = self.config, self.config.start_offset
+        drawn = jnp.clip(prng.normal(jax.random.fold_in(key, 0), (2, config.agents)), -2.0, 2.0)
+        other, share = prng.uniform(jax.random.fold_in(key, 1), (2, config.agents))
+        speed = jnp.where(other < config.start_speed, 1.2 * share * motion.speed, motion.speed)
+        lateral = aside * drawn[0]
+        return Motion(
+            motion.x - lateral * jnp.sin(motion.heading),
+            motion.y + lateral * jnp.cos(motion.heading),
+            wrap(motion.heading + turned * drawn[1]),
+            speed,
+        )
 
     def _scene(self, state: State) -> Scene:
         there = (state.stage == PLAYING) | (state.stage == STANDING)

@@ -79,13 +79,16 @@ class Reactive(NamedTuple):
 
 
 DRIVEN, REACTING, REPLAYED, DRIFTING = range(4)
-"""Kinds of `Partners`: the policy drives all slots; all react by IDM; replay the log; keep their velocity."""
+"""Kinds of `Partners`: the policy drives all slots; else those whom it does not drive, and all without a slot, react by
+IDM; replay the log; keep their velocity."""
 
 
 class Partners(NamedTuple):
-    """Drivers of the others of one world, and how those drive that react. Tables need paths for all but the ego."""
+    """Drivers of the others of one world, and how those drive that react. Tables need paths for all but the ego if any
+    do."""
 
     kind: jax.Array  # int32 scalar
+    driven: jax.Array  # bool [A]: the agents that the policy drives; the others are of `kind`
     pace: jax.Array  # of the logged speed, that a reactive vehicle strives for
     headway: jax.Array  # of IDM's
     yields: jax.Array  # bool: it gives way to who crosses
@@ -114,13 +117,13 @@ def scene(
     drift: bool = False,
     partners: Partners | None = None,
 ) -> Scene:
-    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else. Unless
-    the partners are driven, that is the ego alone."""
+    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else. With
+    partners, those are whom the policy drives."""
     logged, body = slice_at(tables, scenario, t), tables.body[scenario]
     x, y, heading, vx, vy, present = (logged[i] for i in range(6))
     slot = body[3].astype(jnp.int32)
     if partners is not None:
-        slot = jnp.where((slot == 0) | partners.of(DRIVEN), slot, -1)
+        slot = jnp.where(partners.driven[jnp.maximum(slot, 0)], slot, -1)
         adrift_ = adrift(tables, scenario, t)
         drifts = partners.of(DRIFTING)
         x, y, heading, vx, vy = (jnp.where(drifts, a, b) for a, b in zip(adrift_, (x, y, heading, vx, vy)))

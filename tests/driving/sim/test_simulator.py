@@ -14,7 +14,7 @@ import pytest
 from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import GREEN, RED
-from longhaul.driving.sim import metrics, reward
+from longhaul.driving.sim import metrics, reward, traffic
 from longhaul.driving.sim.config import MAX_WAYPOINTS, Config, Weights
 from longhaul.driving.sim.observation import waypoint_offsets
 from longhaul.driving.sim.simulator import driving
@@ -388,6 +388,9 @@ def test_waypoints_are_as_many_as_asked_for(count: int) -> None:
         ({"road_points": 385}, "road_points is 385; it must lie in 0 to 384"),
         ({"observation_noise": (0.1, -1.0, 0.0)}, "observation_noise is"),
         ({"observation_mask": 1.5}, "observation_mask is 1.5; it must lie in 0 to 1"),
+        ({"bystanders": (0.7, 0.6)}, r"bystanders is \(0.7, 0.6\).*sum is at most 1"),
+        ({"start_offset": (0.1,)}, "start_offset is"),
+        ({"start_speed": 1.5}, "start_speed is 1.5; it must lie in 0 to 1"),
         ({"view_range": 0.0}, "view_range is 0.0; it must be above 0"),
         ({"view_angle": 7.0}, "view_angle is 7.0"),
     ],
@@ -396,6 +399,45 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         driving(bank(scenario([EGO])), replace(Config(), **change))
     assert "\n" not in str(error.value)
+
+
+def three(**settings: Any) -> Any:
+    """A world of three agents that their log has at 6 m/s, side by side."""
+    lines = [EGO, line((0, 30), (6, 0), T), line((0, 60), (6, 0), T)]
+    return driving(stack([scenario(lines, drivers=3)], agents=3), Config(agents=3, terminations=(), **settings))
+
+
+def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> None:
+    worlds = three(bystanders=(0.5, 0.25), start_offset=(0.3, 0.1), start_speed=0.5)
+    keys = jax.random.split(jax.random.key(0), 256)
+    first, _ = jax.jit(jax.vmap(worlds.reset))(keys)
+    kind, driven = np.asarray(first.partners.kind), np.asarray(first.partners.driven)
+    shares = [np.mean(kind == each) for each in (traffic.REPLAYED, traffic.DRIFTING, traffic.DRIVEN)]
+    np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=0.1)
+    assert driven[:, 0].all() and driven[kind == traffic.DRIVEN].all()
+    assert 0.4 < driven[kind != traffic.DRIVEN][:, 1:].mean() < 0.6
+    np.testing.assert_array_equal(np.asarray(first.playing), driven)
+
+    aside, speed = np.asarray(first.motion.y) - np.array([0.0, 30.0, 60.0]), np.asarray(first.motion.speed)
+    assert 0.2 < aside.std() < 0.35 and np.abs(aside).max() <= 0.6 + 0.02
+    assert 0.07 < np.asarray(first.motion.heading).std() < 0.12
+    logged = np.isclose(speed, 6.0, atol=0.05)
+    assert 0.4 < logged.mean() < 0.6
+    assert speed[~logged].min() < 0.3 and 6.9 < speed[~logged].max() <= 7.25
+
+    here = jax.vmap(lambda state: worlds._scene(state._replace(t=state.t + 1)))(first)
+    assert (np.asarray(here.slot)[:, :3] == np.where(driven, np.arange(3), -1)).all()
+    np.testing.assert_allclose(np.asarray(here.x)[:, :3][~driven], 0.6, atol=0.03)  # as logged: 6 m/s for 0.1 s
+    np.testing.assert_allclose(np.asarray(here.y)[:, 1][~driven[:, 1]], 30.0, atol=0.02)
+    assert np.asarray(here.present)[:, :3].all()
+
+
+def test_evaluation_begins_as_the_logs_do() -> None:
+    worlds = three(bystanders=(0.5, 0.25), start_offset=(0.3, 0.1), start_speed=0.5)
+    whole, _ = jax.jit(worlds.start)(0)
+    np.testing.assert_allclose(whole.motion.speed, 6.0, atol=0.05)
+    np.testing.assert_allclose(whole.motion.y, [0.0, 30.0, 60.0], atol=0.02)
+    assert whole.partners is None and bool(whole.playing.all())
 
 
 def test_a_scenario_of_one_step_is_refused() -> None:
