@@ -72,7 +72,7 @@ def test_conditioned_partners_are_the_egos_policy_in_another_mood() -> None:
     task = run.environment
     assert isinstance(task, Driving)
     moody = dataclasses.replace(task, simulator=dataclasses.replace(task.simulator, conditioning=True))
-    drives = evaluate_driving.drives(dataclasses.replace(run, environment=moody), count=4, traffic="self")
+    drives = evaluate_driving.drives(dataclasses.replace(run, environment=moody), count=16, traffic="self")
     algorithm = ppo.ppo(drives.shell("policy").spec, run.algorithm, RunContext(updates=1, mean=lambda tree: tree))
     policies = [algorithm.policy(algorithm.init(jax.random.key(seed))) for seed in (0, 1)]
     play = cross_play.arena(drives)
