@@ -2,11 +2,14 @@
 
     python -m benchmarks.plan_check processes RECIPE [FLAGS]     1, 2 and 4 processes of this machine
     python -m benchmarks.plan_check chips                        the committed figures of other chips
+    python -m benchmarks.plan_check ahead [--only NAME...]       figures of benchmarks/gpu.py that no chip has made yet
+    python -m benchmarks.plan_check met                          the kept forecasts beside what came after them
 
 `processes` calibrates as `longhaul plan --calibrate` does, by a run of one process and one of two, and then measures
 each number of processes in runs of their own. Rounds follow each other, so that forecasts and measurements meet the
 same load. `chips` compiles here what ran there, and measures nothing: the figures are those of
-`benchmarks/results/h100.jsonl`.
+`benchmarks/results/h100.jsonl`. `ahead` writes forecasts down before anything is measured, so that nothing can have
+been fitted to it; keep them in `benchmarks/results/h100-forecasts.jsonl`, where `met` finds them.
 
 Prints a JSON object a round or a figure, and the errors of all as a table: forecast / measured - 1 of steps a second.
 """
@@ -16,16 +19,19 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import gpu, results
 from longhaul.cli import plan, run_flags, tables
 from longhaul.config.run import Run
 from longhaul.diagnostics import calibration
 
 COMMITTED = Path(__file__).resolve().parent / "results" / "h100.jsonl"
+
+KEPT = COMMITTED.with_name("h100-forecasts.jsonl")
 
 RECIPES = {"ppo-cartpole": "cartpole", "driving-train": "driving", "hackmatrix-ppo": "hackmatrix"}
 """Recipe of a committed figure's program, by the name of its benchmark."""
@@ -51,12 +57,22 @@ COUNTED = ("forecast", "measured")
 
 def main(words: Sequence[str]) -> int:
     parser = results.parser(__doc__)
-    parser.add_argument("what", choices=("processes", "chips"))
+    parser.add_argument("what", choices=("processes", "chips", "ahead", "met"))
     parser.add_argument("--on", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
     parser.add_argument("--rounds", type=int, default=1)
+    known = [name for name, *_ in gpu.TRAINED]
+    parser.add_argument("--only", nargs="+", default=known, choices=known, metavar="NAME", help=", ".join(known))
     asked, recipe = parser.parse_known_args(words)
+    if asked.what == "ahead":
+        for name, of, settings in gpu.TRAINED:
+            if name in asked.only:
+                results.emit(ahead(name, of, settings), asked.json)
+        return 0
+    records: Iterator[dict[str, Any]]
     if asked.what == "chips":
-        records = (each for each in map(figure, rows()) if each)
+        records = (each for each in map(figure, rows(COMMITTED)) if each)
+    elif asked.what == "met":
+        records = met(rows(KEPT), rows(COMMITTED))
     else:
         records = (processes(recipe or ["cartpole"], asked.on) for _ in range(asked.rounds))
     found = []
@@ -116,8 +132,43 @@ def processes(recipe: Sequence[str], on: Sequence[int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in COMMITTED.read_text().splitlines()]
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def ahead(name: str, recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Forecast for a figure of `benchmarks/gpu.py`, by its name there."""
+    few = {"scenarios": 8} if "scenarios" in settings else {}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in ({**settings, **few}).items()]
+    return {
+        "name": "forecast",
+        "program": name,
+        "recipe": recipe,
+        "settings": dict(settings),
+        **forecast([recipe, *flags]),
+    }
+
+
+def forecast(words: Sequence[str]) -> dict[str, Any]:
+    """Forecast of a training run on an H100, by the words of `longhaul train`."""
+    run, values = chosen(words, ["--hardware", "h100", "--on", "1"])
+    began = time.monotonic()
+    planned = plan.planned(run, values)
+    (one,), found = planned["plan"], planned["measured"]
+    return {
+        "on": "1 x H100", "forecast": one["steps_per_second"], "said": one["error"], "own": found["own"],
+        "instructions": found["instructions"], "roofline_seconds": found["roofline_seconds"],
+        "steps": found["steps_per_update"], "memory": found["memory"], "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def met(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Kept forecasts with the later figures of the same recipe and settings."""
+    for row in measured:
+        for one in kept:
+            if row["name"] == "train" and all(row["config"][name] == one[name] for name in ("recipe", "settings")):
+                both = {name: one[name] for name in ("on", "forecast", "said")} | {"measured": row["per_second"]}
+                yield {"name": "plan-check", "program": one["program"], "of": row["commit"], "forecasts": [both]}
 
 
 def figure(row: dict[str, Any]) -> dict[str, Any]:
@@ -126,15 +177,8 @@ def figure(row: dict[str, Any]) -> dict[str, Any]:
         return {}
     recipe, config = RECIPES[row["name"]], row["config"]
     words = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(config[name]))]
-    run, values = chosen([recipe, *words, *SINCE.get(recipe, ())], ["--hardware", "h100", "--on", "1"])
-    planned = plan.planned(run, values)
-    (one,), found = planned["plan"], planned["measured"]
-    forecast = {
-        "on": "1 x H100", "forecast": one["steps_per_second"], "measured": row["per_second"], "said": one["error"],
-        "own": found["own"], "instructions": found["instructions"], "roofline_seconds": found["roofline_seconds"],
-        "steps": found["steps_per_update"],
-    }  # fmt: skip
-    return {"name": "plan-check", "program": row["name"], "of": row["commit"], "forecasts": [forecast]}
+    found = forecast([recipe, *words, *SINCE.get(recipe, ())]) | {"measured": row["per_second"]}
+    return {"name": "plan-check", "program": row["name"], "of": row["commit"], "forecasts": [found]}
 
 
 if __name__ == "__main__":

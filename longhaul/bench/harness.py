@@ -87,6 +87,11 @@ BENCHMARKS = {
         training.driving_train,
         {"total_steps": 131_072, "num_envs": 256, "scenarios": 256, "devices": None},
     ),
+    "train": Benchmark(
+        "training by any recipe, of --recipe; four updates a repeat",
+        training.train,
+        {"recipe": ("cartpole",), "settings": {}, "devices": None},
+    ),
     "replay": Benchmark(
         "rows added and steps sampled in turn, evenly and by priority, beside bare look-ups; --peer-python",
         replay.replay,

@@ -41,6 +41,7 @@ def bench(words: Sequence[str]) -> int:
             "lane", LANE, (), "a figure for each: shm, grpc of central; shm, tcp, folder of sync", True, "the first 2"
         ),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
+        Flag("recipe", TEXT, (), "of train: recipes, a figure for each", True, "cartpole"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
         Flag("size", INT, None, "of replay, and of sac in --env: steps that it holds", shown="1000000, 65536"),
         Flag("fill", FLOAT, None, "of sac in --env: the share of its replay that is full", shown="0"),

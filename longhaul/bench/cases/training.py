@@ -10,7 +10,7 @@ import itertools
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from longhaul import prng
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config.population import Population
-from longhaul.config.resolve import resolve
+from longhaul.config.resolve import agents as columns
+from longhaul.config.resolve import changed, resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
@@ -91,6 +92,14 @@ def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int 
     return training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
 
 
+def train(recipe: str, settings: Mapping[str, Any], devices: int | None) -> Prepared:
+    """Any recipe with other settings, by name as flags have them; without `total_steps` a repeat is four updates."""
+    made = changed(recipes.recipe(recipe), settings)
+    batch = made.num_envs * made.num_steps * columns(made)
+    made = dataclasses.replace(made, total_steps=settings.get("total_steps", 4 * batch), devices=devices)
+    return training(made, "agent steps", {"recipe": recipe, "settings": dict(settings), "agents": columns(made)})
+
+
 def hackmatrix_ppo(
     num_envs: int, num_steps: int, precision: str, total_steps: int | None, devices: int | None
 ) -> Prepared:
@@ -131,7 +140,11 @@ def assembled(run: Run) -> tuple[PyTree, Assembly]:
 
 
 def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
-    """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late."""
+    """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late.
+
+    Where worlds have several agents, `played` is the share of steps in episodes that ended: the others are of agents
+    that had ended before their world, of empty slots, and of episodes that went on.
+    """
     made = resolve(made)
     assert made.devices is not None
     assert made.block is not None
@@ -152,6 +165,8 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
         )  # fmt: skip
     compiled = time.perf_counter() - began
     block, updates = made.block, assembly.updates
+    steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
+    several = columns(made) > 1
 
     def begin(number: int) -> PyTree:
         key = jax.random.key(number)
@@ -167,14 +182,15 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
             rows.append((n, metrics))
             rows[-2:-1] = [(n, jax.device_get(late)) for n, late in rows[-2:-1]]  # while the device goes on
         rows = [{k: np.asarray(v)[:n] for k, v in jax.device_get(metrics).items()} for n, metrics in rows]
-        scores = {k: np.concatenate([row[k] for row in rows]) for k in ("episodes", "episode/return")}
-        ended, total = (np.sum(scores[k][-max(1, updates // 10) :]) for k in ("episodes", "episode/return"))
-        return {"mean_return": float(total / ended) if ended else float("nan")}
+        names = ("episodes", "episode/return", "episode/length")
+        scores = {name: np.concatenate([row[name] for row in rows]) for name in names}
+        ended, total = (np.sum(scores[name][-max(1, updates // 10) :]) for name in names[:2])
+        found = {"mean_return": float(total / ended) if ended else float("nan")}
+        return found | ({"played": float(np.sum(scores["episode/length"])) / steps} if several else {})
 
     names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
     config = {name: getattr(made, name) for name in names} | more | config_fields.values(made.algorithm)
     config |= {"together": made.population.together} if made.many else {}
-    steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
     return Prepared(config, steps, unit, compiled, begin, work)
 
 
