@@ -55,7 +55,7 @@ TRAINED: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "craftax-classic",
         "ppo",
         RECURRENT
-        | {"env": "craftax/Craftax-Classic-Symbolic-v1", "num_envs": 4_096, "num_steps": 32, "num_minibatches": 4}
+        | {"env": "craftax/Craftax-Classic-Symbolic-v1", "num_envs": 16_384, "num_steps": 32, "num_minibatches": 4}
         | {"hidden_dim": 32, "memory": 32, "total_steps": 2_097_152},
     ),
     (

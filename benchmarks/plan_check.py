@@ -138,15 +138,14 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def ahead(name: str, recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Forecast for a figure of `benchmarks/gpu.py`, by its name there."""
+    found = forecast(flags(recipe, settings))
+    return {"name": "forecast", "program": name, "recipe": recipe, "settings": dict(settings), **found}
+
+
+def flags(recipe: str, settings: Mapping[str, Any]) -> list[str]:
+    """Words of `longhaul plan` for a recipe with other settings, in few scenarios: the same program on a small bank."""
     few = {"scenarios": 8} if "scenarios" in settings else {}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in ({**settings, **few}).items()]
-    return {
-        "name": "forecast",
-        "program": name,
-        "recipe": recipe,
-        "settings": dict(settings),
-        **forecast([recipe, *flags]),
-    }
+    return [recipe, *(f"--{name.replace('_', '-')}={value}" for name, value in {**settings, **few}.items())]
 
 
 def forecast(words: Sequence[str]) -> dict[str, Any]:

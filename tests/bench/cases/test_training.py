@@ -102,6 +102,18 @@ def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
 
 
 @pytest.mark.slow
+def test_any_recipe_is_trained_with_other_settings() -> None:
+    """Columns are those of all agents, of whom some end before their world does."""
+    settings = {"num_envs": 4, "num_steps": 64, "least": 2, "scenarios": 8, "hidden_dim": 8, "memory": 8, "lr": 1e-3}
+    (record,) = harness.run("train", recipe=("driving-selfplay",), settings=settings, devices=1)
+    check(record)
+    assert record["config"]["settings"] == settings
+    assert (record["config"]["memory"], record["config"]["lr"], record["config"]["clip_value"]) == (8, 1e-3, False)
+    assert record["steps"] == 4 * 4 * 16 * 64, "four updates of all slots"
+    assert 0.0 < record["played"] < 1.0, "two of 16 slots may be all that have an agent"
+
+
+@pytest.mark.slow
 def test_driving_step_moves_all_objects() -> None:
     (record,) = harness.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
     check(record)
