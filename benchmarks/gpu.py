@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+import jax
+
 from benchmarks import results
 from longhaul.bench import harness
 
@@ -103,6 +105,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="the Python of an environment with PureJaxRL's dependencies")
     parser.add_argument("--peer-path", help="the folder of PureJaxRL's ppo.py")
     given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # of this process, which would take memory of what it measures
     ends = time.monotonic() + 60.0 * given.minutes
     peer = {"peer_python": given.peer_python, "peer_path": given.peer_path} if given.peer_python else {}
     if peer:
