@@ -14,7 +14,7 @@ import jax
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.sampler import LOGITS
+from longhaul.reasoning.sampler import LOGITS_WIDE
 from longhaul.runtime import partition
 
 
@@ -71,7 +71,7 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     scores = 4 * ATTENTION * sizes.heads * pairs
     inputs = sizes.layers * tokens * item * sizes.width
     kept = inputs + inside + scores if sizes.remat == "full" else sizes.layers * (inside + scores)
-    logits = 4 * FACTORS * min(LOGITS, tokens * sizes.vocabulary)
+    logits = 4 * FACTORS * min(LOGITS_WIDE, tokens * sizes.vocabulary)
     gradients = own * (2 if config.accumulate > 1 or config.pack else 1)
     slots, rows = load.prompt + load.length, min(load.wave, completions)
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim

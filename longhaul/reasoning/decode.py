@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from longhaul.networks.layers import PRECISIONS, rms_norm
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.types import Params
+from longhaul.types import Params, platform
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
 """Kernels of the same input, which are joined: name -> their names."""
@@ -90,6 +91,16 @@ def room(prompt: int, length: int) -> tuple[int, int]:
     return -(-prompt // piece) * piece, -(-length // piece) * piece
 
 
+def laid(x: jax.Array) -> jax.Array:
+    """Part of a cache [P + R, kv_heads, head_dim, B] as it lies in a GPU's memory: a row's slots side by side, a head
+    after the other.
+
+    Left to XLA, the loop over tokens and the one within it that begins a row's next completion choose different ones,
+    and the whole cache is transposed twice a token.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=(1, 3, 0, 2))) if platform() == "gpu" else x
+
+
 def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
     """Cache of rows that have read prompts with `mask` bool [B, P] and these keys and values of all layers, for
     `length` more tokens of each."""
@@ -98,7 +109,7 @@ def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
 
     def moved(x: jax.Array) -> tuple[jax.Array, ...]:
         x = jnp.transpose(x, (0, 2, 3, 4, 1))
-        return tuple(jnp.pad(x, ((0, 0), (short, own), (0, 0), (0, 0), (0, 0))))
+        return tuple(map(laid, jnp.pad(x, ((0, 0), (short, own), (0, 0), (0, 0), (0, 0)))))
 
     key, value = map(moved, kept)
     lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
@@ -110,7 +121,7 @@ def renew(cache: Cache, row: jax.Array, kept: transformer.KeyValue, mask: jax.Ar
     short = len(cache.asked) - len(mask)
     key, value = (
         tuple(
-            jax.lax.dynamic_update_slice(old, new[..., None], (short, 0, 0, row))
+            laid(jax.lax.dynamic_update_slice(old, new[..., None], (short, 0, 0, row)))
             for old, new in zip(olds, news, strict=True)
         )
         for olds, news in zip((cache.key, cache.value), kept, strict=True)
@@ -165,7 +176,7 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
         query, new_key, new_value = _heads(config, own, rms_norm(x, own["attention_norm"], config.eps, FEATURES), turn)
         key, value = (
-            jax.lax.dynamic_update_slice(old, new[None], (here, 0, 0, 0))
+            laid(jax.lax.dynamic_update_slice(old, new[None], (here, 0, 0, 0)))
             for old, new in ((key, new_key), (value, new_value))
         )
         keys.append(key)

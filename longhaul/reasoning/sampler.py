@@ -35,10 +35,13 @@ from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, checked, ended, marks
 from longhaul.runtime.errors import FieldError
-from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
+from longhaul.types import INFERENCE, Collector, Key, Metrics, Params, platform
 
 LOGITS = 2**23
 """Most logits that a loss has at a time: 32 MB, whatever the batch. Their gradient computes them again."""
+
+LOGITS_WIDE = 2**26
+"""The same on an accelerator: 268 MB. A piece reads the whole embedding, which takes longer there than few logits."""
 
 APART = 8
 """One problem in so many is for looks at a closed gate alone."""
@@ -434,6 +437,11 @@ def sampler(
     return sample
 
 
+def logits_at_once() -> int:
+    """Most logits that a loss has at a time."""
+    return LOGITS if platform() == "cpu" else LOGITS_WIDE
+
+
 def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
     """Flag of each token: it is one of `numbers`; bool."""
     return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
@@ -452,8 +460,10 @@ def log_probs(
     if shared:
         first, kept = transformer.trunk(config, params, prompt, asked, keeps=True)
         assert kept is not None
-        before, read = transformer.Past(kept, asked), text[:, :-1]
+        # The last token predicts none. A GPU reads it, too: products of 1,023 tokens take its slow paths.
+        before, read = transformer.Past(kept, asked), text[:, :-1] if platform() == "cpu" else text
         rest, _ = transformer.trunk(config, params, read, read != config.pad, past=before)
+        rest = rest[:, : steps - 1]
         hidden = jnp.concatenate([jnp.repeat(first[:, -1:], rows // len(prompt), axis=0), rest], axis=1)
     else:
         whole = jnp.concatenate([prompt, text], axis=1)
@@ -469,7 +479,7 @@ def predicted(
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability, entropy), float32 [T], of tokens [T] that outputs of the layers [T, width] predict.
 
-    No more than `LOGITS` logits are there at a time.
+    No more than `logits_at_once` logits are there at a time.
     """
 
     @jax.checkpoint
@@ -480,7 +490,7 @@ def predicted(
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
 
-    whole, number, size = (hidden, token), len(token), max(1, LOGITS // config.vocabulary)
+    whole, number, size = (hidden, token), len(token), max(1, logits_at_once() // config.vocabulary)
     if number <= size:
         return some(whole)
     count = -(-number // size)  # a whole number of pieces, so that one program computes each

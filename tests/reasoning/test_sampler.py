@@ -18,6 +18,7 @@ from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import FieldError
+from longhaul.types import PLATFORM
 from tests.helpers.quick import quick
 
 CONFIG = ModelConfig(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
@@ -314,6 +315,26 @@ def test_a_prompt_read_once_for_its_group_and_a_loss_in_pieces_change_no_number(
     wanted = quick(slope)(params, jnp.repeat(prompt, 3, axis=0))
     monkeypatch.setattr(sampler, "LOGITS", 5 * 257)  # five tokens at a time
     found = quick(lambda *x: slope(*x))(params, prompt)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
+
+
+def test_a_gpus_program_draws_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, text = grouped_texts()
+    wide, here, bank = transformer.init(jax.random.key(0), WIDE), drawn(sampler.UNBOUNDED), drawn_problems()[1]
+
+    def total(params: Any) -> jax.Array:
+        return jnp.sum(jnp.where(text >= 0, sampler.log_probs(WIDE, params, prompt, text, 0.9)[0], 0.0))
+
+    wanted = quick(jax.value_and_grad(total))(wide)
+    monkeypatch.setenv(PLATFORM, "gpu")
+    monkeypatch.setattr(sampler, "LOGITS_WIDE", 5 * 257)  # five tokens at a time
+    given = params(), bank.prompt, KEYS, jnp.int32(sampler.UNBOUNDED)
+    there = jax.jit(sampler.sampler(CONFIG, HOW)).lower(*given)
+    # Keys and values lie alike at the beginning, in the loop over tokens, and in the one that begins a completion.
+    assert there.as_text().count("LayoutConstraint") == 3 * 2 * CONFIG.layers
+    np.testing.assert_array_equal(there.compile()(*given).token, here.token)
+    found = quick(jax.value_and_grad(lambda params: total(params)))(wide)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
 
