@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
+from longhaul.cli.flags import FLOAT, INT, TEXT, Flag, FlagError, Kind, choice
 from longhaul.config import recipes
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import METRICS
@@ -38,7 +38,10 @@ GRID = (
     Flag("scenarios", _list_of(INT), None, "generated scenarios to train in"),
     Flag("seeds", INT, None, "runs of each size and number of scenarios"),
     Flag("metric", choice(METRICS), None, "what a policy scores where it does not fail"),
+    Flag("checks", _list_of(TEXT), None, "points SIZE:SCENARIOS that the law forecasts, trained and left out of it"),
 )
+
+AT_ONCE = Flag("at-once", INT, 1, "sizes that are trained at once, each in a process of its own, on the same devices")
 
 
 def scaling(words: Sequence[str]) -> int:
@@ -57,13 +60,18 @@ def scaling(words: Sequence[str]) -> int:
 def run(recipe: str, words: Sequence[str], command: str) -> int:
     """A grid's recipe with flags, from its folder on, or on in its folder."""
     default = recipes.GRIDS[recipe]()
-    groups = {"grid: What is run.": [_with_default(flag, getattr(default, flag.name)) for flag in GRID]}
+    groups = {"grid: What is run.": [_with_default(flag, getattr(default, flag.name)) for flag in GRID] + [AT_ONCE]}
     for title, group in run_flags.table(default.base).items():
         groups[title] = [flag for flag in group if flag.name not in VARIED]
     parsed = flags.parse(command, ABOUT, groups, words)
     runs_dir, name = Path(parsed.values["runs-dir"]), parsed.values["resume"]
+    at_once = parsed.values["at-once"]
+    if at_once < 1:
+        raise RunError(f"--at-once is {at_once}; it must be at least 1")
+    if at_once > 1:
+        grids.share_devices()
     if name is not None:
-        odd = sorted(parsed.given - {"resume", "runs-dir", "debug"})
+        odd = sorted(parsed.given - {"resume", "runs-dir", "debug", "at-once"})
         if odd:
             raise FlagError(f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags")
         there = [folder for folder in (runs_dir / name, Path(name)) if (folder / "grid.json").is_file()]
@@ -82,7 +90,7 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         folder = new_folder(runs_dir, grid.base, parsed.values["run-name"])
         grids.save_grid(folder, grid)
     print(folder, flush=True)
-    code = grids.run_grid(folder, grid)
+    code = grids.run_grid(folder, grid, at_once)
     if not code:
         _print(grids.summary(folder, grid))
         print(f"page: {folder / 'scaling.html'}")
@@ -90,8 +98,9 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
 
 
 def _with_default(flag: Flag, value: Any) -> Flag:
-    shown = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
-    return flag._replace(default=value, shown=shown)
+    values = value if isinstance(value, tuple) else (value,)
+    shown = ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return flag._replace(default=value, shown=shown or "none")
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -106,3 +115,8 @@ def _print(found: dict[str, Any]) -> None:
     intervals = law["intervals"]
     for name in ("e", "a", "alpha", "b", "beta"):
         print(f"{name} {law[name]:.4g} (90 %: {intervals[name][0]:.4g} to {intervals[name][1]:.4g})")
+    for each in found["forecasts"]:
+        low, high = each["interval"]
+        measured = "not measured" if each["measured"] is None else f"measured {each['measured']:.4g}"
+        print(f"forecast of {each['parameters']:,} parameters, {each['scenarios']:,} scenarios: "
+              f"{each['forecast']:.4g} (90 %: {low:.4g} to {high:.4g}), {measured}")  # fmt: skip

@@ -18,6 +18,9 @@ from longhaul.runtime.errors import FieldError
 MOST_MEMBERS = 4096
 """Members of a population."""
 
+SCENARIOS = "scenarios"
+"""Number of generated scenarios, which can be swept beside the algorithm's own numbers."""
+
 
 FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
 
@@ -51,6 +54,11 @@ class Member(NamedTuple):
     def label(self) -> str:
         """ "lr=0.0003 gamma=0.99", or "" where nothing is swept."""
         return " ".join(f"{name.replace('_', '-')}={value:.4g}" for name, value in self.values.items())
+
+    @property
+    def algorithm(self) -> dict[str, float]:
+        """Values of the algorithm's own hyperparameters."""
+        return {name: value for name, value in self.values.items() if name != SCENARIOS}
 
 
 def members(population: Population, seed: int) -> tuple[Member, ...]:
@@ -98,8 +106,11 @@ def _values(said: str) -> tuple[float, ...]:
     return values
 
 
-def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
-    """The members. Raises FieldError where `config` has no such hyperparameters."""
+def check(population: Population, config: Any, seed: int, most_scenarios: int | None = None) -> tuple[Member, ...]:
+    """The members. Raises FieldError where `config` has no such hyperparameters.
+
+    At most `most_scenarios` can be swept; None: they can't.
+    """
     config_fields.check(population)
     found = members(population, seed)
     hints = typing.get_type_hints(type(config))
@@ -108,7 +119,18 @@ def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
         for field in dataclasses.fields(config)
         if float in (hints[field.name], *typing.get_args(hints[field.name]))
     ]
-    for name in sweeps(population.sweep):
+    swept = sweeps(population.sweep)
+    if SCENARIOS in swept and most_scenarios is not None:
+        known.append(SCENARIOS)
+        for value in swept[SCENARIOS]:
+            if value != int(value) or not 1 <= value <= most_scenarios:
+                raise FieldError("sweep", f"of scenarios={value:g}", f"give whole numbers, 1 to {most_scenarios}")
+        if population.pbt_interval is not None:
+            raise FieldError(
+                "pbt_interval", f"{population.pbt_interval}, and scenarios are swept", "their number is no setting to "
+                "choose; leave one out",
+            )  # fmt: skip
+    for name in swept:
         if name not in known:
             there = ", ".join(known).replace("_", "-")
             raise FieldError(

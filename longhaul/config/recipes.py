@@ -34,13 +34,17 @@ from longhaul.topologies.actor_learner.config import ActorConfig
 
 @dataclass(frozen=True)
 class Grid:
-    """Runs of a law: `base` with each of `sizes` (million parameters), of `scenarios` and of `seeds` seeds."""
+    """Runs of a law: `base` with each of `sizes` (million parameters), of `scenarios` and of `seeds` seeds.
+
+    `checks` are points "SIZE:SCENARIOS" that the law forecasts; they are trained last and left out of the fit.
+    """
 
     base: Run
     sizes: tuple[float, ...]
     scenarios: tuple[int, ...]
     seeds: int = 1
     metric: str = "goal"
+    checks: tuple[str, ...] = ()
 
 
 def cartpole() -> Run:

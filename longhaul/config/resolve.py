@@ -15,9 +15,10 @@ from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms import external as external_algorithms
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, GRPOConfig, OffPolicy, Reasoner
 from longhaul.config import aliases
-from longhaul.config.population import Member, check
+from longhaul.config.population import SCENARIOS, Member, check
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run, from_dict
 from longhaul.driving.sim import config as sim
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import external, suite_adapters
 from longhaul.envs import registry as environments
 from longhaul.envs.host.registry import is_hosted
@@ -108,7 +109,7 @@ def _resolved(run: Run) -> Run:
     sizes = Sizes(parts(run, devices), columns, run.num_steps)
     if run.lr_rule != "none" and "lr" not in config_fields.values(algorithm):
         raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
-    for values in ({}, *(member.values for member in siblings if run.population.sweep)):
+    for values in ({}, *(member.algorithm for member in siblings if run.population.sweep)):
         registry.check(config_fields.replaced(algorithm, **values), sizes)
     if run.many and run.evaluation_interval:
         raise FieldError("evaluation_interval", run.evaluation_interval, "a population is evaluated at its end; give 0")
@@ -125,6 +126,8 @@ def _resolved(run: Run) -> Run:
     if files := registry.recorded(algorithm):
         assert isinstance(algorithm, BCConfig)
         algorithm = dataclasses.replace(algorithm, recorded=absolute(files))
+    if isinstance(task, Driving) and SCENARIOS in siblings[0].values:  # the members share the first ones
+        task = dataclasses.replace(task, scenarios=int(max(member.values[SCENARIOS] for member in siblings)))
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
         task = dataclasses.replace(
             task, data=absolute(task.data), bank_updates=_bank_updates(task, run.num_envs * run.num_steps)
@@ -478,7 +481,8 @@ def _default_devices(run: Run, runs: int) -> int:
 
 def members_of(run: Run) -> tuple[Member, ...]:
     """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
-    found = check(run.population, run.algorithm, run.seed)
+    generated = isinstance(run.environment, Driving) and not run.environment.data
+    found = check(run.population, run.algorithm, run.seed, HELD_OUT if generated else None)
     if not run.many:
         return found
     clashes = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.telemetry.curve_fit import Fit, minimise
+from longhaul.telemetry.curve_fit import minimise
 
 HUBER = 1e-3
 """Residual of log loss from which it counts linearly (the paper's delta)."""
@@ -43,11 +43,27 @@ class Law(NamedTuple):
         return self.e + self.a * n**-self.alpha + self.b * d**-self.beta
 
 
+class Fitted(NamedTuple):
+    """Law with its error and intervals, as `curve_fit.Fit`, and what its forecasts need."""
+
+    law: Law
+    error: float  # root mean square of the residuals of log loss
+    intervals: dict[str, tuple[float, float]]  # of each number of the law, 90 % of the draws
+    laws: tuple[Law, ...]  # of the draws
+    spread: tuple[float, ...]  # residuals of log loss, widened as the draws have them
+
+    def forecast(self, n: float, d: float) -> tuple[float, float, float]:
+        """Loss at (n, d), and the ends of the interval in which 90 % of measurements are to be expected there."""
+        drawn = np.log([law.at(n, d) for law in self.laws])
+        low, high = np.exp(np.quantile(drawn[:, None] + np.array(self.spread)[None], (0.05, 0.95)))
+        return float(self.law.at(n, d)), float(low), float(high)
+
+
 class TooFew(ValueError):
     """Too few cells, or too few different sizes, for a law."""
 
 
-def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fit[Law]:
+def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fitted:
     """Law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0; its residuals are of log loss.
 
     Raises TooFew, or ValueError.
@@ -93,11 +109,12 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
     spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit lowers its residuals
     drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
     around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
-    again = np.array([_law(p, middle) for p in minima(drawn, around)[0]])
-    ends = np.quantile(again, (0.05, 0.95), axis=0)
+    laws = tuple(_law(p, middle) for p in minima(drawn, around)[0])
+    ends = np.quantile(np.array(laws), (0.05, 0.95), axis=0)
     names = Law._fields
     intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(names)}
-    return Fit(_law(best, middle), float(np.sqrt(np.mean(residual**2))), intervals)
+    error = float(np.sqrt(np.mean(residual**2)))
+    return Fitted(_law(best, middle), error, intervals, laws, tuple(spread.tolist()))
 
 
 def _law(p: np.ndarray, middle: tuple[float, float]) -> Law:

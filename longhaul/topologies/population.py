@@ -31,6 +31,15 @@ Evolve = Callable[[PyTree, jax.Array, Key], PyTree]
 """(states [M, ...], scores float32 [M], key) -> states [M, ...] after selection."""
 
 
+Within = Callable[[PyTree, PyTree], PyTree]
+"""(context, member's own data) -> the member's context."""
+
+
+def same(context: PyTree, own: PyTree) -> PyTree:
+    """The context itself: one for all members."""
+    return context
+
+
 class Scored(NamedTuple):
     """Carry of a member, and the returns of its episodes since the last evolution."""
 
@@ -49,7 +58,7 @@ def layout() -> Progress:
 
 
 def starting(
-    init: Callable[[PyTree, Key], PyTree], collector_in: fused.CollectorIn, mesh: Mesh
+    init: Callable[[PyTree, Key], PyTree], collector_in: fused.CollectorIn, mesh: Mesh, within: Within = same
 ) -> Callable[[PyTree, Key, PyTree], Progress]:
     """(own [M, ...], keys [M], context) -> progress of a population before its first update, laid out on `mesh`.
 
@@ -61,7 +70,7 @@ def starting(
         def one(member: tuple[PyTree, Key]) -> tuple[PyTree, PyTree, Key]:
             own, key = member
             key_state, key_carry, key_run = jax.random.split(key, 3)
-            scored = Scored(begin(key_carry, context), jnp.float32(0.0), jnp.float32(0.0))
+            scored = Scored(begin(key_carry, within(context, own)), jnp.float32(0.0), jnp.float32(0.0))
             return init(own, key_state), scored, key_run
 
         state, carry, key = jax.lax.map(one, (own, keys))
@@ -80,15 +89,20 @@ def compiled(
     *,
     block: int,
     width: int,
+    within: Within = same,
 ) -> fused.Program:
-    """Program of a population like `progress`, with metrics [block, M]. A device computes `width` members together."""
+    """Program of a population like `progress`, with metrics [block, M]. A device computes `width` members together.
+
+    With `within` a state has the member's own data as `values`.
+    """
     if block < 1 or width < 1:
         raise ValueError(f"a compiled call of {block} updates, {width} members together; at least 1 is needed")
     once = fused.updating(algorithm, collector_in, batch_shards.alone())
 
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         scored = progress.carry
-        after, told = once(context, progress._replace(carry=scored.carry))
+        own = context if within is same else within(context, progress.state.values)
+        after, told = once(own, progress._replace(carry=scored.carry))
         carry = Scored(after.carry, scored.total + told["episode/return"], scored.episodes + told["episodes"])
         return after._replace(carry=carry), told
 

@@ -106,7 +106,7 @@ def assemble(
         return partition.laid(parted.mean(tree), run.mesh) if run.fsdp else parted.mean(tree)
 
     def make(values: Mapping[str, Any]) -> Algorithm:
-        config = dataclasses.replace(run.algorithm, **values)
+        config = dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != population.SCENARIOS})
         done, split = origin.agent_steps / run.total_steps, run.mesh.parts > 1
         context = RunContext(updates, mean, parted.apart, origin.updates, done, split, sizes=sizes)
         context = context._replace(in_buckets=parted.in_buckets)
@@ -155,7 +155,7 @@ def assemble(
             enter = served.entering(
                 run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
             )
-    begin = populations.starting(init, collector_in, mesh) if init is not None else None
+    begin = populations.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
     )

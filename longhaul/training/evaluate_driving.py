@@ -34,15 +34,18 @@ from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime.devices import cores
+from longhaul.runtime.devices import cores, on_cpu
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
 from longhaul.training.evaluate import EVENTS, MOST, Scores
 from longhaul.types import Environment, Params
 
 LANES = 64
-"""Largest number of scenarios that one program drives at a time. Results never depend on what else is in memory: a
-scenario's lane follows from its number alone, whatever the number of devices."""
+"""Largest number of scenarios that one program drives at a time on a CPU. Results never depend on what else is in
+memory: a scenario's lane follows from its number alone, whatever the number of devices."""
+
+WIDE = 512
+"""That number on an accelerator, whose step takes as long for few scenarios."""
 
 MARGIN = 1.5
 """Room in the padded tables by the need of the first batch: few later ones need more, which compiles again."""
@@ -103,7 +106,7 @@ class Drives(NamedTuple):
     def lanes(self) -> int:
         """Scenarios of a batch on one device."""
         count = len(self.scenarios)
-        return -(-count // -(-count // LANES))
+        return -(-count // -(-count // (LANES if on_cpu() else WIDE)))
 
     def batches(self, config: Config, mesh: Mesh, partners: bool = False) -> Generator[Batch]:
         """All scenarios in order, `lanes` to a device of the mesh; a thread prepares the next batch meanwhile. Tables

@@ -573,7 +573,7 @@ def _compiled(
                 assert run.population.together is not None
                 return populations.compiled(
                     assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
-                    width=run.population.together,
+                    width=run.population.together, within=members.within(assembly.members),
                 )  # fmt: skip
             if sooner is not None and (program := sooner.program(progress, context)):
                 return program

@@ -23,7 +23,7 @@ import numpy as np
 from longhaul.algorithms import population, registry
 from longhaul.algorithms.population import Make, Tuned
 from longhaul.algorithms.run_context import RunContext
-from longhaul.config.population import Member, own
+from longhaul.config.population import SCENARIOS, Member, own
 from longhaul.config.resolve import members_of
 from longhaul.config.run import Driving, Run
 from longhaul.replay import Sizes
@@ -33,6 +33,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import pages
 from longhaul.telemetry.sinks import read
+from longhaul.topologies import population as topology
 from longhaul.training import evaluate, evaluate_driving, report
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
@@ -50,6 +51,17 @@ def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[
         raise RunError(str(error)) from error
 
 
+def within(members: tuple[Member, ...]) -> topology.Within:
+    """Context of each member: where scenarios are swept, episodes are drawn among the member's first ones."""
+    if not members or SCENARIOS not in members[0].values:
+        return topology.same
+
+    def narrowed(context: PyTree, own: PyTree) -> PyTree:
+        return context._replace(among=own[SCENARIOS].astype(jnp.int32))
+
+    return narrowed
+
+
 def keys(members: tuple[Member, ...]) -> Key:
     """Random key [M] of each member, from its seed."""
     return jax.vmap(jax.random.key)(jnp.array([member.seed for member in members], jnp.uint32))
@@ -61,7 +73,8 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
         lambda values: registry.make(
-            spec, dataclasses.replace(run.algorithm, **values), RunContext(updates=1, mean=meshes.identity, sizes=sizes)
+            spec, dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != SCENARIOS}),
+            RunContext(updates=1, mean=meshes.identity, sizes=sizes),
         ),
         found,
     )  # fmt: skip

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main
+from longhaul.config.population import SCENARIOS
 from longhaul.config.recipes import Grid, driving_scaling
+from longhaul.config.resolve import members_of, resolve
 from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_grid as grids
-from longhaul.diagnostics.scaling_grid import Cell
+from longhaul.diagnostics.scaling_grid import Job
 from longhaul.diagnostics.scaling_law import Law, TooFew, fit
+from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry import pages
+from longhaul.telemetry import pages, sinks
 from longhaul.training import loop
 from longhaul.training.run_dir import write_json
 
@@ -99,7 +102,7 @@ class Trainer:
         self.trained: list[tuple[str, bool]] = []
         self.stop_at: int | None = None
 
-    def __call__(self, run: Run, folder: Path, *, resumed: bool) -> loop.Outcome:
+    def __call__(self, run: Run, folder: Path, *, resumed: bool, sole: bool = False) -> loop.Outcome:
         self.trained.append((folder.name, resumed))
         write_json(folder / "run.json", {"stands": "for one"})
         if len(self.trained) == self.stop_at:
@@ -107,9 +110,14 @@ class Trainer:
         assert isinstance(run.environment, Driving)
         assert run.algorithm.network.model_size is not None
         parameters = round(run.algorithm.network.model_size * 1e6)
-        goal = 1.0 - float(TRUE.at(parameters, run.environment.scenarios)) / 4
-        scores = {"trained": {"goal": goal, "accuracy": 0.5, "episodes": 10_000}}
-        result = {"parameters": parameters, "agent_steps": run.total_steps, "evaluation": scores}
+        rows = []
+        for i, member in enumerate(members_of(run)):
+            goal = 1.0 - float(TRUE.at(parameters, member.values[SCENARIOS])) / 4
+            scores = {"trained": {"goal": goal, "accuracy": 0.5, "episodes": 10_000}}
+            rows.append(
+                {"member": i, "seed": member.seed, "hyperparameters": member.values, "evaluation": scores}
+            )  # fmt: skip
+        result = {"parameters": parameters, "agent_steps": run.total_steps, "members": rows}
         write_json(folder / "result.json", result)
         return loop.Outcome(0, result)
 
@@ -118,31 +126,27 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     stand_in = Trainer()
     monkeypatch.setattr(loop, "train", stand_in)
-    monkeypatch.setattr(grids, "load_run", lambda folder: grids.run_of(tiny(), cell_of(folder)))
+    monkeypatch.setattr(grids, "load_run", lambda folder: grids.run_of(tiny(), job_of(folder)))
     monkeypatch.setattr(grids.jax, "clear_caches", lambda: None)  # other tests' programs stay
     return stand_in
 
 
-def cell_of(folder: Path) -> Cell:
-    return next(cell for cell in grids.cells(tiny()) if cell.name == folder.name)
+def job_of(folder: Path) -> Job:
+    return next(job for job in grids.jobs(tiny()) if job.name == folder.name)
 
 
-@pytest.mark.slow
 def test_a_grid_that_was_stopped_goes_on_where_it_was(trainer: Trainer, tmp_path: Path) -> None:
-    names = [cell.name for cell in grids.cells(tiny())]
-    assert names[:4] == ["0.03M-4-seed0", "0.03M-8-seed0", "0.03M-16-seed0", "0.1M-4-seed0"]
-    trainer.stop_at = 4
+    names = [job.name for job in grids.jobs(tiny())]
+    assert names == ["0.03M", "0.1M", "0.3M"]
+    trainer.stop_at = 2
     assert grids.run_grid(tmp_path, tiny()) == loop.STOPPED
     found = json.loads((tmp_path / "scaling.json").read_text())
-    assert (len(found["points"]), found["unfinished"], found["law"]) == (3, 6, None)
+    assert (len(found["points"]), found["unfinished"], found["law"], found["forecasts"]) == (3, 6, None, None)
     assert "3 cells with 1 sizes of model" in found["why"]
     assert grids.run_grid(tmp_path, tiny()) == 0
-    assert trainer.trained == [
-        *((name, False) for name in names[:4]),
-        *((name, name == names[3]) for name in names[3:]),
-    ]
+    assert trainer.trained == [("0.03M", False), ("0.1M", False), ("0.1M", True), ("0.3M", False)]
     assert grids.run_grid(tmp_path, tiny()) == 0
-    assert len(trainer.trained) == 10, "finished cells are not run again"
+    assert len(trainer.trained) == 4, "finished sizes are not run again"
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert (len(found["points"]), found["unfinished"], found["why"]) == (9, 0, None)
     law = Law(*(found["law"][name] for name in Law._fields))
@@ -151,13 +155,45 @@ def test_a_grid_that_was_stopped_goes_on_where_it_was(trainer: Trainer, tmp_path
         assert abs(float(law.at(point["parameters"], point["scenarios"])) / true - 1.0) < 0.05
 
 
-def test_each_cell_is_its_own_run() -> None:
-    grid = tiny(seeds=2)
-    runs = {cell: grids.run_of(grid, cell) for cell in grids.cells(grid)}
-    assert len(runs) == 18
-    for cell, run in runs.items():
+def test_a_check_is_left_out_of_the_fit_and_stands_beside_its_forecast(trainer: Trainer, tmp_path: Path) -> None:
+    plain, checked = tmp_path / "plain", tmp_path / "checked"
+    for folder, grid in ((plain, tiny()), (checked, tiny(checks=("1:64",)))):
+        folder.mkdir()
+        assert grids.run_grid(folder, grid) == 0
+    one, other = (json.loads((folder / "scaling.json").read_text()) for folder in (plain, checked))
+    assert one["law"] == other["law"]
+    assert (len(one["cells"]), len(other["cells"]), len(other["points"])) == (9, 10, 9)
+    further, check = other["forecasts"]
+    assert (further["parameters"], further["scenarios"], further["measured"]) == (3_000_000, 16, None)
+    assert (check["parameters"], check["scenarios"]) == (1_000_000, 64)
+    true = float(TRUE.at(1_000_000, 64)) / 4
+    assert abs(check["measured"] / true - 1.0) < 0.01, "half a failure is added"
+    assert abs(check["forecast"] / true - 1.0) < 0.1
+    assert check["interval"][0] < check["forecast"] < check["interval"][1]
+    assert "not measured" in (checked / "scaling.html").read_text()
+
+
+@pytest.mark.slow
+def test_intervals_of_forecasts_cover_what_is_measured_there() -> None:
+    covered = 0
+    for seed in range(20):
+        found = fit(*measured(4, 4, 0.1, seed))
+        true = TRUE.at(1e8, 1024) * np.exp(0.1 * np.random.default_rng(100 + seed).normal())
+        _, low, high = found.forecast(1e8, 1024)
+        covered += low <= true <= high
+    assert covered >= 14, "of 20 intervals of 90 %, at four times the size"
+
+
+def test_each_job_is_a_population_over_scenarios_and_seeds() -> None:
+    grid = tiny(seeds=2, checks=("1:64",))
+    runs = {job.name: grids.run_of(grid, job) for job in grids.jobs(grid)}
+    assert list(runs) == ["0.03M", "0.1M", "0.3M", "1M-64"]
+    for (name, run), size in zip(runs.items(), (0.03, 0.1, 0.3, 1.0), strict=True):
         assert isinstance(run.environment, Driving)
-        assert (run.algorithm.network.model_size, run.environment.scenarios, run.seed) == cell
+        counts = (64,) if name == "1M-64" else (4, 8, 16)
+        assert run.algorithm.network.model_size == size
+        assert run.environment.scenarios == counts[-1], "the bank holds the most of them"
+        assert [(m.values[SCENARIOS], m.seed) for m in members_of(run)] == [(n, s) for n in counts for s in (0, 1)]
     assert from_dict(Grid, json.loads(json.dumps(to_dict(grid)))) == grid
 
 
@@ -176,7 +212,10 @@ def test_seeds_are_pooled_and_no_failure_is_still_a_number() -> None:
         ({"scenarios": (4, 4)}, "--scenarios is 4,4; give different values"),
         ({"seeds": 0}, "--seeds is 0; it must be at least 1"),
         ({"sizes": (0.0,)}, "--model-size is 0.0; it must lie in 0.01 to 1000"),
-        ({"scenarios": (0,)}, "--scenarios is 0; it must lie in 1 to"),
+        ({"scenarios": (0,)}, "--sweep is of scenarios=0; give whole numbers, 1 to"),
+        ({"checks": ("3",)}, "--checks is '3'; give SIZE:SCENARIOS"),
+        ({"checks": ("0.1:8",)}, "--checks has 0.1:8, a point of the fit"),
+        ({"checks": ("1:8", "1:8")}, "--checks is 1:8,1:8; give different points"),
     ],
 )
 def test_impossible_grids_are_refused_before_anything_runs(changes: dict[str, Any], words: str) -> None:
@@ -204,6 +243,9 @@ def test_the_command_runs_a_grid_and_goes_on(
     out = capsys.readouterr().out
     assert "alpha " in out
     assert f"page: {runs_dir / 'law' / 'scaling.html'}" in out
+    assert "forecast of 3,000,000 parameters, 16 scenarios: " in out
+    assert main.main([*again, "--at-once", "0"]) == 2
+    assert "--at-once is 0; it must be at least 1" in capsys.readouterr().err
     assert main.main([*again, "--seeds", "2"]) == 2
     assert "--seeds and --resume are both given" in capsys.readouterr().err
     assert main.main([*again[:-1], "loss"]) == 2
@@ -245,7 +287,7 @@ def test_the_page_holds_all_runs_and_the_law(trainer: Trainer, tmp_path: Path) -
     assert grids.run_grid(tmp_path, tiny()) == 0
     text = (tmp_path / "scaling.html").read_text()
     assert len(DISC.findall(text)) == 18, "nine points, in two figures"
-    assert all(f"{cell.name}/report.html" in text for cell in grids.cells(tiny()))
+    assert all(f"{job.name}/report.html#run-{i}" in text for job in grids.jobs(tiny()) for i in range(3))
     assert "90 % interval" in text
     assert "http" not in text.replace("http://www.w3.org", "")
 
@@ -256,14 +298,27 @@ def test_ticks_are_round() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_grid_runs_and_is_not_run_again(tmp_path: Path) -> None:
-    grid = tiny(sizes=(0.03, 0.05), scenarios=(4,))
-    assert grids.run_grid(tmp_path, grid) == 0
+def test_a_real_grid_runs_side_by_side_and_is_not_run_again(tmp_path: Path) -> None:
+    grid = tiny(sizes=(0.03, 0.05), scenarios=(4, 8))
+    grids.save_grid(tmp_path, grid)
+    assert grids.run_grid(tmp_path, grid, at_once=2) == 0
     found = json.loads((tmp_path / "scaling.json").read_text())
-    assert [point["parameters"] for point in found["points"]] == [row["parameters"] for row in found["cells"]]
-    for row, size in zip(found["cells"], (0.03e6, 0.05e6)):
+    assert [row["scenarios"] for row in found["cells"]] == [4, 8, 4, 8]
+    for row, size in zip(found["cells"], (0.03e6, 0.03e6, 0.05e6, 0.05e6), strict=True):
         assert abs(row["parameters"] / size - 1.0) < 0.2
         assert 0.0 <= row["failed"] <= 1.0
+    assert "0.03M" in (tmp_path / "0.03M" / grids.LOG).read_text() or (tmp_path / "0.03M" / grids.LOG).stat().st_size
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
-    assert grids.run_grid(tmp_path, grid) == 0
+    assert grids.run_grid(tmp_path, grid, at_once=2) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == written
+
+    assert isinstance(grid.base.environment, Driving)
+    task = dataclasses.replace(grid.base.environment, scenarios=4)
+    alone = resolve(replaced(dataclasses.replace(grid.base, environment=task), model_size=0.03))
+    assert loop.train(alone, tmp_path / "alone", resumed=False).code == 0
+    one = sinks.read(tmp_path / "alone" / "metrics.jsonl")
+    both = sinks.read(tmp_path / "0.03M" / "members.jsonl")
+    for record, together in zip(one, both, strict=True):
+        for name in ("episode/return", "loss", "entropy"):
+            np.testing.assert_allclose(together[name][0], record[name], rtol=1e-3, err_msg=name)
+    assert both[-1]["loss"][0] != both[-1]["loss"][1], "the other one drives in other scenarios, too"

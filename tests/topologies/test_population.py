@@ -20,7 +20,7 @@ from longhaul.algorithms import population
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Named, Run
+from longhaul.config.run import Driving, Named, Run
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
@@ -169,6 +169,19 @@ def test_several_sweeps_and_seeds_make_every_combination() -> None:
         ({"population": Population(sweep=("lr=",))}, "--sweep is"),
         ({"population": Population(sweep=("hidden-dim=32,64",))}, "--sweep is of 'hidden-dim'"),
         ({"population": Population(sweep=("gamma=0.5,1.5",))}, "--gamma is 1.5"),
+        ({"population": Population(sweep=("scenarios=4,8",))}, "--sweep is of 'scenarios', no number that can be"),
+        (
+            {"population": Population(sweep=("scenarios=4,8.5",)), "environment": Driving()},
+            "--sweep is of scenarios=8.5; give whole numbers, 1 to",
+        ),
+        (
+            {"population": Population(sweep=("scenarios=4,8",), pbt_interval=4), "environment": Driving()},
+            "--pbt-interval is 4, and scenarios are swept",
+        ),
+        (
+            {"population": Population(sweep=("scenarios=4,8",)), "environment": Driving(data=("logs",))},
+            "--sweep is of 'scenarios', no number that can be swept",
+        ),
         ({"population": Population(seeds=0)}, "--seeds is 0"),
         ({"population": Population(seeds=3, pbt_interval=4)}, "give --sweep"),
         ({"population": SWEEP, "deterministic": True, "num_envs": 8}, "--deterministic does not go with --seeds"),
@@ -178,7 +191,7 @@ def test_several_sweeps_and_seeds_make_every_combination() -> None:
 )  # fmt: skip
 def test_what_can_not_be_is_refused_in_a_line(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(RunError, match=line):
-        resolve(Run("small", Named("cartpole"), PPOConfig(), **changes))
+        resolve(dataclasses.replace(Run("small", Named("cartpole"), PPOConfig()), **changes))
 
 
 def test_a_hyperparameter_that_shapes_the_program_is_refused() -> None:

@@ -119,6 +119,7 @@ class DeviceBank(NamedTuple):
     field_origin: Array  # float32 [S, 2]
     paths: Paths | None
     map: Roadmap
+    among: Array | None = None  # int32: episodes begin in the first so many scenarios; None: in all
 
     @property
     def scenarios(self) -> int:

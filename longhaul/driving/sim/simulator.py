@@ -128,9 +128,11 @@ class Simulator:
         return self.tables.scenarios
 
     def reset(self, key: Key) -> tuple[State, Observation]:
-        """A scenario drawn from all with equal chances; how it begins may be drawn, too (`Config.begins_anew`)."""
+        """A scenario drawn with equal chances from all, or from the first `tables.among`; how it begins may be drawn,
+        too (`Config.begins_anew`)."""
         config = self.config
-        index = jax.random.randint(key, (), 0, self.scenarios, jnp.int32)
+        among = self.scenarios if self.tables.among is None else self.tables.among
+        index = jax.random.randint(key, (), 0, among, jnp.int32)
         return self.start(
             index,
             jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1 if config.conditioning else 0,
