@@ -364,6 +364,54 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
 
 
 @pytest.mark.slow
+def test_a_server_that_answers_with_a_run_s_own_completions_teaches_the_same(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: prompts in the same order, ends, cuts, log-probabilities, and the learning rate's schedule."""
+    kept: list[sampler.Completions] = []
+
+    def keeping(*about: Any) -> sampler.Marking:
+        mark = sampler.marking(*about)
+
+        def keep(data: sampler.Completions, sums: Any) -> Any:
+            kept.append(data)
+            return mark(data, sums)
+
+        return keep
+
+    algorithm = GRPOConfig(model_folder=str(files), group=8, lr=1e-2, num_minibatches=1)
+
+    def run(**acting: Any) -> Run:
+        actors = ActorConfig(1, "thread", 1, **acting)
+        return asking(files, algorithm=algorithm, acting=actors, total_steps=12 * 64 * SHORT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reasoning_setup, "marking", keeping)
+        assert begin(run(), tmp_path / "itself").code == 0
+    rows = [row for data in kept[:12] for row in zip(data.prompt, data.token, data.log_prob, data.written, strict=True)]
+    ended = sum(0 in token[on] for _, token, _, on in rows)
+    assert len(rows) == 12 * 64 and 10 < ended < len(rows)
+    groups = iter([rows[place : place + 8] for place in range(0, len(rows), 8)])
+
+    def sample(prompt: list[int], count: int, most: int, seed: int) -> list[tuple[list[int], list[float], str]]:
+        group = next(groups)
+        assert (count, most) == (8, SHORT) and all([x for x in asked if x >= 0] == prompt for asked, *_ in group)
+        return [
+            (token[on].tolist(), probs[on].tolist(), "stop" if 0 in token[on] else "length")
+            for _, token, probs, on in group
+        ]
+
+    with RolloutServer(sample) as server:
+        acting = {"rollout_servers": (server.address,), "rollout_updates": "folder", "rollout_requests": 1}
+        assert begin(run(**acting), tmp_path / "server").code == 0
+    assert next(groups, None) is None
+    assert result(tmp_path / "server")["params_sha256"] == result(tmp_path / "itself")["params_sha256"]
+    own, other = (records(tmp_path / name) for name in ("itself", "server"))
+    for name in ("episode/return", "episode/length", "episode/cut", "episode/informative", "grpo/entropy", "grpo/lr"):
+        assert [row[name] for row in other] == [row[name] for row in own], name
+
+
+@pytest.mark.slow
 def test_a_run_whose_servers_are_all_down_says_so_while_it_waits(
     files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
