@@ -425,7 +425,12 @@ def large() -> Run:
 
 
 def driving_scaling() -> Grid:
-    """A law: failure of driving over a model's size and the number of scenarios it was trained in."""
+    """A law: failure of driving over a model's size and the number of scenarios it was trained in.
+
+    Measured with 512 worlds, 4.2 M steps a run and 512 episodes (170 s of an H100 for 32 runs): failure falls from 0.39
+    to 0.05, as about scenarios^-0.48 (90 %: 0.43 to 0.67), and hardly with size, whose exponent the fit does not find.
+    Runs and law: benchmarks/results/driving-scaling.json.
+    """
     base = replaced(driving(), model_size=0.3, evaluation_episodes=1024)
     base = dataclasses.replace(base, recipe="driving-scaling", environment=Driving(), total_steps=6_000_000)
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)
