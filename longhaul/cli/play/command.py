@@ -35,6 +35,10 @@ RULES = {"jax": "hackmatrix", "canonical": "hackmatrix-canonical"}
 """Environments of the registry."""
 
 GAMES = tuple(RULES.values())
+
+PLAYED = (*GAMES, "hackmatrix-fixed")
+"""Environments whose runs are watched."""
+
 SHOW = ("auto", "boards", "steps", "table")
 
 
@@ -120,7 +124,7 @@ def _game(name: str, values: dict[str, Any], max_steps: int | None) -> Environme
 def _check_run(folder: Path) -> None:
     """Raises RunError where a run is not of the game."""
     task = run_dir.load_run(folder).environment
-    if not isinstance(task, Named) or task.env not in GAMES:
+    if not isinstance(task, Named) or task.env not in PLAYED:
         what = task.env if isinstance(task, Named) else getattr(task, "task", "driving")
         raise RunError(f"run {folder.name} is {what}, not hackmatrix; name another, or longhaul evaluate {folder.name}")
 

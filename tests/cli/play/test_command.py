@@ -31,6 +31,7 @@ from longhaul.config.resolve import resolve
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.environment import FIXES
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -255,7 +256,7 @@ def test_watching_takes_legal_actions_only_and_the_table_counts_the_same_games(l
 
 def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> Policy:
     """A run that was saved after no update: its folder and a checkpoint. -> its policy."""
-    recipe = recipes.recipe("hackmatrix" if env == "hackmatrix" else "cartpole")
+    recipe = recipes.recipe({"hackmatrix": "hackmatrix", "hackmatrix-fixed": "hackmatrix-best"}.get(env, env))
     algorithm = replaced(recipe.algorithm, hidden_dim=4, num_layers=1)
     run = resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1))
     folder = runs_dir / name
@@ -293,3 +294,13 @@ def test_a_run_or_the_latest_one_plays_with_its_own_policy(tmp_path: Path, monke
     assert environment.fixes == ("start",)
     with pytest.raises(RunError, match=r"run other is cartpole, not hackmatrix; name another, or longhaul evaluate"):
         play._check_run(tmp_path / "runs" / "other")
+
+
+def test_a_run_in_corrected_rules_plays_in_them(longhaul: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = saved(tmp_path / "runs", "best", "hackmatrix-fixed")
+    asked: list[Any] = []
+    monkeypatch.setattr(play, "_by_agent", lambda _, *given: asked.append(given) or [])
+    assert longhaul("hackmatrix", "--run", "best")[0] == 0
+    environment, agent = asked.pop()
+    assert environment.fixes == tuple(FIXES)
+    jax.tree.map(np.testing.assert_array_equal, agent.policy, policy)
