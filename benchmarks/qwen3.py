@@ -8,7 +8,8 @@ float32 masters. `sample`: 128 completions, 8 behind each prompt of 64 tokens, w
 tokens, then of lengths that are log-normal (mean 256, most 1,024), where a row whose completion ends begins the next.
 `train`: one update from 64 completions of 1,024 tokens, with Adam's step; the layers are computed again for the
 gradient, and the loss has the logits of a few tokens at a time. `planned_bytes` is what `longhaul train --dry-run`
-tells of these shapes, `compiled_bytes` the compiler's own sum, `peak_bytes` what the device's allocator had.
+tells of these shapes, of the parts that the side holds; `compiled_bytes` the compiler's own sum, `peak_bytes` what the
+device's allocator had.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from longhaul.runtime.devices import prepare_devices
 GROUP, MEAN, SPREAD = 8, 256, 1.0
 """Completions of a prompt; mean and deviation of the lengths that are drawn."""
 
+HELD = {"sample": ("parameters", "sampling"), "train": ("parameters", "optimiser", "learning")}
+"""Parts of a plan that a side holds: none has weights on their way, and none does both."""
+
 UPDATES = 3
 """Updates that are timed, behind one that is not."""
 
@@ -63,10 +67,17 @@ def main() -> None:
     about = {
         "name": f"qwen3-{given.side}", "parameters": transformer.size(model), "model": dataclasses.asdict(model),
         "completions": completions, "group": GROUP, "rows": given.rows, "prompt": given.prompt, "length": given.length,
-        "device": str(jax.devices()[0].device_kind), "planned_bytes": memory_plan.parts(config, load, 1),
+        "device": str(jax.devices()[0].device_kind), "planned_bytes": planned(config, load, given.side),
     }  # fmt: skip
     for figure in sampled(model, given) if given.side == "sample" else learnt(config, given):
         results.emit(about | figure | {"peak_bytes": peak()}, given.json)
+
+
+def planned(config: GRPOConfig, load: memory_plan.Load, side: str) -> dict[str, int]:
+    """Bytes of a side's parts, and their sum."""
+    parts = memory_plan.parts(config, load, 1)
+    held = {name: parts[name] for name in HELD[side]}
+    return held | {"total": sum(held.values())}
 
 
 def peak() -> int | None:
