@@ -86,7 +86,7 @@ class Server:
         self._words = [
             str(Path(python).parent / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1",
             "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "64", "--enable-scale-out",
-            "--enforce-eager", "--weight-transfer-config", '{"backend": "longhaul"}',
+            "--enforce-eager", "--block-size", "32", "--weight-transfer-config", '{"backend": "longhaul"}',
         ]  # fmt: skip
         self._variables = os.environ | ONE_CORE | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}
         self._variables["PATH"] = f"{Path(python).parent}:{self._variables['PATH']}"
