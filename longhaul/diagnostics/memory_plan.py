@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.sampler import LOGITS_WIDE
+from longhaul.reasoning.sampler import FEWER, LARGE, LOGITS_WIDE, LONG
 from longhaul.runtime import partition
 
 
@@ -74,8 +75,11 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     logits = 4 * FACTORS * min(LOGITS_WIDE, tokens * sizes.vocabulary)
     gradients = own * (2 if config.accumulate > 1 or config.pack else 1)
     slots, rows = load.prompt + load.length, min(load.wave, completions)
+    large = transformer.size(sizes) >= LARGE and load.length >= LONG
+    rows += int(rows / FEWER[0]) if large else 0  # the last completions', whose cache is copied out of the whole one
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim
-    kernels = item * transformer.size(sizes) + 4 * sizes.vocabulary * sizes.width
+    widened = 0 if sizes.tied and params["embedding"].dtype == jnp.float32 else 4 * sizes.vocabulary * sizes.width
+    kernels = item * transformer.size(sizes) + widened
     sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learnt)) if devices == 1 else 0
     learning, sampling = gradients + kept + logits, kernels + cache
     return {

@@ -35,3 +35,28 @@ def test_parts_of_a_device() -> None:
     small = memory_plan.parts(adapters, LOAD, 1)
     assert 2 * count < small["parameters"] < 2.1 * count
     assert small["optimiser"] < 0.05 * whole["optimiser"]
+
+
+def test_what_is_announced_is_within_15_percent_of_the_peaks_of_an_h100() -> None:
+    """The peaks: benchmarks/results/h100.jsonl, qwen3-train and qwen3-sample, bytes of the device's allocator."""
+    model = dataclasses.replace(memory_plan.SHAPES["qwen3-0.6b"], precision="bf16", remat="full")
+    config = GRPOConfig(group=8, num_minibatches=1, accumulate=1, model=model)
+    found = memory_plan.parts(config, Load(prompts=8, prompt=64, length=1024, wave=64), 1)
+    learning = found["parameters"] + found["optimiser"] + found["learning"]
+    assert learning == pytest.approx(32_926_697_984, rel=0.15)
+    assert found["parameters"] + found["sampling"] == pytest.approx(14_951_480_064, rel=0.15)
+
+
+def test_completions_of_a_large_model_have_a_second_cache_of_half_the_rows() -> None:
+    """An unembedding that is the embedding is no copy of it, unless that is kept in bf16."""
+    model = dataclasses.replace(memory_plan.SHAPES["qwen3-0.6b"], precision="bf16")
+    row = 2 * 2 * model.layers * (64 + 1024) * model.kv_heads * model.head_dim
+    for rows, copied in ((64, 32), (5, 2)):
+        for frozen, widened in (("fp32", 0), ("bf16", 4 * model.vocabulary * model.width)):
+            lora = 16 if frozen == "bf16" else 0
+            sizes = dataclasses.replace(model, lora=lora, frozen=frozen)
+            config = GRPOConfig(group=8, num_minibatches=1, accumulate=1, model=sizes)
+            found = memory_plan.parts(config, Load(prompts=8, prompt=64, length=1024, wave=rows), 1)
+            assert found["sampling"] == (rows + copied) * row + 2 * transformer.size(sizes) + widened
+    short = memory_plan.parts(config, Load(prompts=8, prompt=64, length=32, wave=64), 1)
+    assert short["sampling"] == 64 * row * (64 + 32) // (64 + 1024) + 2 * transformer.size(sizes) + widened
