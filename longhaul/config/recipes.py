@@ -371,8 +371,12 @@ def best() -> Run:
 
     All agents of crowded worlds, up to 16 each. A collision counts more than elsewhere and so does progress, since a
     goal is where the log is at its end: who drives more slowly than the log misses it. Begin it from a policy that
-    drives, `--init-from pretrained`. Measured so far are 24 M of its 400 M steps (a night of two cores); figures:
-    benchmarks/results/driving-pretrained.json.
+    drives, `--init-from pretrained`. 400 M steps are a night of two cores. On an H100 700 M took 167 s, by
+
+        longhaul train driving-best --init-from pretrained --num-envs 1024 --num-minibatches 16 --lr 0.0006 \\
+            --scenarios 8192 --total-steps 700000000
+
+    Figures: docs/driving-findings.md, benchmarks/results/driving-pretrained.json.
     """
     weights = dataclasses.replace(
         CONDUCT, progress=0.15, goal=4.0, collision=-10.0, speeding=-0.06, unease=-0.1, unsafe=-0.02
