@@ -122,11 +122,6 @@ class Config:
         return any(self.observation_noise) or self.observation_mask > 0.0
 
     @property
-    def begins_anew(self) -> bool:
-        """True if episodes of training begin otherwise than their logs."""
-        return any(self.bystanders) or any(self.start_offset) or self.start_speed > 0.0
-
-    @property
     def limited(self) -> bool:
         return self.view_range is not None or self.view_angle < 2.0 * math.pi
 

@@ -129,7 +129,7 @@ class Simulator:
 
     def reset(self, key: Key) -> tuple[State, Observation]:
         """A scenario drawn with equal chances from all, or from the first `tables.among`; how it begins may be drawn,
-        too (`Config.begins_anew`)."""
+        too (`Config.bystanders`, `start_offset`, `start_speed`)."""
         config = self.config
         among = self.scenarios if self.tables.among is None else self.tables.among
         index = jax.random.randint(key, (), 0, among, jnp.int32)
@@ -307,14 +307,15 @@ class Simulator:
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
 
     def _bystanders(self, key: Key) -> Partners:
-        """Partners of a world as `Config.bystanders` has them: of all kinds but those that react, each agent but the
-        ego with an even chance of being one."""
+        """Partners of a world as `Config.bystanders` has them, each agent but the ego with an even chance of being one;
+        in the other worlds all are driven, and who is not controlled reacts if `Config.traffic` says so."""
         replayed, drifting = self.config.bystanders
         drawn = prng.uniform(key, (1 + self.config.agents,))
-        kind = jnp.where(drawn[0] < replayed + drifting, traffic.DRIFTING, traffic.DRIVEN)
+        usual = traffic.REACTING if self.config.traffic == "idm" else traffic.DRIVEN
+        kind = jnp.where(drawn[0] < replayed + drifting, traffic.DRIFTING, usual)
         kind = jnp.where(drawn[0] < replayed, traffic.REPLAYED, kind)
         ego = jnp.arange(self.config.agents) == 0
-        driven = ego | (kind == traffic.DRIVEN) | (drawn[1:] < 0.5)
+        driven = ego | (kind == usual) | (drawn[1:] < 0.5)
         one = jnp.ones((), jnp.float32)
         return Partners(kind.astype(jnp.int32), driven, one, one, jnp.array(True), jnp.array(True))
 

@@ -432,6 +432,14 @@ def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> No
     assert np.asarray(here.present)[:, :3].all()
 
 
+def test_reacting_traffic_still_reacts_where_worlds_may_have_bystanders() -> None:
+    worlds = replace(three(bystanders=(0.3, 0.2)), config=Config(agents=3, traffic="idm", bystanders=(0.3, 0.2)))
+    partners = jax.vmap(worlds._bystanders)(jax.random.split(jax.random.key(0), 256))
+    kind = np.asarray(partners.kind)
+    assert set(kind.tolist()) == {traffic.REPLAYED, traffic.DRIFTING, traffic.REACTING}
+    assert np.asarray(partners.driven)[kind == traffic.REACTING].all()
+
+
 def test_evaluation_begins_as_the_logs_do() -> None:
     worlds = three(bystanders=(0.5, 0.25), start_offset=(0.3, 0.1), start_speed=0.5)
     whole, _ = jax.jit(worlds.start)(0)
