@@ -24,6 +24,14 @@ SELFPLAY = {"num_envs": 512, "least": 16, "scenarios": 1_024, "total_steps": 4_1
 
 RECURRENT = {"update_epochs": 1, "precision": "bf16"}
 
+GAME = RECURRENT | {"num_steps": 32, "num_minibatches": 4, "hidden_dim": 32, "memory": 32}
+
+BREAKOUT = GAME | {"env": "gymnax/Breakout-MinAtar", "num_envs": 8_192, "total_steps": 20_971_520}
+
+CRAFTAX = GAME | {"env": "craftax/Craftax-Symbolic-v1", "num_envs": 4_096, "total_steps": 1_048_576}
+
+CLASSIC = GAME | {"env": "craftax/Craftax-Classic-Symbolic-v1", "num_envs": 16_384, "total_steps": 2_097_152}
+
 TRAINED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("selfplay", "driving-selfplay", SELFPLAY),
     ("selfplay-safety", "driving-best", SELFPLAY),
@@ -32,34 +40,10 @@ TRAINED: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "driving-selfplay",
         SELFPLAY | RECURRENT | {"hidden_dim": 256, "memory": 256, "num_minibatches": 8, "lr": 1e-3},
     ),
-    (
-        "breakout-recurrent",
-        "ppo",
-        RECURRENT
-        | {"env": "gymnax/Breakout-MinAtar", "num_envs": 8_192, "num_steps": 32, "num_minibatches": 4}
-        | {"hidden_dim": 32, "memory": 32, "total_steps": 20_971_520},
-    ),
-    (
-        "breakout-wide",
-        "ppo",
-        RECURRENT
-        | {"env": "gymnax/Breakout-MinAtar", "num_envs": 8_192, "num_steps": 32, "num_minibatches": 4}
-        | {"hidden_dim": 512, "memory": 512, "total_steps": 5_242_880},
-    ),
-    (
-        "craftax",
-        "ppo",
-        RECURRENT
-        | {"env": "craftax/Craftax-Symbolic-v1", "num_envs": 4_096, "num_steps": 32, "num_minibatches": 4}
-        | {"hidden_dim": 32, "memory": 32, "total_steps": 1_048_576},
-    ),
-    (
-        "craftax-classic",
-        "ppo",
-        RECURRENT
-        | {"env": "craftax/Craftax-Classic-Symbolic-v1", "num_envs": 16_384, "num_steps": 32, "num_minibatches": 4}
-        | {"hidden_dim": 32, "memory": 32, "total_steps": 2_097_152},
-    ),
+    ("breakout-recurrent", "ppo", BREAKOUT),
+    ("breakout-wide", "ppo", BREAKOUT | {"hidden_dim": 512, "memory": 512, "total_steps": 5_242_880}),
+    ("craftax", "ppo", CRAFTAX),
+    ("craftax-classic", "ppo", CLASSIC),
     (
         "hackmatrix-best",
         "hackmatrix-best",
