@@ -225,6 +225,18 @@ def pieces(start, end, of, how, longest, shortest, most):
 
 
 @jit
+def nearest(x, y, points):
+    """Square of the distance in the plane from (x, y) to the nearest of `points` [K, 2 or 3], and its index."""
+    least, at = np.inf, 0
+    for k in range(len(points)):
+        dx, dy = x - points[k, 0], y - points[k, 1]
+        square = dx * dx + dy * dy
+        if square < least:
+            least, at = square, k
+    return least, at
+
+
+@jit
 def packed(
     start, end, of, code, lane, near, centre, reach, level, slope, bridge, place_unit, most_place, half_unit, most_half
 ):
@@ -239,12 +251,7 @@ def packed(
     kind, number, used = np.empty(rows, np.int8), np.empty(rows, np.int16), np.empty(rows, np.int64)
     for i in range(rows):
         x, y, z = 0.5 * (start[i, 0] + end[i, 0]), 0.5 * (start[i, 1] + end[i, 1]), 0.5 * (start[i, 2] + end[i, 2])
-        least, at = np.inf, 0
-        for k in range(len(near)):
-            dx, dy = x - near[k, 0], y - near[k, 1]
-            square = dx * dx + dy * dy
-            if square < least:
-                least, at = square, k
+        least, at = nearest(x, y, near)
         gap = np.sqrt(least)
         to_x, to_y = np.rint((x - centre[0]) / place_unit), np.rint((y - centre[1]) / place_unit)
         flat = abs(z - near[at, 2]) <= min(level + slope * gap, bridge)
@@ -564,12 +571,7 @@ def nearness(position, valid, path, far):
                 surely -= np.sqrt(dx * dx + dy * dy) + 1e-6
             if surely > best:
                 continue
-            least, at = np.inf, 0
-            for k in range(len(path)):
-                dx, dy = x - path[k, 0], y - path[k, 1]
-                square = dx * dx + dy * dy
-                if square < least:
-                    least, at = square, k
+            _, at = nearest(x, y, path)
             surely = np.hypot(x - path[at, 0], y - path[at, 1])
             best = min(best, surely)
         out[i] = best if moved or best <= far else np.inf
@@ -802,12 +804,7 @@ def nearest_points(points, near):
     """Index [P] of the nearest of `near` [R, 2], R >= 1, to each of `points` [P, 2]."""
     out = np.empty(len(points), np.int64)
     for p in range(len(points)):
-        x, y, least = points[p, 0], points[p, 1], np.inf
-        for k in range(len(near)):
-            dx, dy = x - near[k, 0], y - near[k, 1]
-            square = dx * dx + dy * dy
-            if square < least:
-                least, out[p] = square, k
+        _, out[p] = nearest(points[p, 0], points[p, 1], near)
     return out
 
 
