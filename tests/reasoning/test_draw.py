@@ -42,10 +42,10 @@ RULES = (Rule(0.7), Rule(1.0, 6), Rule(1.3, 0, 0.8), Rule(1.0, 0, 1.0, 0.1), Rul
 def test_a_token_has_the_probability_that_sorting_gives(rule: Rule) -> None:
     many = 20_000
     uniforms = jax.random.uniform(jax.random.key(1), (many, 2))
-    plain = Rule(rule.temperature)
+    plain, chosen = Rule(rule.temperature), jax.jit(draw.chosen, static_argnums=(2, 3))
     for row in range(ROWS):
         wanted, full = (sorted_out(LOGITS[:, row], each) for each in (rule, plain))
-        found = draw.chosen(jnp.repeat(LOGITS[:, row : row + 1], many, axis=1), uniforms, rule, PLACE)
+        found = chosen(jnp.repeat(LOGITS[:, row : row + 1], many, axis=1), uniforms, rule, PLACE)
         shares = np.bincount(np.asarray(found.token), minlength=SIZE) / many
         assert (shares[wanted == 0.0] == 0.0).all()
         assert (abs(shares - wanted) <= 4.5 * np.sqrt(wanted / many)).all()

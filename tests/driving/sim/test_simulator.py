@@ -425,7 +425,7 @@ def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> No
     assert 0.4 < logged.mean() < 0.6
     assert speed[~logged].min() < 0.3 and 6.9 < speed[~logged].max() <= 7.25
 
-    here = jax.vmap(lambda state: worlds._scene(state._replace(t=state.t + 1)))(first)
+    here = jax.jit(jax.vmap(lambda state: worlds._scene(state._replace(t=state.t + 1))))(first)
     assert (np.asarray(here.slot)[:, :3] == np.where(driven, np.arange(3), -1)).all()
     np.testing.assert_allclose(np.asarray(here.x)[:, :3][~driven], 0.6, atol=0.03)  # as logged: 6 m/s for 0.1 s
     np.testing.assert_allclose(np.asarray(here.y)[:, 1][~driven[:, 1]], 30.0, atol=0.02)
@@ -434,7 +434,7 @@ def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> No
 
 def test_reacting_traffic_still_reacts_where_worlds_may_have_bystanders() -> None:
     worlds = replace(three(bystanders=(0.3, 0.2)), config=Config(agents=3, traffic="idm", bystanders=(0.3, 0.2)))
-    partners = jax.vmap(worlds._bystanders)(jax.random.split(jax.random.key(0), 256))
+    partners = jax.jit(jax.vmap(worlds._bystanders))(jax.random.split(jax.random.key(0), 256))
     kind = np.asarray(partners.kind)
     assert set(kind.tolist()) == {traffic.REPLAYED, traffic.DRIFTING, traffic.REACTING}
     assert np.asarray(partners.driven)[kind == traffic.REACTING].all()
