@@ -106,14 +106,12 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents"
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 DAILY = {"ppo": ("time_limit",), "impala": ("successor",), "pqn": ("two_step",)}
-"""Probes of a variant that are not slow on one device: one for each algorithm."""
-
-MANY = ("agents",)
-"""The same of PPO on four devices."""
+"""Probes of a variant that are not slow on one device: one for each algorithm. On several devices all are:
+diagnostics/test_checks.py compares what PPO learns on one and on two."""
 
 
 def cell(name: str, topology: str, probe: str) -> Any:
-    daily = probe in DAILY.get(name, ()) if topology == "fused" else name == "ppo" and probe in MANY
+    daily = topology == "fused" and probe in DAILY.get(name, ())
     return pytest.param(name, topology, probe, marks=() if daily else pytest.mark.slow)
 
 

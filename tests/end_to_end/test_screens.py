@@ -49,6 +49,7 @@ def test_no_screen_stands_still(line: str, stands: list[str], tmp_path: Path) ->
     assert longest < SILENT, text
 
 
+@pytest.mark.slow
 @TMUX
 def test_ctrl_c_is_answered_at_once_and_saves(tmp_path: Path) -> None:
     words = "train cartpole --total-steps 400_000_000 --run-name a"
