@@ -94,6 +94,8 @@ TOGETHER = {
     "tests/topologies/actor_learner/test_host_rollout.py": "small_runs",
     "tests/topologies/actor_learner/test_learner.py": "small_runs",
     "tests/training/checkpoint/test_resume.py": "small_runs",
+    "tests/training/test_hub.py": "normalised_runs",
+    "tests/training/test_init_from.py": "normalised_runs",
     "tests/training/test_loop.py": "small_runs",
     "tests/training/test_periodic_evaluation.py": "small_runs",
     "tests/training/test_publish.py": "small_runs",

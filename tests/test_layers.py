@@ -119,11 +119,12 @@ def imports(source: str, name: str) -> tuple[Import, ...]:
                 inner = f"{base}.{alias.name}"
                 yield Import(inner if is_module(inner) else base, node.lineno, on_load)
         else:
-            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
                 isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             )
             for child in ast.iter_child_nodes(node):
-                yield from visit(child, on_load and not lazy)
+                if not isinstance(child, ast.expr):  # no import is within one, and most nodes are
+                    yield from visit(child, on_load and not lazy)
 
     return tuple(visit(ast.parse(source), True))
 

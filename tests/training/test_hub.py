@@ -27,9 +27,10 @@ from tests.helpers.small_runs import make_quick
 constants = pytest.importorskip("huggingface_hub.constants")
 
 SMALL: dict[str, Any] = {
-    "num_envs": 4, "num_steps": 8, "total_steps": 64, "evaluation_episodes": 4, "hidden_dim": 8, "num_minibatches": 1,
-    "normalise_observation": True,
+    "num_envs": 4, "num_steps": 8, "total_steps": 128, "evaluation_episodes": 4, "block": 1, "log_interval": 1,
+    "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True,
 }  # fmt: skip
+"""The programs are those of test_init_from.py."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own, by its client
 
@@ -103,8 +104,8 @@ def test_the_card_has_scores_with_intervals_and_how_to_load_it(pushed: str, serv
     assert head["library_name"] == "longhaul" and head["license"] == "mit"
     assert {"type": "mean_return", "name": "mean return", "value": round(estimate.mean, 4)} in entry["metrics"]
     row = f"| return | {estimate.mean:.4g} | {estimate.low:.4g} to {estimate.high:.4g} | 4 |"
-    words = "longhaul train cartpole --num-envs 4 --num-steps 8 --total-steps 64 --evaluation-episodes 4"
-    for line in (row, 'longhaul.load("hf:someone/pole")', words, "--init-from hf:someone/pole", "Seed 3, 64 agent"):
+    words = "longhaul train cartpole --num-envs 4 --num-steps 8 --total-steps 128 --evaluation-episodes 4"
+    for line in (row, 'longhaul.load("hf:someone/pole")', words, "--init-from hf:someone/pole", "Seed 3, 128 agent"):
         assert line in text
     assert "No recorded data: its environment, which makes its own episodes. Licence of this policy: mit." in text
 

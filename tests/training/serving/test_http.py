@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -27,16 +28,20 @@ from tests.helpers.quick import quick
 from tests.helpers.small_runs import small
 
 CONFIG = ModelConfig(width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16)
-PARAMS = jax.tree.map(lambda x: 3.0 * x, transformer.init(jax.random.key(0), CONFIG))
 WORDS = tokenizer.TOKENISER
 BOUNDS = http.Bounds(body=4096, deadline=60.0)
 TOKEN = "a-token-of-sixteen-or-more"
 LENGTH = 16 + 40
 
 
+@functools.cache
+def weights() -> Any:
+    return jax.tree.map(lambda x: 3.0 * x, transformer.init(jax.random.key(0), CONFIG))
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine(CONFIG, PARAMS, WORDS, Limits(16, 40, rows=16, queue=64), "3")
+    made = Engine(CONFIG, weights(), WORDS, Limits(16, 40, rows=16, queue=64), "3")
     yield made
     made.close()
 
@@ -62,12 +67,12 @@ def scores(params: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(transformer.forward(CONFIG, params, tokens, mask).at[..., 0].set(-1e30))
 
 
-def oracle(prompt: list[int], tokens: list[int], params: Any = PARAMS) -> np.ndarray:
+def oracle(prompt: list[int], tokens: list[int], params: Any = None) -> np.ndarray:
     """Log-probabilities [N, V] at each token of a completion, by the full forward."""
     whole = np.zeros((1, LENGTH), np.int32)
     count = len(prompt) + len(tokens)
     whole[0, :count] = prompt + tokens
-    found = scores(params, whole, np.arange(LENGTH)[None] < count)
+    found = scores(weights() if params is None else params, whole, np.arange(LENGTH)[None] < count)
     return np.asarray(found)[0, len(prompt) - 1 : count - 1]
 
 
@@ -135,21 +140,21 @@ def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
 
 
 def test_an_answer_is_from_one_version_and_newer_weights_serve_after_it(engine: Engine) -> None:
-    other = jax.tree.map(lambda x: np.asarray(-x), PARAMS)
+    other = jax.tree.map(lambda x: np.asarray(-x), weights())
     names = {f"params.{name}": np.asarray(x) for name, x in named(other).items()}
     old = job("3+4=", temperature=0.0, n=20, max_tokens=40)  # more than the rows of a batch
     engine.submit(old)
     while old.version is None:
         time.sleep(0.001)
-    engine.offer("4", live_weights.language_model(CONFIG, PARAMS)(names))
+    engine.offer("4", live_weights.language_model(CONFIG, weights())(names))
     new = job("3+4=", temperature=0.0)
     engine.submit(new)
-    for each, version, params in ((old, "3", PARAMS), (new, "4", other)):
+    for each, version, params in ((old, "3", weights()), (new, "4", other)):
         each.done.result(60.0)
         assert each.version == version
         for row in each.rows:
             assert row.tokens == oracle(each.prompts[0], row.tokens, params).argmax(1).tolist()
-    engine.offer("3", PARAMS)
+    engine.offer("3", weights())
 
 
 def test_a_full_queue_refuses_and_a_late_request_frees_its_row(engine: Engine) -> None:
