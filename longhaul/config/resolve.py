@@ -442,7 +442,9 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
     """(updates of a record, updates of a compiled call); a record sums up whole calls."""
     # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
     wanted = min(run.log_interval or updates, updates)
-    block = max(1, min(run.block or min(64, 32_768 // steps, run.save_interval or updates), wanted))
+    pretrained = isinstance(run.algorithm, GRPOConfig) and run.algorithm.model_folder  # an update takes seconds
+    most = 1 if pretrained else min(64, 32_768 // steps, run.save_interval or updates)
+    block = max(1, min(run.block or most, wanted))
     if run.log_interval is None:
         return block * -(-updates // (block * MOST_RECORDS)), block
     whole = next(n for n in range(block, 0, -1) if wanted % n == 0)

@@ -297,6 +297,12 @@ def asking(files: Path, **changes: Any) -> Run:
     return runs.resolve(Run("small-questions", **(settings | changes)))
 
 
+def test_each_update_of_a_pretrained_model_is_recorded_and_can_be_stopped_after(files: Path) -> None:
+    """Its updates take seconds: many in one call would be silent for minutes."""
+    run = asking(files, log_interval=None)
+    assert (run.log_interval, run.block) == (1, 1)
+
+
 @pytest.mark.slow
 def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, tmp_path: Path) -> None:
     """Six are trained on, two held out. It begins with the files' weights, and learns which number answers what."""
