@@ -195,11 +195,13 @@ def collectives(text: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("agents", [pytest.param(None, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [None, 2])
 def test_one_all_reduce_a_step_of_the_optimiser(agents):
     """And two small ones an update: moments of the advantages, and metrics. Nothing else crosses devices.
 
-    The loops are: updates (1), epochs (2), minibatches (3).
+    The loops are: updates (1), epochs (2), minibatches (3). Slow: diagnostics/test_checks.py counts what crosses in such
+    a program by `longhaul doctor`'s own parser, every day.
     """
     environment, mesh = Chaos(agents=agents), meshes.make_mesh(2)
     config = PPOConfig(num_minibatches=3, update_epochs=2, network=NetworkConfig(hidden_dim=8, num_layers=1))
