@@ -63,8 +63,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and not list(Path(cache_from_source(LAST)
     fcntl.flock(COLLECTING, fcntl.LOCK_EX)
 
 DEVICES = 4
-ROOM = 3 << 29
-"""Bytes that a worker may grow by before it drops the programs of earlier files: one grew to 5.8 GB."""
+ROOM = max(3 << 29, psutil.virtual_memory().available // 6)
+"""Bytes that a worker may grow by before it drops the programs of earlier files: one grew to 5.8 GB. They are compiled
+anew where later files need them, and to drop them takes four seconds."""
 
 import jax  # noqa: E402  (the environment must be set first)
 
@@ -105,6 +106,7 @@ TOGETHER = {
 
 def pytest_collection_finish() -> None:
     COLLECTING.close()  # and the lock is free
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -174,16 +176,21 @@ compiled all anew, and the collector took half a second at its end (in 150 of 24
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """What JAX keeps of a file's programs goes at its end, where a worker has grown by `ROOM` since it last did."""
+    """What JAX keeps of a file's programs goes at its end, where a worker has grown by `ROOM` since it last did.
+
+    The collector leaves alone what stays: each collection that a test asks for would take a second.
+    """
     global bound
     yield
     if resident() > bound + ROOM:
         shared_programs.PROGRAMS.clear()
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()  # which the thresholds above all but leave out
         with suppress(AttributeError):  # where the C library is not GNU's
             ctypes.CDLL(None).malloc_trim(0)  # of 2.1 GB 0.6 are left; without it, about 2
         bound = resident()
+    gc.freeze()
 
 
 DRAWN = evaluate.filmed
