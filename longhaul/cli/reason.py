@@ -105,7 +105,7 @@ def reason(words: Sequence[str]) -> int:
 
 def _budget(task: Reasoning, parsed: dict[str, Any]) -> Budget | None:
     """Budget of --steps of a model in words; None for a vocabulary that has the marks, or without --steps."""
-    steps, marks = parsed["steps"], [problem_sets.plain(parsed[f"{name}_mark"]) for name in ("step", "answer")]
+    steps, marks = parsed["steps"], [problem_sets.plain(parsed[f"{name}-mark"]) for name in ("step", "answer")]
     if steps is None or not task.in_words:
         if any(marks):
             raise FlagError("--step-mark and --answer-mark are for --steps of a model in words; leave them out")
@@ -122,7 +122,7 @@ def _model(run: Run) -> Reasoner:
     return run.algorithm
 
 
-RULE = ("temperature", "top_k", "top_p", "min_p")
+RULE = ("temperature", "top-k", "top-p", "min-p")
 """Flags of the draw of a token, whose default is the run's."""
 
 
@@ -132,7 +132,7 @@ def _sampling(run: Run, parsed: dict[str, Any], group: int | None = None) -> Sam
 
 
 def _changes(parsed: dict[str, Any]) -> dict[str, Any]:
-    return {name: parsed[name] for name in RULE if parsed[name] is not None}
+    return {name.replace("-", "_"): parsed[name] for name in RULE if parsed[name] is not None}
 
 
 def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test_time_compute.Config) -> int:

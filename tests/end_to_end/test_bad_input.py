@@ -90,6 +90,9 @@ BAD = [
     ("render cartpole", ["where to? give --out"]),
     ("render cartpole --out x.bmp", ["--out is 'x.bmp'; its suffix must be one of .gif, .mp4, .html, .png"]),
     ("render cartpole --out x.gif --data y", ["--data is for driving, and run cartpole is cartpole"]),
+    ("reason cartpole", ["run cartpole is no language model's"]),
+    ("reason sums --step-mark x", ["--step-mark and --answer-mark are for --steps of a model in words"]),
+    ("reason sums --top-p 2", ["--top-p is 2.0; it must"]),
     ("data inspect missing.json", ["missing.json: no such file or folder"]),
     ("data inspect empty", ["empty: no driving logs in this folder"]),
     ("status nobody", ["no run 'nobody' in runs"]),
@@ -109,7 +112,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}'), ("cartpole", "")):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "run.json").write_text(text)
-    save_run(folder / "runs" / "cartpole", resolve(recipes.recipe("cartpole")), {})
+    (folder / "runs" / "sums").mkdir()
+    for name, recipe in (("cartpole", "cartpole"), ("sums", "reasoning-arithmetic")):
+        save_run(folder / "runs" / name, resolve(recipes.recipe(recipe)), {})
     return folder
 
 
