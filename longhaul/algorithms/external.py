@@ -22,7 +22,7 @@ import typing
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from longhaul.algorithms.config import ALGORITHMS, AlgorithmConfig, InMinibatches
+from longhaul.algorithms.config import ALGORITHMS, LOSSES, AlgorithmConfig, InMinibatches
 from longhaul.runtime import config_fields, user_modules
 from longhaul.runtime.errors import ModuleError, RunError
 
@@ -54,8 +54,9 @@ def load(name: str) -> AlgorithmConfig:
     path = installed().get(name, name)
     if not user_modules.is_named(path):
         there = [*ALGORITHMS, *installed()]
-        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), there, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}, or module:name"
+        hint = f"it is a loss of grpo: --loss {name.lower()}" if name.lower() in LOSSES else hint
         raise RunError(f"no algorithm is named {name!r}; {hint}")
     try:
         return of(user_modules.load(path))

@@ -73,11 +73,14 @@ def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
         room = replay.rows_of(config.replay_size, Sizes(shards, columns, steps)) * shards * columns
     except ValueError as error:
         raise FieldError("replay_size", config.replay_size, str(error)) from error
-    if not steps * columns * shards <= config.learning_starts <= room:
+    update = steps * columns * shards
+    if not update <= config.learning_starts <= room:
+        few = config.learning_starts < update
+        remedy = f"give {update}, or lower --num-envs or --num-steps" if few else f"give at most {room}"
         raise FieldError(
             "learning_starts",
             config.learning_starts,
-            f"it must lie between an update's steps, {steps * columns * shards}, and what the replay holds, {room}",
+            f"it must lie between an update's steps, {update}, and what the replay holds, {room}: {remedy}",
         )
     if not config.n_step < room // (shards * columns):
         raise FieldError("n_step", config.n_step, f"it must be below the replay's {room // (shards * columns)} rows")

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from longhaul.runtime.config_fields import plain
@@ -131,12 +130,12 @@ DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")
 
 def parse(
     command: str, about: str, groups: Mapping[str, Sequence[Flag]], words: Sequence[str], *,
-    few: Sequence[str] = (), answers: Mapping[str, str] = MappingProxyType({}),
+    few: Sequence[str] = (), answer: Callable[[str], str | None] = lambda word: None,
 ) -> Parsed:  # fmt: skip
     """The flags of `longhaul COMMAND` as `words` set them; `groups` are headings of the help, "" for none.
 
     Prints the help and raises SystemExit(0) if asked to: with `few`, the names of flags that matter, of these alone,
-    and of all on --help-all. `answers` are sentences on flags that other programs have. Raises FlagError, one line.
+    and of all on --help-all. `answer` gives a sentence on a flag that other programs have. Raises FlagError, one line.
     """
     flags = [flag for group in groups.values() for flag in group]
     positional = [flag for flag in flags if flag.positional]
@@ -163,8 +162,8 @@ def parse(
         raise FlagError(_without_value(flag, next(typed[name] for name in names if name in typed))) from None
     if odd := [word for word in rest if word.startswith("-") and word != "-" and not re.match(r"-[\d.]", word)]:
         written = typed[odd[0].partition("=")[0]]
-        if answer := answers.get(_dashed(written)[2:]):
-            raise FlagError(f"longhaul {command} has no flag {written}; {answer}")
+        if known := answer(_dashed(written)[2:]):
+            raise FlagError(f"longhaul {command} has no flag {written}; {known}")
         raise FlagError(_unknown(command, flags, written))
     for flag in positional:
         taken = rest if flag.many else rest[:1]
@@ -173,21 +172,26 @@ def parse(
             values[flag.name] = read if flag.many else read[0]
         rest = rest[len(taken) :]
     if rest:
-        raise FlagError(f"{rest[0]!r} is one word too many; see longhaul {command} --help")
+        raise FlagError(f"{rest[0]!r} is one word too many; {_meant(flags, rest[0], command)}")
     return Parsed(values | {name: value for name, (_, value) in given.items()}, frozenset(given))
 
 
 def of_group(
-    name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], words: Sequence[str]
-) -> int:
-    """Runs one of the commands `longhaul NAME ...`; `usage` has a line of each. -> its exit code."""
+    name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], words: Sequence[str],
+    answer: Callable[[str], str | None] = lambda word: None,
+) -> int:  # fmt: skip
+    """Runs one of the commands `longhaul NAME ...`; `usage` has a line of each. -> its exit code.
+
+    `answer` gives a sentence on a command that other programs have.
+    """
     if words and words[0] in commands:
         return commands[words[0]](words[1:])
     if words and words[0] in ("-h", "--help"):
         print("usage: " + "\n       ".join(usage))
         return 0
     given = f"longhaul {name} has no command {words[0]!r}" if words else "a command is missing"
-    raise FlagError(f"{given}; there are {', '.join(usage)}")
+    known = answer(words[0]) if words else None
+    raise FlagError(f"{given}; {known or 'there are ' + ', '.join(usage)}")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -302,10 +306,18 @@ def _without_value(flag: Flag, said: str) -> str:
     return f"{said} has no value; it must be {flag.kind.allowed}"
 
 
+def _meant(flags: Sequence[Flag], word: str, command: str) -> str:
+    """Remedy for a word too many: the flag that lr=0.001 or algorithm.lr=0.001 means."""
+    setting, equals, value = word.partition("=")
+    name = setting.rpartition(".")[2].replace("_", "-")
+    known = next((flag for flag in flags if name in (flag.name, *flag.aliases) and not flag.positional), None)
+    return f"write {known.option} {value}" if equals and known else f"see longhaul {command} --help"
+
+
 def _unknown(command: str, flags: Sequence[Flag], word: str) -> str:
     """Error line on a flag that the command has not."""
     written = word.partition("=")[0]
     names = [name[2:] for flag in flags if not flag.positional for name in _names(flag)]
-    near = nearest(_dashed(written).lstrip("-"), names)
+    near = nearest(_dashed(written).lstrip("-").rpartition(".")[2], names)
     hint = f"did you mean --{' or --'.join(near)}?" if near else f"see longhaul {command} --help"
     return f"longhaul {command} has no flag {written}; {hint}"

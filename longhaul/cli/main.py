@@ -38,6 +38,7 @@ COMMANDS = {
     "reason": "a language model's chains about a problem, their votes, the answer",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
+    "algorithms": "the algorithms, and the recipes of each",
     "actor": "environments on this machine for a run's inference server on another",
     "launch": "a training run in several processes, here or on Ray, looked after: launch --hosts N -- train ...",
     "runs": "the runs of a folder as a table: status, steps, rate, return",
@@ -67,8 +68,34 @@ ENTRIES = {
     "rm": ("runs", "rm"),
     "recipes": ("main", "show_recipes"),
     "envs": ("main", "show_envs"),
+    "algorithms": ("main", "show_algorithms"),
 }
 """Command -> (module of `longhaul.cli`, function in it), where they are not called like the command."""
+
+ANSWERS = {
+    "list ls": "longhaul runs lists your runs; recipes, envs and algorithms list what there is",
+    "algos": "longhaul algorithms lists them",
+    "environments": "longhaul envs lists them",
+    "run": "longhaul train RECIPE trains",
+    "resume continue": "longhaul train --resume RUN continues a run",
+    "stop kill": "Ctrl-C or SIGTERM saves and stops a run; longhaul train --resume RUN continues it",
+    "config": "longhaul train RECIPE --print-config prints every setting",
+    "sweep tune search": "longhaul train RECIPE --sweep lr=1e-4,1e-3 trains a run for each value",
+    "check": "longhaul doctor RUN says whether a run is healthy",
+    "test": "longhaul evaluate RUN scores a policy",
+    "visualize visualise viz replay watch": "longhaul render RUN --out drive.gif draws what a policy does",
+    "plot": "longhaul report RUN writes a page with curves, and longhaul board shows all runs",
+    "dashboard ui monitor tensorboard": "longhaul board shows the runs of a folder in a browser",
+    "show info describe log logs": "longhaul status RUN shows a run, and longhaul report RUN writes a page",
+    "diff": "longhaul compare RUN RUN shows settings that differ, and final metrics",
+    "delete remove": "longhaul rm RUN removes a run",
+    "download": "longhaul fetch NAME gets a language model; driving logs are read with --data PATH",
+    "generate chat sample predict infer": 'longhaul reason RUN "PROMPT" asks a language model, and longhaul serve RUN '
+    "answers over HTTP",
+    "publish": "longhaul train RECIPE --publish ADDRESS sends weights as it trains, and longhaul sync serve RUN later",
+    "upload": "longhaul push RUN hf:USER/NAME uploads a policy",
+}
+"""Commands of other programs -> what to give."""
 
 OWN_INTERRUPT = ("data", "sync", "bench", "launch", "board", "serve")
 """Commands that handle Ctrl-C themselves, or by an exception."""
@@ -150,13 +177,25 @@ def _run(words: list[str]) -> int:
     if command not in names:
         what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", names)
         otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
-        raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
+        hint = _answer(command) or flags.suggestion(command, there, otherwise)
+        raise FlagError(f"longhaul has no {what} {command!r}; {hint}")
     module, name = ENTRIES.get(command, (command, command))
     with nullcontext() if command in OWN_INTERRUPT else _ending_at_once(begins=command == "train"):
         with screen.stage("importing", plain=False):  # its own module alone: most import JAX, which takes seconds
             entry = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)
         code: int = entry(rest[1:])
         return code
+
+
+def _answer(word: str) -> str | None:
+    """What to give in the place of a word that is no command; None where it is not known."""
+    from longhaul.config import recipes
+
+    if word in recipes.RECIPES:
+        return f"longhaul train {word} trains by this recipe"
+    if longer := [name for name in COMMANDS if name.endswith(f" {word}")]:
+        return f"did you mean {' or '.join(longer)}?"
+    return next((line for others, line in ANSWERS.items() if word in others.split()), None)
 
 
 @contextmanager
@@ -205,6 +244,24 @@ def show_recipes(words: Sequence[str]) -> int:
 
     flags.parse("recipes", "The recipes of longhaul train.", {"": [flags.DEBUG]}, words)
     tables.listing(recipes.described())
+    return 0
+
+
+def show_algorithms(words: Sequence[str]) -> int:
+    """`longhaul algorithms`."""
+    from longhaul.algorithms import external
+    from longhaul.algorithms.config import ALGORITHMS
+    from longhaul.config import recipes
+
+    flags.parse("algorithms", "The algorithms, and the recipes of each.", {"": [flags.DEBUG]}, words)
+    tables.listing(
+        (name, f"{config.title}: {', '.join(recipes.learning_by(name))}") for name, config in ALGORITHMS.items()
+    )
+    if external.installed():
+        print("\nOf installed packages:")
+        tables.listing(sorted(external.installed().items()))
+    print("\nIn another environment: longhaul train RECIPE --env NAME, as in longhaul train cartpole-dqn --env acrobot")
+    print("Your own: --algorithm my_module:MyClass (docs/add-an-algorithm.md)")
     return 0
 
 

@@ -62,9 +62,16 @@ FLAGS = (
 )  # fmt: skip
 
 
+ANSWERS = {
+    "model": "the run, or the model's folder, is the first word: longhaul serve RUN",
+    "api-key": "the token to ask for is in --token-file FILE or in LONGHAUL_TOKEN",
+}
+"""Flags of other servers -> what to give."""
+
+
 def serve(words: Sequence[str]) -> int:
     """`longhaul serve RUN`."""
-    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, words).values
+    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, words, answer=ANSWERS.get).values
     try:
         import uvicorn
     except ImportError as error:

@@ -440,6 +440,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+PULLED = (
+    "receivers pull: longhaul train RECIPE --publish ADDRESS sends versions, and so does longhaul sync serve RUN; "
+    "longhaul sync pull ADDRESS takes them"
+)
+
+ANSWERS = {"push": PULLED, "publish": PULLED, "send": PULLED}
+"""Commands of other programs -> what to give."""
+
+
 def sync(words: Sequence[str]) -> int:
     """The group of commands `longhaul sync`."""
-    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], words)
+    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], words, ANSWERS.get)

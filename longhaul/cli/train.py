@@ -13,8 +13,7 @@ from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import ALONE, Flag, FlagError
 from longhaul.cli.run_flags import CONFIG
 from longhaul.cli.status import show_result
-from longhaul.config import files, recipes
-from longhaul.config.aliases import ANSWERS
+from longhaul.config import aliases, files, recipes
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import heartbeat, process_group
@@ -64,6 +63,9 @@ def _follow() -> None:
 def _train(words: Sequence[str]) -> int:
     if len(words) > 1 and words[0] == "--config" and (name := files.load(Path(words[1])).get("recipe")):
         words = [str(name), *words]
+    if len(words) > 1 and words[0] == "--resume":
+        stored = find_folder(Path(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
+        words = [load_run(stored).recipe, *words]
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
             print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
@@ -90,7 +92,7 @@ def _train(words: Sequence[str]) -> int:
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
     few = run_flags.matter(table, recipe)
     command = f"train {recipe.recipe}"
-    parsed = flags.parse(command, about, table, words[1:], few=few, answers=ANSWERS)
+    parsed = flags.parse(command, about, table, words[1:], few=few, answer=aliases.answer)
     if recipe.recipe in run_flags.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
         raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:

@@ -146,7 +146,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
         found[name] = tuple(value) if isinstance(value, list) else value
     found = aliases.canonical(recipe, found)
     if "mesh" in found:
-        found["mesh"] = _mesh(found["mesh"], content.get("model", 1), path)
+        found["mesh"] = mesh(found["mesh"], content.get("model", 1), f"--config {path}: ")
     return found
 
 
@@ -164,8 +164,8 @@ def _field(config: Any, place: tuple[str, ...]) -> bool:
     return dataclasses.is_dataclass(config) and place[-1] in {field.name for field in dataclasses.fields(config)}
 
 
-def _mesh(value: Any, model: Any, path: Path) -> MeshShape | None:
-    """ "data=2,model=1", {"data": 2}, 2 or None as a shape."""
+def mesh(value: Any, model: Any = 1, where: str = "") -> MeshShape:
+    """ "data=2,model=1", {"data": 2}, 2 or None as a shape. RunError, which begins with `where`, for anything else."""
     try:
         if isinstance(value, str):
             value = dict(part.split("=") for part in value.split(","))
@@ -173,7 +173,7 @@ def _mesh(value: Any, model: Any, path: Path) -> MeshShape | None:
             return MeshShape(int(value["data"]), int(value.get("model", 1)))
         return MeshShape(None if value is None else int(value), int(model))
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"--config {path}: mesh is {value!r}; write data=2 or data=2,model=2") from error
+        raise RunError(f"{where}mesh is {value!r}; write data=2 or data=2,model=2") from error
 
 
 def render(run: Run) -> str:

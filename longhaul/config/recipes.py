@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from longhaul.algorithms import external
 from longhaul.algorithms.config import (
+    ALGORITHMS,
+    LOSSES,
     APGConfig,
     BCConfig,
     DQNConfig,
@@ -612,11 +614,29 @@ def recipe(name: str) -> Run:
         return RECIPES[name]()
     installed = {point.name: point.value for point in entry_points(group=GROUP)}
     if name not in installed and ":" not in name:
-        there = [*RECIPES, *GRIDS, *installed]
-        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
-        raise RunError(f"no recipe is named {name!r}; {hint}")
+        raise RunError(f"no recipe is named {name!r}; {_hint(name, [*RECIPES, *GRIDS, *installed])}")
     return dataclasses.replace(_own(installed.get(name, name)), recipe=name)
+
+
+def _hint(name: str, there: Sequence[str]) -> str:
+    """Remedy for a name that no recipe has: an algorithm's recipes, the nearest names, or all."""
+    word = name.lower()
+    if word in LOSSES and word not in ALGORITHMS:
+        return f"{word} is a loss of GRPO: longhaul train reasoning-questions --loss {word}"
+    if word == "sft":
+        return "answers of a file are imitated before rewards by longhaul train reasoning-questions --taught UPDATES"
+    if word not in RECIPES and word in ALGORITHMS:
+        known = learning_by(word)
+        anywhere = [one for one in known if isinstance(RECIPES[one]().environment, Named)][:1]
+        remedy = "".join(f"; in another environment: longhaul train {one} --env NAME" for one in anywhere)
+        return f"{word} is an algorithm, of the recipes {', '.join(known)}{remedy}"
+    near = difflib.get_close_matches(word, there, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
+
+
+def learning_by(algorithm: str) -> list[str]:
+    """Names of the recipes with an algorithm."""
+    return [name for name, make in RECIPES.items() if external.name_of(make().algorithm) == algorithm]
 
 
 def _own(name: str) -> Run:

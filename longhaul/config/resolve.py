@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms import external as external_algorithms
@@ -164,9 +165,11 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
 
 
 def _importable(run: Run) -> bool:
-    """False where an actor's process would not find the class of the environment or of the algorithm."""
+    """False where an actor's process would not find the class or function of a user: of environment, algorithm, network
+    or verifier."""
     task = run.environment
     names = [external_algorithms.name_of(run.algorithm), *([task.env] if isinstance(task, Named) else [])]
+    names += [str(leaf.value) for leaf in config_fields.walk(run) if leaf.name in ("torso", "check")]
     return all(map(external.importable, names))
 
 
@@ -175,21 +178,70 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
 
     RunError where there is no such setting, or where it takes no value of that type.
     """
+    for name, value in typed(run, given).items():
+        if name == "mesh":
+            run = dataclasses.replace(run, devices=value.data, model=value.model)
+        else:
+            run = config_fields.replaced(run, **{name: value})
+    return run
+
+
+def typed(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of settings as their fields hold them. Raises RunError as `replaced` does."""
     known = {leaf.name: leaf for leaf in config_fields.walk(run)}
+    found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
             hint = aliases.hint(run, name, f"longhaul train {run.recipe} --help lists them")
             raise RunError(f"recipe {run.recipe} has no setting {name!r}; {hint}")
         if name == "mesh":
-            run = dataclasses.replace(run, devices=value.data, model=value.model)
-        else:
-            hint = typing.get_type_hints(known[name].owner)[known[name].path[-1]]
-            try:
-                value = from_dict(hint, list(value) if isinstance(value, tuple) else value)
-            except TypeError as error:
-                raise RunError(f"--{name.replace('_', '-')} is {value!r}, and must be of type {hint}") from error
-            run = config_fields.replaced(run, **{name: value})
-    return run
+            found[name] = value
+            continue
+        hint = typing.get_type_hints(known[name].owner)[known[name].path[-1]]
+        try:
+            found[name] = from_dict(hint, _plain(value, hint))
+        except TypeError as error:
+            flag = f"--{name.replace('_', '-')}"
+            raise RunError(f"{flag} is {value!r:.200}; it must be {_allowed(hint)}{_several(name, hint)}") from error
+    return found
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """A setting's value in the form of its annotation: NumPy's and JAX's numbers as Python's, 1e6 as a whole number, a
+    path as its text, a text alone as a list of one. Raises TypeError for a number that JAX traces."""
+    kinds = typing.get_args(hint) or (hint,)
+    if typing.get_origin(hint) is tuple:
+        alone = isinstance(value, str | Path) or not isinstance(value, list | tuple)
+        return [_plain(each, kinds[0]) for each in ([value] if alone else value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, Path) and str in kinds:
+        return str(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and int in kinds else value
+
+
+WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+"""Types of settings as errors call them."""
+
+
+def _allowed(hint: Any) -> str:
+    """Values of a setting by its annotation, for a person."""
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each of it {_allowed(typing.get_args(hint)[0])}"
+    inner = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    named = " or ".join(WORDS.get(kind, str(kind)) for kind in inner)
+    return f"{named}, or None" if type(None) in typing.get_args(hint) else named
+
+
+def _several(name: str, hint: Any) -> str:
+    """Remedy for a number that is given several values."""
+    if name == "seed":
+        return "; runs with several seeds are seeds=N"
+    if name == "seeds":
+        return ", how many; the first is seed"
+    if name == "sweep":
+        return ", as lr=1e-4,1e-3"
+    return f'; runs with several values are sweep="{name}=V1,V2"' if float in (hint, *typing.get_args(hint)) else ""
 
 
 def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
@@ -578,8 +630,10 @@ def tokeniser(folder: str, task: Reasoning, budget: Budget | None = None) -> Tok
             raise RunError("--chat needs the template of a model; give --model-folder, or leave it out")
         return tokenizer.stopped(tokenizer.BYTES, stop, replies)
     if not Path(folder).is_dir():
-        raise RunError(f"--model-folder {folder} is not there; longhaul fetch smollm2-135m writes one, or give "
-                       "another")  # fmt: skip
+        raise RunError(
+            f"--model-folder {folder} is not there; longhaul fetch smollm2-135m writes one, and hf download NAME "
+            "--local-dir FOLDER any of the hub"
+        )
     try:
         words = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
     except ImportError as error:

@@ -102,7 +102,7 @@ def importable(name: str) -> bool:
     module = path.partition(":")[0]
     try:
         return module != "__main__" and importlib.util.find_spec(module) is not None
-    except ValueError:  # a module that came from no file
+    except (ValueError, ModuleNotFoundError):  # a module that came from no file; a part of one that is no package
         return False
 
 

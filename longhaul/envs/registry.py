@@ -52,7 +52,8 @@ def names() -> list[tuple[str, str]]:
 def make(name: str, **options: Any) -> Environment:
     """The environment of that name, or of the user's own "package.module:name".
 
-    The options are those of the function that makes it (`max_steps`, say).
+    The options are those of the function that makes it (`max_steps`, say); they may stand behind the name:
+    "cartpole?max_steps=200".
 
     Raises ValueError for an unknown name or option, with the nearest ones, and where the function finds a bad value.
     """
@@ -62,9 +63,13 @@ def make(name: str, **options: Any) -> Environment:
         return callback.make(name, **options)
     if external.is_external(name) or name in external.installed():
         return external.make(name, **options)
+    name, behind = host.with_options(name)
+    options = behind | options
     known = [known_name for known_name, _ in names()]
     if name not in known:
-        raise ValueError(f"no environment is named {name!r}; {_suggest(name, known)}")
+        module, dot, path = name.rpartition(".")
+        own = f"; one of your own is {module}:{path}" if dot and external.is_external(f"{module}:{path}") else ""
+        raise ValueError(f"no environment is named {name!r}{own}; {_suggest(name, known)}")
     maker = probes.PROBES[name.removeprefix(PROBE)] if name.startswith(PROBE) else TABLE[name][0]
     takes = list(inspect.signature(maker).parameters)
     for option in options:

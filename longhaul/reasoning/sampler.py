@@ -155,7 +155,7 @@ def bank(
     demonstrations = [ended(task.demonstration(problem, rng)) for problem in problems]
     longest = max(map(len, [*solutions, *demonstrations]))
     if longest > length and not task.listed:
-        raise ValueError(f"length is {length}, and a solution has {longest} tokens; give at least as many")
+        raise ValueError(f"--num-steps is {length}, and a solution has {longest} tokens; give at least as many")
     room = max(map(len, prompts))
     left = np.array([[words.pad] * (room - len(each)) + each for each in prompts], np.int32)
     solution, demonstration = (

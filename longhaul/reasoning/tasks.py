@@ -13,7 +13,7 @@ Countdown is TinyZero's (Pan et al. 2025), and has many right answers.
 from __future__ import annotations
 
 import ast
-import importlib
+import inspect
 import itertools
 import operator
 import re
@@ -45,6 +45,9 @@ one only the first is a beginning, so that the time is linear."""
 
 MOST_FILE, MOST_LINE = 256 << 20, 64 << 20
 """Bytes of a file of questions, and of the memory that a line of it takes."""
+
+FORM = 'each line is {"question": "3 + 4 =", "answer": "7"}'
+"""Form of a line of a file of questions, as errors show it."""
 
 ATTEMPTS = 100
 """Most draws for each wanted problem; after them the task is taken to have no more."""
@@ -388,13 +391,20 @@ def questions(
 
 def _question(line: str, where: str) -> tuple[Problem, str]:
     from longhaul.runtime import bounded_json  # a Run is described without it
+
     try:
         fields = bounded_json.parse(line, MOST_LINE)
-        question, solution = fields["question"], fields["answer"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: {error!r}; each line is an object with question and answer") from error
-    if not isinstance(question, str) or not isinstance(solution, str):
-        raise ValueError(f"{where}: question and answer must be text")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; {FORM}") from error
+    if not isinstance(fields, dict) or not {"question", "answer"} <= fields.keys():
+        held = (
+            f"n object with {', '.join(list(fields)[:8])}" if isinstance(fields, dict) else f" {type(fields).__name__}"
+        )
+        raise ValueError(f"{where}: is a{held}; {FORM}")
+    question, solution = fields["question"], fields["answer"]
+    for name, value in (("question", question), ("answer", solution)):
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: {name} is {value!r:.80}; it must be text in quotes")
     answer = solution.rpartition(MARK)[2].strip()
     return Problem(question, answer, tuple(CALCULATIONS.findall(solution))), solution
 
@@ -410,15 +420,28 @@ def checker(check: str) -> Callable[[Problem, str], float]:
             return float(wanted is not None and wanted == number(_answer(completion)))
 
         return numeric
-    module, colon, name = check.partition(":")
-    if not colon:
+    from longhaul.runtime import user_modules  # a Run is described without it
+
+    if not user_modules.is_named(check):
         raise ValueError(f"check is {check!r}; it must be numeric, exact, or package.module:function")
     try:
-        function: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        function: Any = user_modules.load(check)
+    except ValueError as error:
         raise ValueError(f"check is {check!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"check is {check!r}, which is no function")
+    try:
+        taken = inspect.signature(function)
+    except ValueError:  # of a function in C
+        taken = None
+    if taken is not None:
+        try:
+            taken.bind("problem", "completion")
+        except TypeError as error:
+            raise ValueError(
+                f"check is {check!r}, which takes {taken}; a verifier is called as function(problem, completion), and "
+                "returns a number"
+            ) from error
     return lambda problem, completion: float(function(problem, completion))
 
 

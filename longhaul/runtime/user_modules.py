@@ -48,6 +48,8 @@ def imported(module: str) -> Any:
     except Exception as error:  # whatever a module raises as it is imported
         line = (str(error).strip().splitlines() or [""])[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        if module.endswith(".py"):
+            raise ValueError(f"{module} is a file; write {module.removesuffix('.py')}:NAME") from error
         remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
         raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
 

@@ -9,6 +9,7 @@ A run is the same as one of `longhaul train`: the same folder, the same numbers,
 
 from __future__ import annotations
 
+import difflib
 import functools
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,21 +23,21 @@ import numpy as np
 from longhaul.algorithms import external, registry
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config import aliases, files, recipes
-from longhaul.config.resolve import changed, named, resolve
+from longhaul.config.resolve import changed, named, resolve, typed
 from longhaul.config.run import Driving, Named, Run
 from longhaul.envs import registry as environments
 from longhaul.envs import suite_adapters
 from longhaul.envs.host import registry as host
 from longhaul.envs.host.vector import HostVector
 from longhaul.reasoning.config import Reasoning
-from longhaul.runtime import partition
+from longhaul.runtime import config_fields, partition
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, hub, init_from, loop, publish, store
+from longhaul.training import evaluate_driving, hub, init_from, loop, population, publish, store
 from longhaul.training.checkpoint.resume import continued, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
@@ -129,9 +130,16 @@ class Result:
     summary: dict[str, Any]  # the run's result.json: steps, seconds, params_sha256; empty where it was stopped
 
     @functools.cached_property
-    def metrics(self) -> dict[str, np.ndarray]:
+    def metrics(self) -> Metrics:
         """Metrics by name, float64 [records] each; NaN in a record that lacks one."""
         return read_metrics(self.folder)
+
+    @functools.cached_property
+    def members(self) -> Metrics:
+        """Metrics of each run that `seeds` or `sweep` trained, float64 [records, runs]; NaN where one is not finite."""
+        if not self.run.many:
+            raise RunError(f"{self.folder.name} is one run, whose metrics are in result.metrics")
+        return read_metrics(self.folder, population.FILE)
 
     @functools.cached_property
     def policy(self) -> Policy:
@@ -140,8 +148,6 @@ class Result:
 
     def plot(self, metric: str = "episode/return") -> Curve:
         """Curve of a metric over agent steps."""
-        if metric not in self.metrics:
-            raise KeyError(f"{self.folder.name} has no metric {metric!r}; it has {', '.join(self.metrics)}")
         return Curve(metric, self.metrics)
 
     def __repr__(self) -> str:
@@ -149,15 +155,28 @@ class Result:
         return f"Result({str(self.folder)!r}, {'stopped' if self.stopped else scores})"
 
 
-def read_metrics(folder: str | Path) -> dict[str, np.ndarray]:
-    """Metrics of a run's folder by name, float64 [records] each; NaN in a record that lacks one. Texts are left out."""
-    path = Path(folder) / "metrics.jsonl"
+class Metrics(dict[str, np.ndarray]):
+    """Metrics by name, float64 [records] each; a KeyError has the nearest names."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        near = [known for known in self if name in known][:3] or difflib.get_close_matches(name, list(self), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(self)}"
+        raise KeyError(f"no metric is named {name!r}; {hint}")
+
+
+def read_metrics(folder: str | Path, file: str = "metrics.jsonl") -> Metrics:
+    """Metrics of a run's folder, or of each of its runs; NaN in a record that lacks one. Texts are left out."""
+    path = Path(folder) / file
     records = sinks.read(path) if path.exists() else []
     names = {name: None for record in records for name, value in record.items() if not isinstance(value, str)}
-    return {
-        name: np.array([np.nan if record.get(name) is None else record[name] for record in records], np.float64)
-        for name in names
-    }
+    return Metrics((name, _column([record.get(name) for record in records])) for name in names)
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    """Values of a metric, numbers or equally long lists of them, with NaN for None."""
+    many = next((len(value) for value in values if isinstance(value, list)), None)
+    nothing = np.nan if many is None else [np.nan] * many
+    return np.array([nothing if value is None else value for value in values], np.float64)
 
 
 def train(
@@ -178,7 +197,8 @@ def train(
     `env` is an environment's name, or the class or function that makes the user's own. `algorithm` is one in the
     recipe's place: a name, or the class of the user's own (docs/add-an-algorithm.md). `settings` are the flags of
     `longhaul train RECIPE` with underscores: `num_envs=64, lr=3e-4`; they go before those of the file `config` (YAML,
-    TOML, JSON or a run.json). Those of trackers and publication are among them: `track=["mlflow"], publish=["run"]`.
+    TOML, JSON or a run.json). A function stands for its name: `torso=network`, `check=verify`, `reward=careful`. Those
+    of trackers and publication are among them: `track=["mlflow"], publish=["run"]`.
     `callback(metrics)` is called with each record between compiled calls, and changes no number; where it returns true,
     the run saves and stops, as it does on Ctrl-C.
 
@@ -192,17 +212,16 @@ def train(
     given = {} if config is None else files.read(stored, chosen, Path(config))
     beside, settings = _outlets(settings)
     prepare = _prepared(beside, chosen.recipe)
-    given |= aliases.canonical(chosen, settings) | ({"seed": seed} if seed else {})
+    given |= aliases.canonical(chosen, settings) | ({} if type(seed) is int and seed == 0 else {"seed": seed})
     if env is not None:
         if not isinstance(chosen.environment, Named):
             raise RunError(f"env is {env!r}, and recipe {chosen.recipe} has none to choose; take the recipe ppo, say")
-        given["env"] = env if isinstance(env, str) else _importable(env)
-    if isinstance(given.get("mesh"), int):
-        given["mesh"] = MeshShape(given["mesh"])
+        given["env"] = env if isinstance(env, str) else _importable("env", env)
     if isinstance(given.get("init_from"), str | Path):
         given["init_from"] = init_from.located(str(given["init_from"]), Path(runs_dir))
+    given = _held(chosen, given)
     run = resolve(changed(chosen, given))
-    asked = {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
+    asked = {name: str(value) if isinstance(value, MeshShape) else value for name, value in given.items()}
     folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, prepare=prepare, callback=callback)
     return _result(folder, run, outcome)
 
@@ -222,6 +241,7 @@ def resume(
     folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
     before = load_run(folder)
     settings = aliases.canonical(before, settings)
+    settings |= _held(before, {name: settings[name] for name in settings.keys() & config_fields.values(before).keys()})
     stored = resolve(continued(folder, before, settings))
     _prepared(beside, stored.recipe, folder)(folder)
     outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
@@ -252,15 +272,24 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
     return prepare
 
 
-def _importable(env: Callable[..., Any]) -> str:
+def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a Run holds them: a function of the user's own by its name, 2 or "data=2" as a mesh."""
+    plain = {name: _importable(name, value) if callable(value) else value for name, value in given.items()}
+    if isinstance(plain.get("mesh"), int | str):
+        plain["mesh"] = files.mesh(plain["mesh"])
+    return typed(run, plain)
+
+
+def _importable(setting: str, value: Any) -> str:
     """Name "module:path" of a class or function, by which a run that goes on finds it again."""
-    name = getattr(env, "__qualname__", None)
-    if not callable(env) or name is None or "<" in name:
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None or "<" in name:
+        makes = ", that makes the environment" if setting == "env" else ""
         raise RunError(
-            f"env is {env!r}; give the class, or a function with a name, that makes the environment: a run that is "
-            "resumed makes it again"
+            f"{setting} is {value!r}; give the class, or a function with a name{makes}: a run that is resumed imports "
+            "it again"
         )
-    return f"{env.__module__}:{name}"
+    return f"{value.__module__}:{name}"
 
 
 def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
@@ -277,6 +306,13 @@ def _result(folder: Path, run: Run, outcome: Outcome) -> Result:
 
 
 # -------------------------------------------------------------------------------------------------------------- policy
+
+
+def _array(x: Any, dtype: Any = None) -> Any:
+    """Array of NumPy, or of JAX where it is traced: a policy may stand within `jax.jit` and `jax.vmap`."""
+    if isinstance(x, jax.core.Tracer):
+        return x if dtype is None else x.astype(dtype)
+    return np.asarray(x, dtype)
 
 
 class Policy:
@@ -302,9 +338,11 @@ class Policy:
     def __call__(self, observation: PyTree, key: Key | None = None, memory: PyTree | None = None) -> Any:
         """Action of an observation with the spec's shape, or actions [B, ...] of B. Raises ValueError for others."""
         if isinstance(self.spec.observation, jax.ShapeDtypeStruct):  # lists of numbers are taken, too
-            observation = np.asarray(observation)
+            observation = _array(observation)
+        if isinstance(key, int):
+            raise ValueError(f"key is {key}; give jax.random.key({key})")
         single = self._is_single(observation)
-        seen = jax.tree.map(lambda x, leaf: np.asarray(x, leaf.dtype), observation, self.spec.observation)
+        seen = jax.tree.map(lambda x, leaf: _array(x, leaf.dtype), observation, self.spec.observation)
         if single:
             seen = jax.tree.map(lambda x: x[None], seen)
         if memory is None:
@@ -382,7 +420,11 @@ def load(
     folder = _folder(run, runs_dir)
     stored, params, _ = restore_policy(folder, member, step)
     if isinstance(stored.environment, Reasoning):
-        raise RunError(f"run {folder.name} is a language model's; longhaul reason {folder.name} asks it")
+        name = folder.name
+        raise RunError(
+            f"run {name} is a language model's; longhaul reason {name} asks it, and longhaul export {name} --to hf "
+            "writes its files"
+        )
     return Policy(stored, params)
 
 
@@ -440,7 +482,7 @@ def make(
     """
     from longhaul.envs import external
 
-    name = external.canonical(env if isinstance(env, str) else _importable(env))
+    name = external.canonical(env if isinstance(env, str) else _importable("env", env))
     if host.is_hosted(name):
         return host.make(host.describe(name, **options), num_envs, seed)
     return environments.make(name, **options)

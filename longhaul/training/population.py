@@ -88,9 +88,10 @@ def chosen(run: Run, member: int | None, name: str) -> Member:
     """Member number `member` of run `name`. Raises RunError if it does not exist, or None is given."""
     found = members_of(run)
     if member is None or not 0 <= member < len(found):
-        said = "give" if member is None else f"--member is {member}; it must be"
-        raise RunError(f"run {name} holds {len(found)} runs; {said} --member 0 to {len(found) - 1}"
-                       if member is None else f"{said} 0 to {len(found) - 1}, of run {name}")  # fmt: skip
+        if len(found) == 1:
+            raise RunError(f"--member is {member}, and {name} is one run; leave --member out")
+        said = "give --member" if member is None else f"--member is {member}; it must be"
+        raise RunError(f"run {name} holds {len(found)} runs; {said} 0 to {len(found) - 1}")
     return found[member]
 
 

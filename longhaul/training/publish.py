@@ -93,6 +93,11 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 
 def address(word: str) -> str:
     """Destination of a word: `run`, the address of a transport, or a folder. RunError for a wrong address."""
+    if word.startswith(("http://", "https://")):
+        raise RunError(
+            f"--publish is {word}; servers that sample for a run take its weights with --rollout-servers {word}, and "
+            "others follow shm:NAME, tcp:HOST:PORT or a folder"
+        )
     plain = ":" not in word or "/" in word or Path(word).is_dir()
     if word == "run" or (word.partition(":")[0] not in transports.KINDS and plain):
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"

@@ -85,6 +85,11 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
     for folder in (runs_dir / run_id, Path(run_id)):
         if (folder / "run.json").is_file():
             return folder
+    if (path := Path(run_id)).exists():
+        if within := next((folder for folder in path.parents if (folder / "run.json").is_file()), None):
+            raise RunError(f"{run_id} lies in a run; give {within}")
+        if path.is_file():
+            raise RunError(f"{run_id} is a file, not a run; driving logs are given with --data {run_id}")
     there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
     for name in there:
         if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
@@ -274,7 +279,7 @@ def own_algorithm(folder: Path) -> str | None:
 def sources(run: Run) -> dict[str, Source]:
     """Origins of what is the user's own in a run, beside its environment, by flag; each module is imported."""
     names = {"algorithm": external.name_of(run.algorithm)}
-    names |= {leaf.name: leaf.value for leaf in config_fields.walk(run) if leaf.name in ("torso", "reward")}
+    names |= {leaf.name: leaf.value for leaf in config_fields.walk(run) if leaf.name in ("torso", "reward", "check")}
     found = {}
     for flag, name in names.items():
         if name and is_named(name):

@@ -17,6 +17,8 @@ from longhaul.runtime.errors import RunError
 def test_a_model_has_a_name_and_a_folder_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="name a model: smollm2-135m"):
         fetch.fetch([])
+    with pytest.raises(FlagError, match=r"MODEL is 'Qwen/Qwen3-0\.6B'; .* hf download NAME --local-dir FOLDER"):
+        fetch.fetch(["Qwen/Qwen3-0.6B"])
     (tmp_path / "file").touch()
     with pytest.raises(FlagError, match="holds files already"):
         fetch.fetch(["smollm2-135m", "--out", str(tmp_path)])

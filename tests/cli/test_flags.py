@@ -67,12 +67,15 @@ def test_each_name_means_the_same(words: str) -> None:
         ("--count=", "--count has no value; it must be a whole number"),
         ("--count 0", "--count is 0; it must be at least 1"),
         ("x", "'x' is one word too many; see longhaul try --help"),
+        ("count=3", "'count=3' is one word too many; write --count 3"),
+        ("trial.total_count=3", "'trial.total_count=3' is one word too many; write --count 3"),
+        ("--trial.count 3", "longhaul try has no flag --trial.count; did you mean --count"),
         ("--total_cuont 3", "longhaul try has no flag --total_cuont; did you mean --total-count"),
         ("--other_name 3", "longhaul try has no flag --other_name; give --count"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
     with pytest.raises(flags.FlagError) as raised:
-        flags.parse("try", "Tries.", FLAGS, words.split(), answers={"other-name": "give --count"})
+        flags.parse("try", "Tries.", FLAGS, words.split(), answer={"other-name": "give --count"}.get)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)

@@ -42,6 +42,10 @@ from tests.helpers.command_line import assert_refused, in_process
         ("version", ["longhaul 0."]),
         ("help train", ["usage: longhaul train RECIPE", *recipes.RECIPES]),
         ("recipes", [*recipes.RECIPES, "balance a pole"]),
+        (
+            "algorithms",
+            ["ppo ", "DQN: cartpole-dqn, minatar-dqn", "grpo ", "RECIPE --env NAME", "my_module:MyClass"],
+        ),
         ("envs", ["cartpole ", "mountaincar-continuous", "probe/memory", "driving "]),
     ],
 )

@@ -91,6 +91,7 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         ("sync bench --receivers 0", "at least 1"),
         ("sync bench --model gpt-9", "no model is known"),
         ("sync", "there are longhaul sync"),
+        ("sync push first", "no command 'push'; receivers pull: longhaul train RECIPE --publish ADDRESS"),
         ("sync plane", "longhaul sync has no command 'plane'"),
         ("sync plan", "--params is missing: longhaul sync plan --params 1e12"),
         (f"{PLAN} --nic fast", "a rate with its unit, as 400Gb/s"),

@@ -77,7 +77,7 @@ MERGED = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i
         ("f.yaml", "num_env: 3", "num_env is no setting of recipe ppo; did you mean num_envs"),
         ("g.yaml", "algorithm: {lrr: 3}", "algorithm.lrr is no setting of recipe ppo; did you mean lr"),
         ("h.yaml", "optimizer: {lr: 3}", "optimizer is no part of recipe ppo"),
-        ("i.yaml", "num_envs: many", "--num-envs is 'many', and must be of type"),
+        ("i.yaml", "num_envs: many", "--num-envs is 'many'; it must be a whole number"),
         ("k.yaml", "[" * 2000 + "]" * 2000, "k.yaml can't be read: its parts are within one another without an end"),
         ("n.toml", ".".join(["a"] * 30_000) + "=1", "n.toml can't be read: its parts are within one another"),
         ("o.toml", ".".join(['"a,b"'] * 30_000) + "=1", "o.toml can't be read: its parts are within one another"),

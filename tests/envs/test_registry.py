@@ -42,6 +42,7 @@ def test_names_are_unique_and_described_in_a_line() -> None:
 def test_options_reach_the_function_that_makes_it() -> None:
     assert registry.make("cartpole") == classic_control.cartpole(500)
     assert registry.make("cartpole", max_steps=7) == classic_control.cartpole(7)
+    assert registry.make("cartpole?max_steps=7") == classic_control.cartpole(7)
     assert registry.make("probe/memory", delay=4).spec.max_steps == 5
     assert registry.make("acrobot").spec.truncation_interval == 500
 

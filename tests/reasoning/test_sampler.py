@@ -278,10 +278,10 @@ def test_an_impossible_draw_is_refused(name: str, value: float, remedy: str) -> 
 
 def test_what_does_not_fit_a_bank_is_named() -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="length is 12, and a solution has 21 tokens"):
+    with pytest.raises(ValueError, match="--num-steps is 12, and a solution has 21 tokens"):
         sampler.bank(ARITHMETIC, drawn_problems()[0], rng, 12)
     sums = tasks.problems(tasks.countdown(), rng, 4)
-    with pytest.raises(ValueError, match="length is 12, and a solution has"):
+    with pytest.raises(ValueError, match="--num-steps is 12, and a solution has"):
         sampler.bank(tasks.countdown(), sums, rng, 12)
     with pytest.raises(ValueError, match="temperature is 0"):
         sampler.collector(CONFIG, drawn_problems()[1], sampler.Sampling(temperature=0.0), prompts=1)

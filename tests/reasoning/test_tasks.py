@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -181,8 +182,10 @@ def test_calculations_by_hand(completion: str, wanted: float) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"question": "a", "answer": "b"}\n{"question": "a"}', r":2: .*'answer'"),
-        ('{"question": 1, "answer": "b"}', ":1: question and answer must be text"),
+        ('{"question": "a", "answer": "b"}\n{"question": "a"}', ":2: is an object with question; each line is "),
+        ('{"prompt": "a", "answer": "b"}', 'is an object with prompt, answer; each line is {"question": "3'),
+        ('["a"]', ":1: is a list; each line is "),
+        ('{"question": 1, "answer": "b"}', ":1: question is 1; it must be text in quotes"),
         ("[", ":1: "),
         ("", "holds no question"),
     ],
@@ -194,10 +197,26 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, text: str, words: 
         tasks.questions(path)
 
 
-@pytest.mark.parametrize("check", ["numerical", "nowhere.at.all:f", "json:nothing", "json:__name__"])
+@pytest.mark.parametrize("check", ["numerical", "nowhere.at.all:f", "json:nothing", "json:__name__", f"{__name__}:one"])
 def test_a_checker_that_is_not_there_is_named(check: str) -> None:
     with pytest.raises(ValueError, match=f"check is '{check}'"):
         tasks.checker(check)
+
+
+def one(completions: list[str]) -> list[float]:
+    """Reward function of another library: of a list of completions."""
+    return [0.0 for _ in completions]
+
+
+def test_a_checker_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `longhaul train` is started: by a script of another folder."""
+    (tmp_path / "verifier_of_a_test.py").write_text("def score(problem, completion):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert tasks.checker("verifier_of_a_test:score")(Problem("what?", "1"), "2") == 0.5
+    with pytest.raises(ValueError, match="verifier_of_a_test has no scor; did you mean score"):
+        tasks.checker("verifier_of_a_test:scor")
+    sys.modules.pop("verifier_of_a_test")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ acts as the evaluation does; bad input is one line."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ SMALL: dict[str, Any] = {
     "block": 1,
     "log_interval": 1,
 }
+
+
+def own_network(observation: Any, width: int) -> Any:
+    """Network of a user's, which is not made here."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +68,20 @@ def test_a_result_has_metrics_as_arrays_scores_and_a_curve(trained: longhaul.Res
     assert set(trained.evaluation) == {"trained", "untrained"} and not trained.stopped
     page = trained.plot("agent_steps").save(tmp_path / "curve.html").read_text()
     assert "<svg" in page and "<svg" in trained.plot("agent_steps")._repr_html_()
-    with pytest.raises(KeyError, match="has no metric 'loss'; it has update, env_steps"):
+    with pytest.raises(KeyError, match=r"no metric is named 'loss'; did you mean ppo/policy_loss or ppo/total_loss"):
         trained.plot("loss")
     assert repr(trained).startswith("Result(") and "return" in repr(trained)
+
+
+def test_a_population_has_metrics_of_each_of_its_runs(trained: longhaul.Result, tmp_path: Path) -> None:
+    run = dataclasses.replace(trained.run, population=dataclasses.replace(trained.run.population, seeds=2))
+    lines = [{"update": 1, "sps": 9.0, "a/b": [1.0, None]}, {"update": 2, "a/b": None}]
+    (tmp_path / "members.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = dataclasses.replace(trained, folder=tmp_path, run=run).members
+    np.testing.assert_array_equal(found["a/b"], [[1.0, np.nan], [np.nan, np.nan]])
+    np.testing.assert_array_equal(found["sps"], [9.0, np.nan])
+    with pytest.raises(ValueError, match=r"whole is one run, whose metrics are in result\.metrics"):
+        trained.members  # noqa: B018
 
 
 def test_a_callback_stops_the_run_which_goes_on_to_the_same_end(trained: longhaul.Result, folder: Path) -> None:
@@ -112,6 +128,15 @@ def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Resul
         policy({"seen": rows})
 
 
+def test_a_policy_stands_within_a_compiled_function(trained: longhaul.Result) -> None:
+    policy, batch = trained.policy, np.eye(own.LENGTH, dtype=np.float32)
+    wanted = policy(batch)
+    np.testing.assert_array_equal(jax.jit(policy)(batch), wanted)
+    np.testing.assert_array_equal(jax.vmap(policy)(batch), wanted)
+    with pytest.raises(ValueError, match=r"key is 3; give jax\.random\.key\(3\)"):
+        policy(batch, key=3)
+
+
 def test_a_memory_is_given_and_comes_back() -> None:
     policy = drawn("ppo", env="probe/memory", memory=8)
     seen = np.zeros((3, *policy.spec.observation.shape), policy.spec.observation.dtype)
@@ -144,10 +169,26 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
         ("cartpol", {}, "no recipe is named 'cartpol'; did you mean cartpole"),
         ("ppo", {"num_env": 3}, "recipe ppo has no setting 'num_env'; did you mean num_envs"),
         ("ppo", {"num_envs": 0}, "--num-envs is 0"),
-        ("ppo", {"num_envs": "many"}, "--num-envs is 'many', and must be of type <class 'int'>"),
+        ("ppo", {"num_envs": "many"}, "--num-envs is 'many'; it must be a whole number"),
         ("driving", {"env": "cartpole"}, "env is 'cartpole', and recipe driving has none to choose"),
         ("ppo", {"env": lambda: own.Corridor()}, "give the class, or a function with a name"),
         ("ppo", {"env": own.Corridor()}, "give the class, or a function with a name"),
+        ("PPO", {"env": "cartpole"}, "no recipe is named 'PPO'; did you mean ppo"),
+        ("dqn", {"env": "cartpole"}, "dqn is an algorithm, .*: longhaul train cartpole-dqn --env"),
+        ("ppo", {"lr": [1e-3, 1e-4]}, r'it must be a number; runs with several values are sweep="lr=V1,V2"'),
+        ("ppo", {"seed": [0, 1]}, "--seed is .*; it must be a whole number; runs with several seeds are seeds=N"),
+        ("ppo", {"sweep": {"lr": [1e-3]}}, "--sweep is .*; it must be a list, each of it a text, as lr=1e-4,1e-3"),
+        ("ppo", {"lr": np.ones(2)}, "--lr is .*; it must be a number; runs with several values are sweep"),
+        ("ppo", {"env": "my_env.Corridor"}, "named 'my_env.Corridor'; one of your own is my_env:Corridor; there are"),
+        ("ppo", {"env": "my_env.py:Corridor"}, "my_env.py is a file; write my_env:NAME"),
+        (
+            "ppo",
+            {"env": "cartpole", "algorithm": "dqn"},
+            "is 1000; .*: give 8192, or lower --num-envs",
+        ),
+        ("ppo", {"torso": lambda: None}, "torso is .*; give the class, or a function with a name"),
+        ("ppo", {"network": "mlp"}, "no setting 'network'; the network is torso, a name or my_module:function"),
+        ("ppo", {"mesh": "two"}, "mesh is 'two'; write data=2 or data=2,model=2"),
         (
             "ppo",
             {"env": f"{HERE}:Wide"},
@@ -163,6 +204,32 @@ def test_bad_input_is_one_line_and_leaves_no_folder(
     with pytest.raises(ValueError, match=says) as caught:
         longhaul.train(recipe, runs_dir=tmp_path, **settings)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_values_that_python_has_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NumPy's and JAX's numbers, 1e6, paths, a text for a list of one, functions."""
+    begun: list[tuple[Any, Any]] = []
+
+    def begin(run: Any, runs_dir: Path, **rest: Any) -> tuple[Path, Any]:
+        begun.append((run, rest["asked"]))
+        return tmp_path, api.Outcome(0, None)
+
+    monkeypatch.setattr(api, "begin", begin)
+    longhaul.train(
+        "cartpole", lr=np.float32(0.5), gamma=jax.numpy.float32(0.5), num_envs=np.int64(16), total_steps=1e6,
+        mesh="data=1", sweep="ent_coef=0.1,0.2", torso=own_network, runs_dir=tmp_path,
+    )  # fmt: skip
+    longhaul.train("driving", data=tmp_path / "a.json", runs_dir=tmp_path)
+    (run, asked), (driving, _) = begun
+    assert (run.algorithm.lr, run.algorithm.gamma, run.num_envs, run.total_steps) == (0.5, 0.5, 16, 1_000_000)
+    assert run.algorithm.network.torso == f"{__name__}:own_network" and run.population.sweep == ("ent_coef=0.1,0.2",)
+    assert json.loads(json.dumps(asked))["total_steps"] == 1_000_000
+    assert driving.environment.data == (str(tmp_path / "a.json"),)
+
+
+def test_a_traced_setting_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="it must be a whole number; runs with several seeds are seeds=N"):
+        jax.vmap(lambda seed: longhaul.train("cartpole", seed=seed).summary)(jax.numpy.arange(2))
 
 
 def test_a_run_at_an_address_is_trained_loaded_and_gone_on_with(

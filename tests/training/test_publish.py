@@ -178,6 +178,8 @@ def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
     publish.save(tmp_path, asked)
     assert chosen(values, frozenset(), publish.load(tmp_path)) == asked  # a run that goes on keeps to it
     assert chosen({"publish": ("none",)}, frozenset({"publish"}), asked) is None
+    with pytest.raises(RunError, match=r"take its weights with --rollout-servers http://127\.0\.0\.1:8000"):
+        publish.address("http://127.0.0.1:8000")
     assert publish.address("./a:b") == f"folder:{Path('a:b').absolute()}"
     assert chosen(values, frozenset()) is None
     for given, told in (
