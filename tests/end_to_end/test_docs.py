@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from longhaul.cli import main
 from longhaul.config import recipes
+from longhaul.reasoning.tasks import Problem
 from tests.helpers import own_environments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,14 @@ def test_the_examples_of_the_page_on_weights_move_them() -> None:
     np.testing.assert_array_equal(names["staging"], names["new"])
 
 
+def test_the_verifier_of_the_page_on_reasoning_rewards_the_answer() -> None:
+    (block,) = BLOCK.findall((ROOT / "docs/reasoning.md").read_text())
+    names: dict[str, Any] = {}
+    exec(block, names)
+    problem = Problem("3 + 4 =", "7")
+    assert [names["verify"](problem, text) for text in ("3 and 4 are 7", " 7 ", "8", "")] == [1.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.slow
 def test_the_site_keeps_a_version_beside_the_next(tmp_path: Path) -> None:
     tools = Path(sys.executable).parent  # mike calls mkdocs
@@ -125,6 +135,12 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def test_the_page_on_installing_lists_every_extra() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
+    assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]) <= listed
+
+
 def test_the_index_lists_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
@@ -165,7 +181,7 @@ def test_commands_and_flags_of_the_pages_exist(capsys: pytest.CaptureFixture[str
                 assert all(flag in helps["launch"] for flag in words[1:cut] if flag.startswith("--")), page.name
                 words = words[cut + 1 :]
             command = " ".join(words[:2]) if words[0] in ("data", "sync", "train") and len(words) > 1 else words[0]
-            if command in ("train", "train RECIPE", "train ...") or command.startswith("train my_"):
+            if command in ("train", "train RECIPE", "train ...") or command.startswith(("train my_", "train --")):
                 command = "train driving"
             assert command in helps or command.startswith("--"), f"{page.name}: longhaul {command}"
             asked = ("--help", "--help-all", command)

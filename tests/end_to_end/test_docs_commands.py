@@ -98,7 +98,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
         words = shlex.split(
             line.replace("6000000", "1024").replace("@120", f"@{saved}").replace("--step 120", f"--step {saved}")
         )
-        if "--resume" in words:
+        if "--resume" in words[2:]:
             words[1] = base
         if words[0] == "train" and "--resume" not in words:
             words += short(words[1])
