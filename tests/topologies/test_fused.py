@@ -200,8 +200,8 @@ def collectives(text: str) -> list[tuple[int, str]]:
 def test_one_all_reduce_a_step_of_the_optimiser(agents):
     """And two small ones an update: moments of the advantages, and metrics. Nothing else crosses devices.
 
-    The loops are: updates (1), epochs (2), minibatches (3). Slow: diagnostics/test_checks.py counts what crosses in such
-    a program by `longhaul doctor`'s own parser, every day.
+    The loops are: updates (1), epochs (2), minibatches (3). Slow: every day diagnostics/test_checks.py counts what
+    crosses in such a program, by the parser of `longhaul doctor`.
     """
     environment, mesh = Chaos(agents=agents), meshes.make_mesh(2)
     config = PPOConfig(num_minibatches=3, update_epochs=2, network=NetworkConfig(hidden_dim=8, num_layers=1))
