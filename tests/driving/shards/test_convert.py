@@ -138,6 +138,7 @@ def test_a_conversion_stopped_at_any_write_goes_on(
     assert not list((tmp_path / "out").glob(".*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_what_goes_on(tmp_path: Path) -> None:
     """SIGKILL, in the middle of many small shards, with workers; its orphans end by themselves."""
     folder = logs_in(tmp_path / "in")
