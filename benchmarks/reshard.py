@@ -7,6 +7,8 @@ split). Nobody has the whole model. The receivers compare what came with what it
     seconds       of a round, from the first message to the last receiver's swap; the median of the repeats
     limit         seconds in which the sending processes, together, copy as many bytes in their own memory
     limit_ratio   median of seconds / limit, each pair measured one after the other
+    work          seconds in which they copy as many bytes, digest them on the way, and digest the copy: a transfer
+                  that is verified does that; `work_ratio` is the median of seconds / work
     model_error   of `cost_model.sharded`, with this machine's rates from the same run
     rss_ratio     largest growth of a process's peak memory over that of its imports, / bytes of its shards; of
                   receivers in the first version, then with the version before beside it (`rss_ratio_next`)
@@ -33,9 +35,9 @@ import numpy as np
 
 from benchmarks import results
 from longhaul.bench.cases import sync as case
-from longhaul.runtime import devices
+from longhaul.runtime import devices, shared_memory
 from longhaul.runtime.provenance import provenance
-from longhaul.weight_sync import cost_model, model_shapes, resharding, shard_lanes, sharded
+from longhaul.weight_sync import cost_model, digest, model_shapes, resharding, shard_lanes, sharded
 from longhaul.weight_sync.resharding import Box, Layout
 
 SENDERS = 4
@@ -126,7 +128,8 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
     held, needed = source(model), destination(model, to)
     made = sharded.Sender(where, rank, held, needed)
     shard_bytes = shard_lanes.shard(held, rank).size
-    scratch = np.ones(min(SCRATCH, shard_bytes), np.uint8)
+    scratch = np.ones(min(SCRATCH, shard_bytes) + shared_memory.LINE, np.uint8)
+    scratch = scratch[-scratch.ctypes.data % shared_memory.LINE :][: -shared_memory.LINE]
     before = memory("VmRSS")
 
     def arrays(version: int) -> dict[str, np.ndarray]:
@@ -164,18 +167,27 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
             given = None if base < 0 else (base, shards[base])
             outcome = made.push(version, shards[version], base=given, seconds=DEADLINE)
             say({**outcome._asdict(), "cpu": cpu() - used, "rss": memory("VmHWM") - before, "shard": shard_bytes})
-        elif word == "copy":  # as many bytes as a push sends
+        elif word in ("copy", "work"):  # as many bytes as a push sends
             parts = [shard_lanes.raw(each) for each in shards[int(rest[0])].values()]
-            left, began, at = int(rest[1]), time.perf_counter(), 0
+            left, began, used, at = int(rest[1]), time.perf_counter(), cpu(), 0
             while left > 0:
                 for each in parts:
                     for start in range(0, min(len(each), left), 1 << 24):
                         data = each[start : min(start + (1 << 24), left)]
                         at = at if at + len(data) <= scratch.size else 0
-                        np.copyto(scratch[at : at + len(data)], data)
-                        at += len(data)
+                        if word == "copy":
+                            np.copyto(scratch[at : at + len(data)], data)
+                        else:
+                            verified(data, scratch[at : at + len(data)])
+                        at += -(-len(data) // shared_memory.LINE) * shared_memory.LINE
                     left -= len(each)
-            say(time.perf_counter() - began)
+            del parts, each, data  # else the next version's peak would count this one
+            say([time.perf_counter() - began, cpu() - used])
+
+
+def verified(data: np.ndarray, target: np.ndarray) -> None:
+    """Copies bytes with a digest on the way, as senders do, and digests the copy, as receivers do."""
+    assert digest.copied(data, target, past=True) == digest.digest(target)
 
 
 def receiver(rank: int, where: str, model: str, to: str) -> None:
@@ -250,14 +262,17 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
     sent = dict(plan.sent)
     try:
         assert {each.answer() for each in (*senders, *receivers)} == {"here"}
-        seconds, limits, rss, ratios = [], [], [], []
+        seconds, rss = [], []
+        compared: dict[str, list[tuple[float, float]]] = {"copy": [], "work": []}  # (seconds, of all CPUs)
         used: list[float] = []
         for version in range(1, repeats + 1):
             base = version - 1 if changes and version > 1 else -1
             together(senders, f"make {version} {base}")
-            for rank, each in enumerate(senders):
-                each.say(f"copy {version} {sent[rank]}")
-            limits.append(max(each.answer() for each in senders))
+            for word in ("copy", "work"):
+                for rank, each in enumerate(senders):
+                    each.say(f"{word} {version} {sent[rank]}")
+                took = np.array([each.answer() for each in senders])
+                compared[word].append((took[:, 0].max(), took[:, 1].sum()))
             cpu_before = sum(together(receivers, "cpu 0"))
             pushed = together(senders, f"push {version} {base}")
             assert all(each["committed"] for each in pushed), pushed
@@ -265,7 +280,6 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
             checked = together(receivers, f"check {version}")
             assert all(each["right"] for each in checked), checked
             seconds.append(pushed[0]["seconds"])
-            ratios.append(seconds[-1] / limits[-1])
             rss.append([max(each["rss"] / each["shard"] for each in side) for side in (pushed, checked)])
     finally:
         for each in (*senders, *receivers):
@@ -276,6 +290,11 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
     measured_rates = [sample.rates() for _ in range(3)]
     sample.close()
     rates = cost_model.Rates(*(statistics.median(each) for each in zip(*measured_rates, strict=True)))
+    later = slice(min(1, repeats - 1), None)  # without the first version, which allocates
+    ratios = {
+        word: [own / took for own, (took, _) in zip(seconds, each, strict=True)] for word, each in compared.items()
+    }
+    middle = {word: np.median(each, 0).tolist() for word, each in compared.items()}
     found: dict[str, Any] = {
         "name": "reshard",
         "config": {
@@ -284,14 +303,18 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
         },
         "moved_bytes": plan.nbytes,
         "sent_bytes": pushed[0]["nbytes"],
-        "seconds": statistics.median(seconds[1:] or seconds),
+        "seconds": statistics.median(seconds[later]),
         "seconds_first": seconds[0],
-        "limit": statistics.median(limits),
-        "limit_ratio": statistics.median(ratios[1:] or ratios),
-        "limit_ratio_first": ratios[0],
-        "cpu_seconds": statistics.median(used[1:] or used),
+        "cpu_seconds": statistics.median(used[later]),
+        "limit": middle["copy"][0],
+        "limit_cpu_seconds": middle["copy"][1],
+        "limit_ratio": statistics.median(ratios["copy"][later]),
+        "limit_ratio_first": ratios["copy"][0],
+        "work": middle["work"][0],
+        "work_cpu_seconds": middle["work"][1],
+        "work_ratio": statistics.median(ratios["work"][later]),
         "all_seconds": seconds,
-        "all_limits": limits,
+        "all_limits": [took for took, _ in compared["copy"]],
         "rss_ratio": {"senders": max(each[0] for each in rss), "receivers": rss[0][1]},
         "rss_ratio_next": max((each[1] for each in rss[1:]), default=None),
         "bit_exact": True,

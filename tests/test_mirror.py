@@ -92,7 +92,6 @@ ELSEWHERE = {
     "training/serving/metrics.py": "training/serving/test_http.py",
     "types.py": "algorithms/test_ppo.py",
     "weight_sync/model_shapes.py": "bench/cases/test_sync.py",
-    "weight_sync/shard_lanes.py": "weight_sync/test_sharded.py",
     "weight_sync/transports/shared_memory.py": "weight_sync/test_receiver.py",
     "weight_sync/transports/tcp.py": "weight_sync/transports/test_sockets.py",
 }

@@ -9,18 +9,28 @@ in order on x86-64; elsewhere the system calls of a `Wakeup` order them).
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import mmap
 import os
 import select
+import sys
 import tempfile
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LINE = 64
 """Bytes of a cache line; each array starts a new one, so that two writers never share it."""
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+MAP_FIXED, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 0x10, 4, 14, 23, 25
+"""Numbers of Linux that `mmap` does not name everywhere."""
 
 
 class Leaf(NamedTuple):
@@ -78,6 +88,67 @@ def arrays(descriptor: int, planned: Plan) -> dict[str, np.ndarray]:
         flat = np.frombuffer(block, leaf.dtype, count, offset) if count else np.empty(0, leaf.dtype)
         views[name] = flat.reshape(leaf.shape)
     return views
+
+
+@functools.cache
+def _system() -> Any:
+    """Functions of Linux's C library."""
+    system = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    system.mmap.argtypes, system.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
+    system.munmap.argtypes = (pointer, size)
+    system.madvise.argtypes = (pointer, size, number)
+    return system
+
+
+def mapped(descriptor: int, size: int) -> Any:
+    """Buffer of `size` bytes of a block, at an address where Linux can map huge pages; unmapped with its last view."""
+    if size < HUGE or not sys.platform.startswith("linux"):
+        return mmap.mmap(descriptor, size)
+    system, length = _system(), -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = system.mmap(None, length + HUGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if room == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    begin = -(-room // HUGE) * HUGE
+    for start, end in ((room, begin), (begin + length, room + length + HUGE)):
+        if start < end:
+            system.munmap(start, end - start)
+    kind = mmap.PROT_READ | mmap.PROT_WRITE
+    if system.mmap(begin, length, kind, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0) != begin:
+        error = ctypes.get_errno()
+        system.munmap(begin, length)
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * size).from_address(begin)
+    weakref.finalize(memory, system.munmap, begin, length).atexit = False
+    return memory
+
+
+def allocate(memory: Any) -> None:
+    """Allocates what `mapped` returned, in huge pages where the system has them; else it comes with its first touch.
+
+    Linux collapses pages on request since 6.1, whatever its settings for shared memory are, where one of them is there.
+    """
+    if isinstance(memory, ctypes.Array):
+        place, size = ctypes.addressof(memory), len(memory)
+        _system().madvise(place, size, MADV_HUGEPAGE)
+        for begin in range(0, size, HUGE):
+            memory[begin] = 0
+        _system().madvise(place, size, MADV_COLLAPSE)
+
+
+def populate(memory: Any, begin: int, end: int) -> None:
+    """Maps pages of what `mapped` returned at once, before they are written; `begin` is a multiple of HUGE."""
+    if isinstance(memory, ctypes.Array):
+        _system().madvise(ctypes.addressof(memory) + begin, end - begin, MADV_POPULATE_WRITE)
+
+
+def forget(memory: Any, begin: int, end: int) -> None:
+    """Unmaps pages of what `mapped` returned from this process until it touches them again; their bytes stay.
+
+    `begin` is a multiple of HUGE.
+    """
+    if isinstance(memory, ctypes.Array):
+        _system().madvise(ctypes.addressof(memory) + begin, end - begin, MADV_DONTNEED)
 
 
 class Wakeup:

@@ -9,12 +9,11 @@ only bookkeeping.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +37,8 @@ class Block:
     def __init__(self, size: int, serial: int) -> None:
         self.size, self.serial = size, serial
         self.descriptor = shared_memory.create(size)
-        self.map: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+        self.map: Any = shared_memory.mapped(self.descriptor, size)
+        shared_memory.allocate(self.map)
         self.notes = shared_memory.create(shared_verification.SIZE)
         self.spent = False  # True: another process may still read it, so it is never used again
         self._turns = (-1, 0)  # a version, and the receivers that were given it
@@ -111,8 +111,8 @@ class Pool:
 
     def _lent(self, block: Block) -> Image:
         assert block.map is not None
-        array = np.frombuffer(block.map, np.uint8, block.size)
-        # NumPy holds the map through a memoryview, which every view of the array keeps alive.
+        array = np.frombuffer(memoryview(block.map), np.uint8, block.size)
+        # Every view of the array keeps this memoryview alive.
         weakref.finalize(array.base, self._back.put, block).atexit = False
         return Image(array, block)
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,24 @@ LEAST = 64 << 10
 
 PIECE = 1 << 18
 """Bytes that are copied and digested together by the library: they fit in the second-level cache."""
+
+
+class Row(NamedTuple):
+    """Runs of bytes that a compiled loop copies and digests as one piece, in order (`xxh3_kernels.pour_rows`).
+
+    The length, the targets and their step are multiples of a cache line.
+    """
+
+    source: int  # address of the first run
+    source_step: int  # bytes from the beginning of one to that of the next
+    target: int
+    target_step: int
+    length: int
+    runs: int
+
+
+LEAST_ROW = 256
+"""Bytes of a row, at least: shorter data has other rules in xxh3's specification."""
 
 
 def library(name: str) -> Any:
@@ -59,8 +77,8 @@ def copied(source: np.ndarray, target: np.ndarray, past: bool = False) -> bytes:
     `past`: written past the caches where numba is installed, for a target that does not fit in them, or is not read
     again soon.
     """
-    if past and source.size >= LEAST and (kernels := _kernels()) is not None and not target.ctypes.data % 64:
-        return kernels.copied(source, target)
+    if past and source.size >= LEAST and (loops := compiled()) is not None and not target.ctypes.data % 64:
+        return loops.copied(source, target)
     running = Running(source)
     for begin in range(0, source.size, PIECE):
         end = min(begin + PIECE, source.size)
@@ -70,7 +88,7 @@ def copied(source: np.ndarray, target: np.ndarray, past: bool = False) -> bytes:
 
 
 @functools.cache
-def _kernels() -> Any:
+def compiled() -> Any:
     """Module of the compiled loops; None where numba is not installed, or the machine is big-endian."""
     if sys.byteorder != "little" or not importlib.util.find_spec("numba"):
         return None

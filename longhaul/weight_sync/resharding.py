@@ -194,6 +194,21 @@ class Runs(NamedTuple):
     length: int
     axes: tuple[tuple[int, int], ...]  # (count, stride in bytes), the last the fastest
 
+    @property
+    def end(self) -> int:
+        """Offset of the byte after the last run."""
+        return self.offset + sum((count - 1) * stride for count, stride in self.axes) + self.length
+
+    def merged(self) -> Runs:
+        """Same runs with as few axes as possible: one that goes on where its inner one ends is none of its own."""
+        axes: list[tuple[int, int]] = []
+        for count, stride in self.axes:
+            if axes and axes[-1][1] == count * stride:
+                axes[-1] = (axes[-1][0] * count, stride)
+            else:
+                axes.append((count, stride))
+        return self._replace(axes=tuple(axes))
+
     def starts(self) -> NDArray[np.int64]:
         """Offset of each run, in order."""
         offsets = np.array([self.offset], np.int64)

@@ -1,40 +1,52 @@
 """Bytes of a plan's moves from one rank's shards to another's: through shared memory, as a stream, or as changes.
 
-Each move is cut into pieces that a cache holds. A sender writes a piece straight from its shard to its place in the
-receiver's memory (`pwrite` into memory without a name), or into a stream; only a piece whose runs are short is packed
-first. So neither side needs memory beyond its own shard and a piece. Both sides digest the pieces of a stream in the
-plan's order.
+Each move is cut into pieces. Through shared memory a sender maps a span of a few receivers' memories at a time, and
+copies each piece from its shard to its place; a compiled loop digests what it copies, so that each byte is read once
+and written once (`xxh3_kernels`). It goes through its shard in order, whoever the pieces are for: halves of rows, and
+copies for replicas, are then read from memory once. Into a stream it writes pieces that a cache holds, and packs those
+that are not contiguous. So neither side needs memory beyond its own shard and the spans or a piece. Both sides digest
+the pieces in the plan's order.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
-import mmap
+import heapq
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from longhaul.runtime import shared_memory
-from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.shared_memory import HUGE, LINE, Leaf
+from longhaul.weight_sync import digest as digests
 from longhaul.weight_sync import resharding
 from longhaul.weight_sync.delta import tensor_delta
-from longhaul.weight_sync.digest import hasher
+from longhaul.weight_sync.digest import LEAST_ROW, Row, hasher
 from longhaul.weight_sync.resharding import Box, Layout, Move, Runs
 
 PIECE = 1 << 18
-"""Bytes that are copied and digested together: they fit in the second-level cache."""
+"""Bytes of a stream that are packed and digested together: they fit in the second-level cache."""
+
+COPIED_PIECE = 1 << 20
+"""Bytes that are copied into shared memory under one digest, at most."""
+
+GROUP = 4
+"""Receivers that a sender goes through its shard for at once, at most."""
+
+SPANS = 32 << 20
+"""Bytes of their memories that it has mapped at once."""
+
+REACH = 4 << 20
+"""Bytes of a receiver's memory in which all runs of a piece lie, about."""
 
 CHANGED_PIECE = 1 << 22
 """Bytes of a tensor whose changes are one frame, at most."""
-
-SHORT = 1 << 14
-"""Bytes of a run from which it is sent by itself, without being packed with others."""
 
 LENGTH = struct.Struct("<I")
 
@@ -102,13 +114,19 @@ def _cut(box: Box, held: Box, needed: Box, itemsize: int, most: int) -> tuple[tu
     )
 
 
-def pieces(moves: Iterator[Move], source: Layout, destination: Layout, most: int = PIECE) -> Iterator[Piece]:
-    """Pieces of moves, of at most `most` bytes each, in order."""
+def pieces(
+    moves: Iterator[Move], source: Layout, destination: Layout, most: int = PIECE, reach: int = 0
+) -> Iterator[Piece]:
+    """Pieces of moves, of at most `most` bytes each, in order.
+
+    With `reach`, the runs of a piece lie within about so many bytes of the destination's part.
+    """
     held, needed = ({t.name: (dict(t.boxes), t) for t in layout.tensors} for layout in (source, destination))
     for move in moves:
         boxes, tensor = held[move.name]
         theirs = needed[move.name][0][move.destination]
-        for nbytes, taken, put in _cut(move.box, boxes[move.source], theirs, tensor.itemsize, most):
+        size = min(most, reach * move.nbytes // (move.put.end - move.put.offset)) if reach else most
+        for nbytes, taken, put in _cut(move.box, boxes[move.source], theirs, tensor.itemsize, size):
             yield Piece(move.name, tensor.dtype, nbytes, taken, put)
 
 
@@ -173,52 +191,178 @@ def opened(place: tuple[int, int], size: int) -> int:
     return descriptor
 
 
-def write(found: Iterator[Piece], parts: Parts, descriptor: int, offsets: Mapping[str, int], until: float) -> bytes:
-    """Writes pieces into a receiver's memory; -> their digest. TimeoutError after the time `until`."""
-    packed, running = Packed(), hasher()()
-    for piece in found:
+class Step(NamedTuple):
+    """Pieces whose places lie in one span of each receiver's memory."""
+
+    spans: tuple[tuple[int, int, int], ...]  # (receiver, begin, end) in bytes, whole huge pages
+    lines: tuple[Piece, ...]  # that are whole cache lines at the receiver
+    rows: np.ndarray  # int64 [lines, 6], `digest.Row` of each, with offsets in the sender's part and in the block
+    tensors: np.ndarray  # int64 [lines], whose part: a number in Route.names
+    receivers: np.ndarray  # int64 [lines], a number in Route.receivers, as in the spans
+    loose: tuple[tuple[int, Piece], ...]  # the others, with their receivers
+
+
+class Route(NamedTuple):
+    """Pieces from one rank to some others, the same for every version, in the order of the sender's bytes."""
+
+    receivers: tuple[int, ...]
+    places: tuple[Shard, ...]  # of each receiver
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    nbytes: int
+
+
+def routes(plan: resharding.Plan, source: Layout, destination: Layout, sender: int) -> tuple[Route, ...]:
+    """Routes from one rank to all that it sends something, GROUP of them at a time."""
+    receivers = sorted({move.destination for move in plan.moves if move.source == sender})
+    groups = [tuple(receivers[i : i + GROUP]) for i in range(0, len(receivers), GROUP)]
+    return tuple(route(plan, source, destination, sender, group) for group in groups)
+
+
+def route(plan: resharding.Plan, source: Layout, destination: Layout, sender: int, receivers: tuple[int, ...]) -> Route:
+    """Pieces of all moves from one rank to some others. Those to one of them have one order, whoever the others are."""
+    places = tuple(shard(destination, receiver) for receiver in receivers)
+    moves = [list(between(plan, sender, receiver)) for receiver in receivers]
+    names = tuple(each.name for each in source.tensors)
+    numbers = {name: number for number, name in enumerate(names)}
+    made, size = _Steps(), SPANS // max(1, len(receivers))
+
+    def cut(number: int) -> Iterator[tuple[int, int, int, Piece]]:
+        for piece in pieces(iter(moves[number]), source, destination, COPIED_PIECE, REACH):
+            yield numbers[piece.name], piece.taken.offset, number, piece
+
+    for tensor, _, number, piece in heapq.merge(*map(cut, range(len(receivers))), key=lambda each: each[:3]):
+        made.add(tensor, number, piece, places[number], size)
+    made.end()
+    return Route(receivers, places, names, tuple(made.steps), sum(move.nbytes for each in moves for move in each))
+
+
+class _Steps:
+    """Steps of a route, to which pieces are added."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._lines: list[tuple[Piece, Row, int, int]] = []
+        self._loose: list[tuple[int, Piece]] = []
+
+    def add(self, tensor: int, receiver: int, piece: Piece, place: Shard, size: int) -> None:
+        """Adds a piece whose receiver has its parts at `place`; `size` bounds the bytes of a span."""
+        base = place.offsets[piece.name]
+        first, last = base + piece.put.offset, base + piece.put.end
+        begin, end = self._spans.get(receiver, (first // HUGE * HUGE, 0))
+        if not begin <= first <= last <= begin + size:
+            self.end()
+            begin, end = first // HUGE * HUGE, 0
+        self._spans[receiver] = begin, max(end, min(-(-last // HUGE) * HUGE, place.size))
+        if (row := _row(piece, base)) is None:
+            self._loose.append((receiver, piece))
+        else:
+            self._lines.append((piece, row, tensor, receiver))
+
+    def end(self) -> None:
+        """Ends a step."""
+        if self._spans:
+            lines, rows, tensors, receivers = zip(*self._lines, strict=True) if self._lines else ((), (), (), ())
+            table = np.array(rows, np.int64).reshape(-1, len(Row._fields))
+            spans = tuple((receiver, begin, end) for receiver, (begin, end) in self._spans.items())
+            numbers = np.array(tensors, np.int64), np.array(receivers, np.int64)
+            self.steps.append(Step(spans, lines, table, *numbers, tuple(self._loose)))
+        self._spans, self._lines, self._loose = {}, [], []
+
+
+def _row(piece: Piece, base: int) -> Row | None:
+    """Row for a piece whose tensor begins at byte `base` of the block, with offsets for addresses.
+
+    None where a row can't say it: both sides must be runs of one length with one step, in whole lines at the receiver.
+    """
+    taken, put = piece.taken.merged(), piece.put.merged()
+    length = min(taken.length, put.length)
+    for runs in (taken, put):
+        if len(runs.axes) > 1 or (runs.axes and runs.length != length):
+            return None
+    source_step, target_step = (runs.axes[0][1] if runs.axes else length for runs in (taken, put))
+    if piece.nbytes < LEAST_ROW or any(each % LINE for each in (length, base + put.offset, target_step)):
+        return None
+    return Row(taken.offset, source_step, base + put.offset, target_step, length, piece.nbytes // length)
+
+
+def compile_loops() -> None:
+    """Compiles, or loads, the loop that `write` uses: that takes longer than a transfer."""
+    if (loops := digests.compiled()) is not None:
+        loops.pour_rows(np.empty((0, len(Row._fields)), np.int64))
+
+
+class _Digest:
+    """Running digest of a route: that of the digests of its lines, in order, and of the digest of all its loose bytes.
+
+    So a compiled loop may digest many pieces in one call, and a side without it finds the same.
+    """
+
+    def __init__(self) -> None:
+        self._lines, self._loose = hasher()(), hasher()()
+
+    def lines(self, found: bytes) -> None:
+        self._lines.update(found)
+
+    def loose(self, data: np.ndarray) -> None:
+        self._loose.update(data)
+
+    def end(self) -> bytes:
+        self._lines.update(self._loose.digest())
+        return bytes(self._lines.digest())
+
+
+def write(
+    way: Route, parts: Parts, descriptors: Sequence[int], until: float, between: Callable[[], None] = lambda: None
+) -> list[bytes]:
+    """Copies pieces into the memories of a route's receivers; -> the digest of each one's.
+
+    TimeoutError after the time `until`. `between` is called after each step. The parts must have the sizes of the
+    sender's shard: addresses are not checked.
+    """
+    memories = [shared_memory.mapped(each, place.size) for each, place in zip(descriptors, way.places, strict=True)]
+    blocks = [np.frombuffer(each, np.uint8, place.size) for each, place in zip(memories, way.places, strict=True)]
+    to = [place.parts(block) for place, block in zip(way.places, blocks, strict=True)]
+    where = np.array([block.ctypes.data for block in blocks], np.int64)
+    addresses = np.array([parts[name].ctypes.data if name in parts else 0 for name in way.names], np.int64)
+    packed, running, loops = Packed(), [_Digest() for _ in way.receivers], digests.compiled()
+    for step in way.steps:
         if time.monotonic() > until:
             raise TimeoutError("the transfer's deadline has passed")
-        data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
-        running.update(data)
-        base = offsets[piece.name]
-        if not piece.put.axes:
-            _written(descriptor, data, base + piece.put.offset)
-        elif piece.put.length >= SHORT:
-            length = piece.put.length
-            for i, start in enumerate(piece.put.starts().tolist()):
-                _written(descriptor, data[i * length : (i + 1) * length], base + start)
+        for receiver, begin, end in step.spans:
+            shared_memory.populate(memories[receiver], begin, end)
+        if loops is not None:
+            rows = step.rows.copy()
+            rows[:, 0] += addresses[step.tensors]
+            rows[:, 2] += where[step.receivers]
+            found = loops.pour_rows(rows)
+            for receiver, each in enumerate(running):
+                each.lines(found[step.receivers == receiver].tobytes())
         else:
-            _scattered(descriptor, data, base, piece.put)
-    return bytes(running.digest())
+            for receiver, piece in zip(step.receivers.tolist(), step.lines, strict=True):
+                data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
+                running[receiver].lines(digests.digest(data))
+                unpack(data, to[receiver][piece.name], piece.put)
+        for receiver, piece in step.loose:
+            data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
+            running[receiver].loose(data)
+            unpack(data, to[receiver][piece.name], piece.put)
+        for receiver, begin, end in step.spans:
+            shared_memory.forget(memories[receiver], begin, end)
+        between()
+    return [each.end() for each in running]
 
 
-def _written(descriptor: int, data: np.ndarray, at: int) -> None:
-    view: memoryview = data.data
-    while view:
-        done = os.pwrite(descriptor, view, at)
-        view, at = view[done:], at + done
-
-
-def _scattered(descriptor: int, data: np.ndarray, base: int, put: Runs) -> None:
-    """Writes short runs through a map of their neighbourhood, which is given back at once."""
-    last = put.offset + sum((count - 1) * stride for count, stride in put.axes) + put.length
-    first = (base + put.offset) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    window = mmap.mmap(descriptor, base + last - first, offset=first)
-    try:
-        view = np.frombuffer(window, np.uint8)
-        unpack(data, view, put._replace(offset=base + put.offset - first))
-        del view
-    finally:
-        window.close()
-
-
-def digest(found: Iterator[Piece], parts: Parts) -> bytes:
-    """Digest of pieces that are in place."""
-    packed, running = Packed(), hasher()()
-    for piece in found:
-        running.update(packed.of(parts[piece.name], piece.put, piece.nbytes))
-    return bytes(running.digest())
+def digest(way: Route, parts: Parts) -> bytes:
+    """Digest of the pieces of a route to one receiver, which are in place."""
+    packed, running = Packed(), _Digest()
+    for step in way.steps:
+        for piece in step.lines:
+            running.lines(digests.digest(packed.of(parts[piece.name], piece.put, piece.nbytes)))
+        for _, piece in step.loose:
+            running.loose(packed.of(parts[piece.name], piece.put, piece.nbytes))
+    return running.end()
 
 
 # -------------------------------------------------------------------------------------------------------------- streams

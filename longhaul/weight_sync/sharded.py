@@ -96,8 +96,9 @@ class Outcome(NamedTuple):
 
 
 def fingerprint(source: Layout, destination: Layout) -> str:
-    """Digest of both layouts: all ranks must plan alike."""
-    return hashlib.sha256(repr((source, destination)).encode()).hexdigest()
+    """Digest of both layouts, and of how moves are cut: all ranks must plan alike."""
+    cuts = shard_lanes.COPIED_PIECE, shard_lanes.REACH
+    return hashlib.sha256(repr((source, destination, cuts)).encode()).hexdigest()
 
 
 class Acceptor:
@@ -428,7 +429,9 @@ class Sender:
         self._source, self._destination = source, destination
         self._plan: Plan = resharding.plan(source, destination)
         self._print = fingerprint(source, destination)
+        self._shard: Shard = shard_lanes.shard(source, rank)
         self._wire: Wire | None = None
+        shard_lanes.compile_loops()
 
     def push(
         self, version: int, shards: Mapping[str, np.ndarray], *,
@@ -439,10 +442,10 @@ class Sender:
         They must not change until it returns. With `base`, the version before and its shards, receivers that hold it
         get the changes. ConnectionError where the coordinator is gone, TimeoutError.
         """
-        parts = {name: shard_lanes.raw(array) for name, array in shards.items()}
-        before = None if base is None else {name: shard_lanes.raw(array) for name, array in base[1].items()}
         if self._wire is None:
             self._wire = _joined(self._address, "send", self.rank, self._print, self._token)
+        parts = self._checked(shards)
+        before = None if base is None else self._checked(base[1])
         wire = self._wire
         try:
             self._at("offer")
@@ -464,26 +467,25 @@ class Sender:
             self.close()
             raise
 
+    def _checked(self, shards: Mapping[str, np.ndarray]) -> Parts:
+        """Bytes of this rank's shards. ValueError where one is missing, or has another size than the layout says."""
+        for name, size in self._shard.sizes.items():
+            if name not in shards or shards[name].nbytes != size:
+                found = f"{shards[name].nbytes} bytes" if name in shards else "missing"
+                raise ValueError(f"{name}: rank {self.rank} must have {size} bytes of it; they are {found}")
+        return {name: shard_lanes.raw(array) for name, array in shards.items()}
+
     def _sent(self, words: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:
         """Sends this rank's moves to each receiver; -> digests by rank, and the bytes that went."""
         until = time.monotonic() + float(words["seconds"])
+        if base is None and words["lane"] == "shm":
+            return self._written(words, parts, until)
         digests: dict[str, str] = {}
         total = 0
         for to in words["to"]:
             rank = int(to["rank"])
             moves = list(shard_lanes.between(self._plan, self.rank, rank))
             if not moves:
-                continue
-            if base is None and words["lane"] == "shm":
-                place = shard_lanes.shard(self._destination, rank)
-                descriptor = shard_lanes.opened(tuple(to["place"]), place.size)
-                try:
-                    found = shard_lanes.pieces(iter(moves), self._source, self._destination)
-                    digests[str(rank)] = shard_lanes.write(found, parts, descriptor, place.offsets, until).hex()
-                finally:
-                    os.close(descriptor)
-                total += sum(move.nbytes for move in moves)
-                self._at("between")
                 continue
             with socket.create_connection((to["host"], int(to["port"])), timeout=PATIENCE) as sock:
                 sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
@@ -499,6 +501,24 @@ class Sender:
                     total += count
             self._at("between")
         return {"digests": digests, "nbytes": total}
+
+    def _written(self, words: Mapping[str, Any], parts: Parts, until: float) -> dict[str, Any]:
+        """Copies this rank's moves into the receivers' memories; -> digests by rank, and the bytes that went."""
+        places = {int(to["rank"]): tuple(to["place"]) for to in words["to"]}
+        found: dict[str, str] = {}
+        for way in self._routes:
+            with contextlib.ExitStack() as opened:
+                descriptors = []
+                for rank, place in zip(way.receivers, way.places, strict=True):
+                    descriptors.append(shard_lanes.opened(places[rank], place.size))
+                    opened.callback(os.close, descriptors[-1])
+                digests = shard_lanes.write(way, parts, descriptors, until, lambda: self._at("between"))
+            found |= {str(rank): digest.hex() for rank, digest in zip(way.receivers, digests, strict=True)}
+        return {"digests": found, "nbytes": sum(way.nbytes for way in self._routes)}
+
+    @functools.cached_property
+    def _routes(self) -> tuple[shard_lanes.Route, ...]:
+        return shard_lanes.routes(self._plan, self._source, self._destination, self.rank)
 
     def close(self) -> None:
         if self._wire is not None:
@@ -543,6 +563,9 @@ class Receiver:
         self._print = fingerprint(source, destination)
         self._shard: Shard = shard_lanes.shard(destination, rank)
         self._senders = sorted({move.source for move in self._plan.moves if move.destination == rank})
+        self._routes = functools.cache(
+            lambda sender: shard_lanes.route(self._plan, source, destination, sender, (rank,))
+        )
         self._held: Held | None = None
         self._pool = Pool(self._shard.size, IMAGES * self._shard.size)
         self._standings: dict[int, Standing] = {}
@@ -675,8 +698,7 @@ class Receiver:
         for sender in self._senders:
             wanted = bytes.fromhex(digests.get(sender, ""))
             if made.base < 0 and made.lane == "shm":
-                moves = shard_lanes.between(self._plan, sender, self.rank)
-                found = shard_lanes.digest(shard_lanes.pieces(moves, self._source, self._destination), parts)
+                found = shard_lanes.digest(self._routes(sender), parts)
             else:
                 with made.arrived:
                     made.arrived.wait_for(functools.partial(_came, made, sender), self._seconds)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longhaul.runtime import shared_memory
@@ -26,6 +29,30 @@ def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
     assert other["none"].shape == (0, 4)
     with pytest.raises(ValueError, match="two arrays"):
         shared_memory.plan([("a", Leaf((), "int8"))] * 2)
+
+
+def test_a_map_is_where_huge_pages_can_be_and_is_gone_with_its_last_view() -> None:
+    size = 2 * shared_memory.HUGE + 5000
+    block = shared_memory.create(size)
+    one, other = (shared_memory.mapped(block, size) for _ in range(2))
+    shared_memory.allocate(one)
+    views = [np.frombuffer(memory, np.uint8, size) for memory in (one, other)]
+    views[0][:] = 7
+    assert (views[1] == 7).all()
+    shared_memory.forget(other, shared_memory.HUGE, size)
+    assert (views[1] == 7).all()  # its bytes stay
+    assert os.fstat(block).st_size == size
+    os.close(block)
+    if sys.platform.startswith("linux"):
+        places = [each.ctypes.data for each in views]
+        assert [place % shared_memory.HUGE for place in places] == [0, 0]
+
+        def mapped(place: int) -> bool:
+            return any(line.startswith(f"{place:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+
+        assert all(map(mapped, places))
+        del one, other, views
+        assert not any(map(mapped, places))
 
 
 def test_wakeups_count_once_and_tell_that_nobody_is_left() -> None:

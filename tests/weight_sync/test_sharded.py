@@ -131,6 +131,7 @@ def test_what_arrives_is_what_was_sent_whole_and_as_changes(
     source: Layout, destination: Layout, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_lanes, "PIECE", 512)
+    monkeypatch.setattr(shard_lanes, "COPIED_PIECE", 512)
     first, second = values(1), values(1)
     second["a"][3, 5] += 1
     with group(source, destination, lane, "a-token-of-sixteen-or-more") as ranks:
@@ -148,24 +149,16 @@ def test_what_arrives_is_what_was_sent_whole_and_as_changes(
         ranks.check(3, first)
 
 
-def test_short_runs_are_scattered_and_long_ones_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = values(4)
-    for short in (1, 1 << 14):
-        monkeypatch.setattr(shard_lanes, "SHORT", short)
-        with group(WIDE, FSDP) as ranks:  # columns into rows: runs at both ends
-            assert ranks.push(1, first)[0].committed  # type: ignore[union-attr]
-            ranks.check(1, first)
-
-
 def test_damage_and_a_file_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     first, write = values(1), shard_lanes.write
 
-    def damaging(found: Any, parts: Any, descriptor: int, offsets: Any, until: float) -> bytes:
-        own = list(found)
-        digest = write(iter(own), parts, descriptor, offsets, until)
-        place = offsets[own[-1].name] + own[-1].put.offset
-        os.pwrite(descriptor, bytes([255 - os.pread(descriptor, 1, place)[0]]), place)
-        return digest
+    def damaging(way: Any, parts: Any, descriptors: Any, *more: Any) -> list[bytes]:
+        digests = write(way, parts, descriptors, *more)
+        step = way.steps[-1]
+        to, last = [*zip(step.receivers, step.lines, strict=True), *step.loose][-1]
+        place = way.places[to].offsets[last.name] + last.put.offset
+        os.pwrite(descriptors[to], bytes([255 - os.pread(descriptors[to], 1, place)[0]]), place)
+        return digests
 
     with group(FSDP, TP) as ranks:
         assert ranks.push(1, first)[0].committed  # type: ignore[union-attr]
@@ -191,6 +184,17 @@ def test_other_layouts_and_another_token_are_refused() -> None:
             Sender(where, 0, FSDP, TP).push(1, {})
     with pytest.raises(ValueError, match="can be reached by other machines"):
         Coordinator("0.0.0.0:0", FSDP, TP)
+
+
+def test_shards_that_are_not_the_layouts_are_refused() -> None:
+    """A sender copies from their addresses: bytes beyond them would be read."""
+    with group(FSDP, TP) as ranks:
+        right = part(values(1), FSDP, 0)
+        for wrong, found in (({"a": right["a"][:-1]}, "they are 1440 bytes"), ({"a": None}, "they are missing")):
+            given = {name: array for name, array in (right | wrong).items() if array is not None}
+            with pytest.raises(ValueError, match=f"a: rank 0 must have 1536 bytes of it; {found}"):
+                ranks.senders[0].push(1, given)
+        assert all(each is not None and each.committed for each in ranks.push(1, values(1)))
 
 
 def test_strangers_make_room_for_one_another_and_hold_up_no_round() -> None:

@@ -1,14 +1,19 @@
-"""Compiled digests: what calling them leaves behind."""
+"""Compiled digests: that they are the library's, and what calling them leaves behind."""
 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
+
+from longhaul.runtime import shared_memory
+from longhaul.weight_sync.digest import LEAST_ROW, Row
 
 
 @pytest.mark.slow
@@ -28,3 +33,34 @@ def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
         assert digested(xxh3_kernels.called)() is None
     finally:
         gc.enable()
+
+
+def test_rows_are_copied_and_digested_as_the_library_does() -> None:
+    """Runs of every length beside blocks of the digest, contiguous and apart on either side, from any address."""
+    pytest.importorskip("numba")
+    from longhaul.weight_sync import xxh3_kernels
+
+    size = 1 << 18
+    memory = shared_memory.create(size)
+    target = np.frombuffer(shared_memory.mapped(memory, size), np.uint8, size)
+    source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    rows, wanted = [], []
+    for length in (64, 128, 192, 960, 1024, 1088, 2048, 3072, 5056):
+        for count in (1, 2, 4, 5, 15, 16, 17):
+            for apart, away in ((0, 0), (72, 0), (0, 128)):
+                if length * count < LEAST_ROW:
+                    continue
+                begin, from_step, step = count, length + apart, length + away
+                copied = np.zeros(size, np.uint8)
+                runs = [source[begin + i * from_step :][:length] for i in range(count)]
+                for i, run in enumerate(runs):
+                    copied[128 + i * step :][:length] = run
+                row = Row(source.ctypes.data + begin, from_step, target.ctypes.data + 128, step, length, count)
+                target[:] = 0
+                found = xxh3_kernels.pour_rows(np.array([row], np.int64)).tobytes()
+                assert found == xxhash.xxh3_128_digest(b"".join(run.tobytes() for run in runs)), row
+                assert np.array_equal(target, copied), row
+                rows.append(row)
+                wanted.append(found)
+    assert xxh3_kernels.pour_rows(np.array(rows, np.int64)).tobytes() == b"".join(wanted)
+    os.close(memory)
