@@ -568,6 +568,7 @@ class Receiver:
         )
         self._held: Held | None = None
         self._pool = Pool(self._shard.size, IMAGES * self._shard.size)
+        self._pool.take()  # allocates the first block, which returns at once: no round waits for it
         self._standings: dict[int, Standing] = {}
         self._secrets: dict[int, bytes] = {}  # of rounds, which who asks or sends must know
         self._others: list[dict[str, Any]] = []  # places of the other receivers of a round
