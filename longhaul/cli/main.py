@@ -188,7 +188,7 @@ def _run(words: list[str]) -> int:
 
 
 def _answer(word: str) -> str | None:
-    """What to give in the place of a word that is no command; None where it is not known."""
+    """Remedy for a word that is no command; None where it is not known."""
     from longhaul.config import recipes
 
     if word in recipes.RECIPES:

@@ -75,7 +75,7 @@ ANSWERS = {
 
 
 def answer(word: str) -> str | None:
-    """What to give in the place of another library's flag; None for a word that is none."""
+    """Remedy for another library's flag; None for a word that is none."""
     return next((line for words, line in ANSWERS.items() if word.lower().replace("_", "-") in words.split()), None)
 
 
