@@ -189,13 +189,13 @@ def _run(words: list[str]) -> int:
 
 def _answer(word: str) -> str | None:
     """Remedy for a word that is no command; None where it is not known."""
-    from longhaul.config import recipes
+    from longhaul.config import aliases, recipes
 
     if word in recipes.RECIPES:
         return f"longhaul train {word} trains by this recipe"
     if longer := [name for name in COMMANDS if name.endswith(f" {word}")]:
         return f"did you mean {' or '.join(longer)}?"
-    return next((line for others, line in ANSWERS.items() if word in others.split()), None)
+    return aliases.answer(word, ANSWERS)
 
 
 @contextmanager

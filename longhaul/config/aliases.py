@@ -22,7 +22,7 @@ ALIASES = {
 """Flags -> other words for them."""
 
 ANSWERS = {
-    "batch-size minibatch-size per-device-train-batch-size":
+    "batch-size minibatch-size train-batch-size per-device-train-batch-size":
         "a batch is --num-envs x --num-steps, of which --num-minibatches parts are learnt from in turn",
     "gpus devices num-gpus": "devices are given by --mesh data=N",
     "device gpu cuda": "JAX takes the accelerator that is there; the variable JAX_PLATFORMS=cpu chooses the CPU",
@@ -31,15 +31,19 @@ ANSWERS = {
     "episodes timesteps steps max-steps num-updates num-iterations":
         "the length of a run is --total-steps, in agent steps",
     "set override": "a setting is a flag of its own: --lr 0.001",
-    "rollout-length unroll-length": "the steps of an environment between two updates are --num-steps",
-    "lam gae": "the lambda of generalised advantages is --gae-lambda",
-    "lr-schedule anneal-learning-rate": "the learning rate falls to 0 with --anneal",
+    "rollout-length unroll-length rollout-fragment-length":
+        "the steps of an environment between two updates are --num-steps",
+    "entropy-coef entropy-coeff ent-coeff": "the weight of the entropy is --ent-coef",
+    "lam lambda lambda- gae": "the lambda of generalised advantages is --gae-lambda",
+    "lr-schedule anneal-lr anneal-learning-rate": "the learning rate falls to 0 with --anneal",
     "rnn use-rnn gru use-gru lstm use-lstm": "a recurrent policy has --memory WIDTH",
     "env-kwargs env-params": "options of an environment stand behind its name: NAME?option=value",
-    "num-worlds num-environments": "worlds that are stepped at once are --num-envs",
-    "workers num-workers": "environments of JAX need none; others are stepped by --topology actors with --actors N",
+    "num-worlds num-environments num-envs-per-env-runner num-envs-per-worker":
+        "worlds that are stepped at once are --num-envs",
+    "workers num-workers num-env-runners num-rollout-workers":
+        "environments of JAX need none; others are stepped by --topology actors with --actors N",
     "optimizer": "an algorithm has its own; --algorithm my_module:MyClass is yours",
-    "network policy net-arch hidden-sizes layer-size":
+    "network policy policy-kwargs net-arch hidden-sizes layer-size fcnet-hiddens":
         "the network is --torso, a name or my_module:function of your own, with --hidden-dim and --num-layers",
     "output output-dir log-dir logdir": "the folder of runs is --runs-dir",
     "name exp-name experiment-name": "the name of a run is --run-name",
@@ -54,15 +58,16 @@ ANSWERS = {
     "num-seeds": "runs side by side are --seeds N",
     "data dataset dataset-name prompts train-file train-files":
         "questions are --questions FILE.jsonl of recipe reasoning-questions; driving logs are --data PATH of driving",
-    "verifier reward reward-fn reward-func reward-funcs reward-function":
+    "verifier reward reward-fn reward-func reward-funcs reward-function custom-reward-function":
         "a verifier of answers is --check my_module:function; a reward of driving is --reward my_module:function",
     "model model-path model-name-or-path":
         "a language model is --model-folder DIR with Hugging Face's files; longhaul fetch gets one",
     "num-generations group-size n-samples rollout-n": "completions of a question are --group N",
     "max-new-tokens max-tokens max-completion-length max-response-length response-length":
         "the most tokens of a completion are --num-steps",
-    "beta kl-beta": "the weight of a language model's KL to the policy before rewards is --kl-coef",
-    "epsilon epsilon-high": "a ratio's clip range is --clip-eps, of a language model --clip-low and --clip-high",
+    "beta kl-beta kl-loss-coef": "the weight of a language model's KL to the policy before rewards is --kl-coef",
+    "epsilon epsilon-high clip-param cliprange":
+        "a ratio's clip range is --clip-eps, of a language model --clip-low and --clip-high",
     "push-to-hub": "after training longhaul push uploads a policy; a language model is exported, then hf upload",
     "lora-r lora-rank": "LoRA's rank is --lora RANK",
     "gradient-accumulation-steps": "micro-batches of an update are --accumulate N",
@@ -74,9 +79,9 @@ ANSWERS = {
 """Flags of other libraries -> what to give."""
 
 
-def answer(word: str) -> str | None:
-    """Remedy for another library's flag; None for a word that is none."""
-    return next((line for words, line in ANSWERS.items() if word.lower().replace("_", "-") in words.split()), None)
+def answer(word: str, answers: Mapping[str, str] = ANSWERS) -> str | None:
+    """Remedy for another program's word, such as a flag, among `answers` (words -> remedy); None for a word of ours."""
+    return next((line for words, line in answers.items() if word.lower().replace("_", "-") in words.split()), None)
 
 
 def others(config: Any) -> dict[str, str]:

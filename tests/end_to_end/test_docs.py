@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -19,9 +18,9 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main
-from longhaul.config import recipes
+from longhaul.config import aliases, recipes
 from longhaul.reasoning.tasks import Problem
-from tests.helpers import own_environments
+from longhaul.runtime import config_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -60,13 +59,10 @@ def test_the_examples_of_a_page_reach_what_they_claim(
 @pytest.mark.slow
 def test_the_example_of_the_first_page_trains_and_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    shutil.copy(own_environments.__file__, "my_env.py")
-    (block,) = BLOCK.findall((ROOT / "README.md").read_text())
-    names: dict[str, Any] = {"observation": np.eye(5, dtype=np.float32)[1]}
-    exec(block.replace("200_000", "32_768, num_envs=16"), names)
-    assert names["result"].evaluation["trained"]["return"] > names["result"].evaluation["untrained"]["return"]
-    assert names["action"] == 1  # to the right, where the reward is
+    found: dict[str, Any] = run_blocks((ROOT / "README.md").read_text(), "README", monkeypatch)
+    assert found["result"].evaluation["trained"]["return"] > 450 > found["result"].evaluation["untrained"]["return"]
+    assert found["action"] == 1  # to the right, where the pole leans
+    assert "<svg" in Path("return.html").read_text()
 
 
 @pytest.mark.slow
@@ -144,6 +140,19 @@ def test_the_page_on_installing_lists_every_extra() -> None:
 def test_the_index_lists_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
+
+
+def test_words_of_other_libraries_on_the_pages_are_settings_or_answered() -> None:
+    runs = [recipes.recipe(name) for name in ("ppo", "pendulum-sac", "reasoning-questions")]
+    known = {leaf.name for run in runs for leaf in config_fields.walk(run)} | {
+        word for run in runs for word in aliases.others(run)
+    }
+    for name, fewest in (("configuration", 20), ("reasoning", 10)):
+        table = (ROOT / f"docs/{name}.md").read_text().split("## Words of other libraries")[1].split("\n#")[0]
+        firsts = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+        words = [word for first in firsts for word in re.findall(r"`([A-Za-z_]+)`", first)]
+        assert len(words) >= fewest
+        assert [word for word in words if word.lower() not in known and aliases.answer(word) is None] == []
 
 
 @pytest.mark.slow
