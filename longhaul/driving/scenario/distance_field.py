@@ -47,17 +47,6 @@ class Edges(NamedTuple):
     end_normal: np.ndarray  # [M, 2]
 
 
-def segment_distance(points: np.ndarray, start: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Distance, m, of points [..., 2] to the segments from `start` along `vector` [..., 2]."""
-    # by components: a sum over an axis of two takes ten times as long
-    vx, vy = vector[..., 0], vector[..., 1]
-    x, y = points[..., 0] - start[..., 0], points[..., 1] - start[..., 1]
-    length2 = np.maximum(vx * vx + vy * vy, 1e-18)
-    along = np.clip((x * vx + y * vy) / length2, 0.0, 1.0)
-    x, y = x - along * vx, y - along * vy
-    return np.sqrt(x * x + y * y)
-
-
 def make_edges(polylines: Sequence[np.ndarray]) -> Edges:
     """The segments of `polylines` [P, 2], joined where one ends within `JOIN` of another's (or its own) start.
 

@@ -1,5 +1,4 @@
-"""A log to a scenario: the ego's local frame, routes with the log's own progress, their lights, and the road's
-distance field.
+"""Compilation of a log to a scenario: the ego's frame, routes with the log's own progress, lights, distance to edges.
 
 `Log` says what a source holds, `Scenario` what a simulator needs; nothing else of the package knows both. The work is
 done once, on the host, in NumPy, and may be done in many processes.
@@ -259,8 +258,8 @@ def meet_lights(route: Route, lane_ids: np.ndarray, stops: np.ndarray, lanes: La
 
     line, end = route.points, ROUTE_SPACING * (len(route.points) - 1)
     met = []
-    for number, at, share, turn, height, x, y in kernels.near_line(line, stops, LIGHT_AWAY).tolist():
-        i, where, away = int(number), ROUTE_SPACING * (at + share), math.hypot(x, y)
+    for number, segment, share, turn, height, x, y in kernels.near_line(line, stops, LIGHT_AWAY).tolist():
+        i, where, away = int(number), ROUTE_SPACING * (segment + share), math.hypot(x, y)
         if away > LIGHT_AWAY or not 0.0 < where < end or abs(height) > 4.0:
             continue
         score, lane = away, lanes.by_id.get(int(lane_ids[i]))
@@ -442,8 +441,8 @@ def scenario_from_log(
     `control` "all" cyclists and pedestrians too, or of the log's tracks those of these indices. At most `objects`
     agents are kept. The distance field reaches `route_margin` metres beyond the box around the routes.
     `routes` run along the agents' logged ways ("log"), or with "lanes" along the ego's given path or the lanes that
-    they followed, where these fit (`guides` says why this is not the rule). Raises `BadData` for a log that nothing can
-    be driven in.
+    they followed, where these fit (the module says why this is not the rule). Raises `BadData` for a log that nothing
+    can be driven in.
     """
     if routes not in ROUTES:
         raise ValueError(f"routes is {routes!r}: choose from {', '.join(ROUTES)}")
@@ -575,7 +574,7 @@ def given(log: Log, origin: np.ndarray) -> list[Lane]:
 
 
 def usable_steps(log: Log, horizon: int | None) -> int:
-    """Number of steps from the current one on can be simulated; `BadData` if it is fewer than 2."""
+    """Number of steps from the current one on that can be simulated; `BadData` if it is fewer than 2."""
     total = log.tracks.valid.shape[1]
     if not (0 <= log.sdc < len(log.tracks.id) and 0 <= log.current < total):
         raise BadData(

@@ -23,8 +23,9 @@ from longhaul.driving.datasets.log import (
 from longhaul.driving.generator import generate as generator
 from longhaul.driving.generator import kernels, roads, traffic
 from longhaul.driving.generator.generate import generate
-from longhaul.driving.scenario.distance_field import make_edges, segment_distance, signed_distance
+from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.helpers import polygons
+from tests.helpers.segments import segment_distance
 
 SEEDS = range(40)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.scenario import kernels
-from longhaul.driving.scenario.distance_field import make_edges, segment_distance
+from longhaul.driving.scenario.distance_field import make_edges
 from longhaul.driving.scenario.lane_graph import (
     BLOCK,
     FARTHEST,
@@ -21,6 +21,7 @@ from longhaul.driving.scenario.lane_graph import (
     nearest_lanes,
 )
 from longhaul.driving.scenario.scenario import CANDIDATES, NEARBY
+from tests.helpers.segments import segment_distance
 
 
 def test_the_nearest_points_are_the_nearest_of_all() -> None:

@@ -15,11 +15,11 @@ from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import Feature, Log, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import lane_graph
-from longhaul.driving.scenario.distance_field import segment_distance
 from longhaul.driving.scenario.from_log import scenario_from_log
 from longhaul.driving.scenario.scenario import CANDIDATES, NO_ROAD, Road, Scenario
 from longhaul.driving.shards import shard
 from tests.helpers import log_files as made
+from tests.helpers.segments import segment_distance
 from tests.helpers.short_logs import ORIGIN, make_log, straight
 
 DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parents[3] / "../shared/data"))
