@@ -68,9 +68,9 @@ def cartpole() -> Run:
 def impala_cartpole() -> Run:
     """CartPole-v1 by IMPALA: V-trace, RMSProp, one step of it an update.
 
-    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2, in every topology
-    (central inference by gRPC: seed 0). In training,
-    475 within 131,000 steps by `fused`, 164,000 by 2 `actors`, threads or processes, and 229,000 by 2 of `central`.
+    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2, in every topology (central
+    inference by gRPC: seed 0). In training 475 within 131,000 steps by `fused`, 164,000 by 2 `actors`, threads or
+    processes, and 229,000 by 2 of `central`.
     """
     return dataclasses.replace(
         cartpole(), recipe="impala-cartpole", algorithm=IMPALAConfig(lr=5e-3, ent_coef=0.01), num_steps=20
@@ -327,8 +327,8 @@ def driving_sac() -> Run:
 
     After 0.5 M steps (learning rate constant), on 128 generated scenarios not trained in, seeds 0, 1 and 2: accuracy
     0.938, 0.961 and 0.977, collisions 0.039, 0.023 and 0.023, off the road 0.016, 0.008 and 0, progress 0.982, 0.986
-    and 0.995, goals 0.938, 0.969 and 0.977, and little comfort, 0.40, 0.37 and 0.49. A twelfth of the steps that
-    `driving` (PPO, 0.961) was measured after. On seven real logs, unseen, seed 0: accuracy 0.571, collisions 0.286.
+    and 0.995, goals 0.938, 0.969 and 0.977, and little comfort, 0.40, 0.37 and 0.49. On seven real logs, unseen, seed
+    0: accuracy 0.571, collisions 0.286.
     """
     return dataclasses.replace(
         driving(), recipe="driving-sac", environment=Driving(simulator=SimulatorConfig(actions="continuous")),

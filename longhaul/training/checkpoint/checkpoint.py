@@ -1,4 +1,4 @@
-"""Save the progress of a run, and restore the newest intact checkpoint, bit for bit.
+"""Checkpoints of a run: its progress saved, and the newest intact one restored, bit for bit.
 
 Orbax writes the arrays; it restores flipped bits silently and has no fallback, so integrity is checked here.
 

@@ -499,7 +499,8 @@ async def finished(request: Request, work: Job | Question) -> None:
             raise Refused(*_failure(error)) from error
     finally:
         work.cancelled = True
-        left.cancel(), waits.cancel()
+        left.cancel()
+        waits.cancel()
 
 
 def _failure(error: BaseException) -> tuple[int, str]:
