@@ -35,6 +35,7 @@ EXCUSED = {
     r"reasoning-questions|reason RUN \"A house": "a model of some GB",
     r"poison": "a run with numbers that are not finite: tests/training/test_nan_rollback.py",
     r"--publish|sync pull|gymnasium/CartPole-v1 --topology central": "a server beside it: tests/weight_sync/",
+    r"--rollout-servers": "servers beside it: tests/reasoning/test_rollout_servers.py",
     r"^(serve|board) ": "a server, which goes on: tests/cli/test_serve.py, tests/cli/test_board.py",
     r"^plan ": "minutes of measurement: tests/diagnostics/test_compute_plan.py",
     r"LOGS\.\.\.|RECIPE|PATH\.\.\.$|--config runs/first": "a form, not a command",
