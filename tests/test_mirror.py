@@ -110,7 +110,6 @@ THROUGH = {
     "cli/scaling.py": "by diagnostics/test_scaling_law.py, through the command",
     "envs/hackmatrix/rules.py": "by envs/hackmatrix/test_environment.py, by rule cases",
     "envs/hackmatrix/reward.py": "by envs/hackmatrix/test_environment.py, through the helper of its games",
-    "runtime/worker_pool.py": "by driving/test_scenario_source.py, through pools that are killed",
     "telemetry/curve_fit.py": "by telemetry/test_forecast.py and diagnostics/test_scaling_law.py, through both fits",
     "topologies/inference_server/actor.py": "by topologies/inference_server/test_server.py, through real actors",
     "topologies/inference_server/actor_pool.py": "by end_to_end/test_inference_server_runs.py, through whole runs",

@@ -54,7 +54,7 @@ def resolve(run: Run) -> Run:
     try:
         return _resolved(run)
     except FieldError as error:
-        raise error.of_flag() from error
+        raise error.of_flag() from None
 
 
 def _resolved(run: Run) -> Run:

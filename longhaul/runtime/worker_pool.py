@@ -10,8 +10,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 GRACE = 5.0
 """Seconds after SIGTERM until a worker ends by itself."""
@@ -49,10 +52,41 @@ def bounded(memory: int, seconds: float) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+BLANK, BLANKING = ModuleType("__main__"), threading.Lock()
+"""Module that stands for the user's script while a worker starts, and who may put it there."""
+
+
+class Worker(SpawnProcess):
+    """Process that does not import the user's script.
+
+    Spawned processes do, to find what it defines. Ours need this package alone; and a script without
+    `if __name__ == "__main__":` would train in each of them.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with BLANKING:
+            script = sys.modules["__main__"]
+            sys.modules["__main__"] = BLANK
+            try:
+                return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            finally:
+                sys.modules["__main__"] = script
+
+
+class Fresh(SpawnContext):
+    """Context whose processes are `Worker`s."""
+
+    Process = Worker
+
+
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Pool of fresh processes with one arithmetic thread each; a fork of a process with JAX's threads may hang."""
+    """Pool of fresh processes with one arithmetic thread each; a fork of a process with JAX's threads may hang.
+
+    They run functions of modules, not of the user's script.
+    """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=attend)
+    return ProcessPoolExecutor(workers, mp_context=Fresh(), initializer=attend)
 
 
 @contextmanager
