@@ -69,7 +69,7 @@ class Worker(SpawnProcess):
             script = sys.modules["__main__"]
             sys.modules["__main__"] = BLANK
             try:
-                return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+                return SpawnProcess._Popen(process_obj)
             finally:
                 sys.modules["__main__"] = script
 

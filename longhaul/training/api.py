@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -450,26 +450,52 @@ class Evaluation:
 def evaluate(
     run: str | Path | Result | Policy,
     *,
+    policy: str = "run",
     episodes: int | None = None,
-    data: tuple[str, ...] = (),
+    data: str | Path | Sequence[str | Path] = (),
     traffic: str | None = None,
+    safety: bool | None = None,
+    seed: int = 0,
     runs_dir: str | Path = RUNS,
     member: int | None = None,
+    step: int | None = None,
 ) -> Evaluation:
-    """Scores of a run's policy by its mode, as `longhaul evaluate RUN` prints them.
+    """Scores of a run's policy by its mode, as `longhaul evaluate RUN` prints them; `run` may be "pretrained".
 
-    `data` and `traffic` are driving's: logs instead of the run's own held-out scenarios, and who drives the others.
+    `policy` is "run", or "untrained", the same before training; for driving also a driver beside which to compare it:
+    "idm", "log", "constant". `member` and `step` are those of `load`.
+
+    `data`, `traffic`, `safety` and `seed` are driving's: logs (files, folders, globs) instead of the run's own held-out
+    scenarios; who drives the others ("log", "idm", "constant", "self"); whether the safety check is on; the seed of the
+    sample that `episodes` draws. Raises RunError, one line, before anything is compiled.
     """
+    for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
+        if word not in (*words, None):
+            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}")
+    for name, number, least in (("episodes", episodes, 1), ("seed", seed, 0)):
+        if number is not None and (not isinstance(number, int | np.integer) or number < least):
+            raise RunError(f"{name} is {number!r}; it must be a whole number, {least} at least")
+    learnt = policy in ("run", "untrained")
     if isinstance(run, Policy):
-        stored, params = run.run, run.params
+        if policy == "untrained" or member is not None or step is not None:
+            raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
+        stored, params = run.run, run.params if learnt else None
+    elif learnt:
+        stored, trained, untrained = restore_policy(_folder(run, runs_dir), member, step)
+        params = trained if policy == "run" else untrained
     else:
-        stored, params, _ = restore_policy(_folder(run, runs_dir), member)
-    if isinstance(stored.environment, Driving):
-        scores, _ = evaluate_driving.drives(stored, data, episodes, traffic).play(params, "policy")
-    elif data or traffic:
-        raise RunError("data and traffic are driving's; leave them out")
-    else:
+        stored, params = load_run(_folder(run, runs_dir)), None
+        loop.prepare_devices(stored.all_devices, stored.threads)
+    paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
+    if not isinstance(stored.environment, Driving):
+        if not learnt or paths or traffic is not None or safety is not None:
+            raise RunError("data, traffic, safety and the drivers idm, log and constant are driving's; leave them out")
         scores, _ = evaluation.scorer(stored, episodes or stored.evaluation_episodes or 100)(params)
+    else:
+        if safety is not None:
+            stored = config_fields.replaced(stored, safety=bool(safety))
+        drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed))
+        scores, _ = drives.play(params, "policy" if learnt else policy)
     return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
 
 

@@ -115,6 +115,62 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -
     np.testing.assert_array_equal(total, scores.metrics["return"].value)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "ppo"}, r"policy is 'ppo'; it must be one of run, untrained, idm, log, constant"),
+        ({"traffic": "IDM"}, r"traffic is 'IDM'; it must be one of log, idm, constant, self"),
+        ({"episodes": 0}, r"episodes is 0; it must be a whole number, 1 at least"),
+        ({"episodes": 2.5}, r"episodes is 2\.5; it must be a whole number, 1 at least"),
+        ({"seed": -1}, r"seed is -1; it must be a whole number, 0 at least"),
+        ({"policy": "idm"}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
+        ({"data": "logs"}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
+        ({"safety": False}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
+    ],
+)
+def test_an_evaluation_refuses_what_it_does_not_know(
+    trained: longhaul.Result, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        longhaul.evaluate(trained, **given)
+
+
+def test_an_evaluation_takes_the_untrained_policy_and_earlier_ones(trained: longhaul.Result) -> None:
+    untrained = longhaul.evaluate(trained, policy="untrained", episodes=6).mean["return"]
+    assert untrained == pytest.approx(trained.evaluation["untrained"]["return"])
+    with pytest.raises(ValueError, match=r"checkpoint"):
+        longhaul.evaluate(trained, step=3)
+    with pytest.raises(ValueError, match="a loaded Policy is one policy"):
+        longhaul.evaluate(trained.policy, policy="untrained")
+
+
+def test_an_evaluation_of_driving_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    class Asked(Exception):
+        pass
+
+    def drives(run: Any, data: Any, episodes: Any, traffic: Any, seed: Any) -> None:
+        asked.append((run.environment.simulator.safety, data, episodes, traffic, seed))
+        raise Asked
+
+    monkeypatch.setattr(api.evaluate_driving, "drives", drives)
+    monkeypatch.setattr(api.loop, "prepare_devices", lambda *_: None)
+    for given in (
+        {"policy": "idm", "data": str(tmp_path)},
+        {"policy": "log", "data": [tmp_path, "b"], "safety": False, "seed": np.int64(3)},
+        {"policy": "log", "episodes": np.int32(5), "traffic": "self"},
+    ):
+        with pytest.raises(Asked):
+            longhaul.evaluate("pretrained", **given)
+    here = str(tmp_path)
+    assert asked == [
+        (True, [here], None, None, 0),
+        (False, [here, "b"], None, None, 3),
+        (True, [], 5, "self", 0),
+    ]
+
+
 def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Result) -> None:
     policy = trained.policy
     rows = np.eye(own.LENGTH)  # float64: numbers of another type are taken
