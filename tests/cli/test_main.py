@@ -129,6 +129,7 @@ def test_words_of_other_libraries_are_understood_or_answered(longhaul: Any, word
 # ------------------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.slow  # each command: training/test_api.py, training/test_hub.py, test_status.py
 def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path) -> None:
     words = "train cartpole --total-steps 4096 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
     code, out, err = longhaul(*words.split())

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 def whole(quick_runs: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the small run, never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert begin(small(), folder).code == 0
+    assert begin(small(save_interval=30), folder).code == 0  # a save costs more than three calls
     return folder
 
 
@@ -163,7 +163,7 @@ def test_the_game_killed_ends_bit_identical(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_run_goes_on(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
         with monkeypatch.context() as patch:
             heard = after(1, lambda: signal.raise_signal(signal.SIGTERM), getattr(owner, name))
             patch.setattr(owner, name, heard)
-            outcome = resume(folder) if folder.exists() else begin(small(), folder)
+            outcome = resume(folder) if folder.exists() else begin(small(save_interval=30), folder)
         assert outcome == (loop.STOPPED, None)
         return capfd.readouterr().err
 
@@ -298,6 +298,7 @@ def test_records_that_are_missing_are_said_to_be(
 # -------------------------------------------------------------------------------------------------------- full disk
 
 
+@pytest.mark.slow  # checkpoint/test_checkpoint.py fills the disk, too
 def test_a_disk_that_stays_full_is_one_error_at_the_end_and_the_older_checkpoints_are_intact(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

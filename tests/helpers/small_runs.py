@@ -85,6 +85,9 @@ STARTS: dict[tuple[int, int], Any] = {}
 SCORERS: dict[str, Any] = {}
 """Parts that quick runs share, by their shape, or by an assembly's algorithm."""
 
+COMMON = Named("cartpole"), Named("tests.helpers.own_environments:Corridor")
+"""Environments whose runs share their parts with those of other files."""
+
 NUMBERS = itertools.count()
 
 
@@ -92,19 +95,21 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
     """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end,
     unless they are to be `evaluated`.
 
-    Compiling takes far longer than these runs do. Those in CartPole share it with the tests of other files, too; in
-    environments that a test has changed, only until `patch` is undone. The stand-in of an evaluation tells policies
+    Compiling takes far longer than these runs do. Those in COMMON environments share it with the tests of other files,
+    too; in those that a test has changed, only until `patch` is undone. The stand-in of an evaluation tells policies
     apart by every bit.
     """
     own = next(NUMBERS)
     assemble, compiled, start = training_assemble.assemble, fused.compiled, Assembly.start
     scorer = evaluate.scorer
 
+    def whose(run: Run) -> Any:
+        return "everybody's" if run.environment in COMMON else own
+
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
         sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
         begins = run.topology, run.acting.actors, run.acting.pin and run.acting.staleness  # what a carry holds at first
-        whose = "everybody" if run.environment == Named("cartpole") else own
-        shape = repr((whose, run.environment, run.algorithm, run.deterministic, *sizes, origin, begins))
+        shape = repr((whose(run), run.environment, run.algorithm, run.deterministic, *sizes, origin, begins))
         if shape not in ASSEMBLIES:
             ASSEMBLIES[shape] = assemble(run, within, context, origin)
         return ASSEMBLIES[shape]
@@ -130,7 +135,7 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
     patch.setattr(loop, "assemble", assemble_once)
 
     def scorer_once(run: Run, episodes: int) -> Any:
-        key = repr((own, run.environment, run.algorithm, run.seed, episodes))
+        key = repr((whose(run), run.environment, run.algorithm, run.seed, episodes))
         if key not in SCORERS:
             SCORERS[key] = scorer(run, episodes)
         return SCORERS[key]

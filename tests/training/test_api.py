@@ -101,18 +101,19 @@ def test_a_callback_stops_the_run_which_goes_on_to_the_same_end(trained: longhau
 
 def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -> None:
     policy = longhaul.load(trained.folder)
-    scores = longhaul.evaluate(trained, episodes=50).scores
-    assert longhaul.evaluate(policy, episodes=50).mean == longhaul.evaluate(trained, episodes=50).mean
+    evaluation = longhaul.evaluate(trained)
+    assert longhaul.evaluate(policy).mean == evaluation.mean
     environment: Any = longhaul.make(own.Corridor)
-    keys = jax.random.split(jax.random.key(trained.run.seed + 10_000), 50)
-    state, seen = jax.vmap(environment.reset)(keys)
-    step, playing, total = jax.jit(jax.vmap(environment.step)), np.ones(50, bool), np.zeros(50, np.float32)
+    count = trained.run.evaluation_episodes
+    keys = jax.random.split(jax.random.key(trained.run.seed + 10_000), count)
+    state, seen = jax.jit(jax.vmap(environment.reset))(keys)
+    step, playing, total = jax.jit(jax.vmap(environment.step)), np.ones(count, bool), np.zeros(count, np.float32)
     for _ in range(own.LIMIT):
         state, led_to = step(keys, state, policy(seen))
         total += np.where(playing, led_to.reward, np.float32(0.0))
         playing &= ~np.asarray(led_to.terminated | led_to.truncated)
         seen = led_to.observation
-    np.testing.assert_array_equal(total, scores.metrics["return"].value)
+    np.testing.assert_array_equal(total, evaluation.scores.metrics["return"].value)
 
 
 @pytest.mark.parametrize(

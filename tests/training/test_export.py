@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from longhaul.runtime.errors import RunError
 from longhaul.training import export, init_from, onnx_program
 from tests.helpers import own_environments as own
 from tests.helpers.drawn_policies import drawn
+from tests.helpers.small_runs import make_quick
+from tests.training.test_api import SMALL
 
 pytest.importorskip("flatbuffers")
 
-SMALL: dict[str, Any] = {
-    "num_envs": 4, "num_steps": 8, "total_steps": 64, "evaluation_episodes": 2, "hidden_dim": 8, "num_minibatches": 1,
-}  # fmt: skip
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    """Those of test_api.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch, evaluated=True)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +55,8 @@ def test_the_command_writes_a_checked_program_and_what_it_takes(
     from jax import export as programs
 
     program = programs.deserialize(bytearray(files[0].read_bytes()))
-    for count in (1, 5):
-        rows = np.eye(own.LENGTH, dtype=np.float32)[:count]
-        np.testing.assert_array_equal(program.call({"observation": rows}), trained.policy(rows))
+    rows = np.eye(own.LENGTH, dtype=np.float32)  # beside the check's, which are another number of rows
+    np.testing.assert_array_equal(program.call({"observation": rows}), trained.policy(rows))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,7 @@ def test_an_onnx_model_acts_as_the_run_on_every_batch(
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
-        ("cartpole", {}),
+        pytest.param("cartpole", {}, marks=pytest.mark.slow),  # the run above has its kind of policy
         ("driving", {}),
         pytest.param("driving", {"torso": "wayformer", "num_layers": 1}, marks=pytest.mark.slow),
         pytest.param("hackmatrix", {"memory": 8}, marks=pytest.mark.slow),

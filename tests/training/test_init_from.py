@@ -16,13 +16,13 @@ import longhaul
 from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
-from longhaul.training import hub, init_from
+from longhaul.training import hub, init_from, loop
 from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers.small_runs import make_quick
 
 SMALL: dict[str, Any] = {
-    "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 2, "block": 1, "log_interval": 1,
-    "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True,
+    "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 4, "block": 1, "log_interval": 1,
+    "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True, "seed": 3,
 }  # fmt: skip
 
 
@@ -45,28 +45,42 @@ def source(folder: Path) -> longhaul.Result:
 
 @pytest.fixture(scope="module")
 def still(folder: Path) -> longhaul.Result:
-    """A run whose parameters are those of its seed, by the program of the runs that begin with them."""
-    return frozen(folder, "still", seed=0)
+    """A run that no test goes on with."""
+    return longhaul.train("cartpole", runs_dir=folder, run_name="still", **SMALL)
+
+
+def dotted(policy: Any) -> dict[str, np.ndarray]:
+    return {init_from.dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
 
 
 def policy_arrays(result: longhaul.Result, step: int | None = None) -> dict[str, np.ndarray]:
-    params = longhaul.load(result, step=step).params
-    return {init_from.dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(params).items()}
+    return dotted(longhaul.load(result, step=step).params)
 
 
-def frozen(folder: Path, name: str, **changes: Any) -> longhaul.Result:
-    """A run of learning rate 0, whose parameters stay as they began."""
-    return longhaul.train("cartpole", runs_dir=folder, run_name=name, **(SMALL | {"lr": 0.0, "seed": 5} | changes))
+def beginning(folder: Path, name: str, **changes: Any) -> tuple[longhaul.Result, dict[str, np.ndarray]]:
+    """A run, and the arrays of the policy that it began with."""
+    begun: list[dict[str, np.ndarray]] = []
+    aside = loop._aside
+
+    def kept(*given: Any) -> Any:
+        begun.append(dotted(policy := aside(*given)))
+        return policy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_aside", kept)
+        run = longhaul.train("cartpole", runs_dir=folder, run_name=name, **(SMALL | changes))
+    assert any((begun[0][name] != begun[-1][name]).any() for name in begun[0]), "it learnt nothing"
+    return run, begun[0]
 
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_parameters_of_another(
     source: longhaul.Result, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begun = frozen(folder, "begun", init_from="source@2")
+    begun, here = beginning(folder, "begun", init_from="source@2")
     assert begun.run.init_from == f"{folder / 'source'}@2"
     assert "12 of 12 of the parameters, 3 of 3 of the normaliser" in capsys.readouterr().err
-    there, here = policy_arrays(source, 2), policy_arrays(begun)
+    there = policy_arrays(source, 2)
     for name in there:
         if name.startswith("params"):
             np.testing.assert_array_equal(here[name], there[name])
@@ -78,7 +92,7 @@ def test_a_file_of_arrays_is_matched_by_its_names(still: longhaul.Result, folder
     arrays = {name: value for name, value in whole.items() if "critic" not in name}
     path = folder / "policy.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
-    here = policy_arrays(frozen(folder, "file", init_from=path, init_parts=("parameters",)))
+    _, here = beginning(folder, "file", init_from=path, init_parts=("parameters",))
     for name, value in here.items():
         if name.startswith("params"):  # what the file has not begins as it would without
             assert np.array_equal(value, whole[name]) == (name in arrays), name
@@ -136,7 +150,7 @@ def test_a_finished_run_trains_on_to_a_later_end(
     assert (folder / "source" / "result-128.json").exists() and longhaul.load(source).run.total_steps == 256
     with pytest.raises(ValueError, match="--total-steps is 64, and 256 are done; give more, or leave it out"):
         longhaul.resume(source, total_steps=64)
-    with pytest.raises(ValueError, match="--seed is 9, and run source has 0"):
+    with pytest.raises(ValueError, match="--seed is 9, and run source has 3"):
         longhaul.resume(source, seed=9)
     assert longhaul.resume(source).summary == longer.summary  # done again
 

@@ -73,7 +73,12 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
             yield call
         counts.append(count())
 
+    def scored(*_: Any) -> Iterator[tuple[str, dict[str, Any], list]]:
+        """Stand-ins for scores, whose program is compiled after all calls."""
+        yield from (("trained", {"return": 2.0}, []), ("untrained", {"return": 1.0}, []))
+
     monkeypatch.setattr(fused, "fused", watched)
+    monkeypatch.setattr(loop, "evaluations", scored)
     run, folder = small(block=4, log_interval=8, total_steps=8 * 16 * 58), tmp_path / "run"
     try:
         outcome = begin(run, folder)
@@ -327,7 +332,7 @@ def test_after_an_error_no_thread_handler_or_lock_is_left(tmp_path: Path, monkey
 @pytest.mark.usefixtures("_quick")
 def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> None:
     outcomes: list[loop.Outcome] = []
-    thread = threading.Thread(target=lambda: outcomes.append(begin(small(), tmp_path / "run")))
+    thread = threading.Thread(target=lambda: outcomes.append(begin(small(save_interval=None), tmp_path / "run")))
     thread.start()
     thread.join()
     assert [outcome.code for outcome in outcomes] == [0]

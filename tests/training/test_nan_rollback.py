@@ -138,7 +138,7 @@ def test_stopped_on_a_detour_it_goes_on_exactly(
     assert checkpoints(folder)[-1:] == [detours(folder)[0]["checkpoint"]][: len(checkpoints(folder))]
     while not (folder / "result.json").exists():
         with monkeypatch.context() as patch:
-            heard = after(4, lambda: signal.raise_signal(signal.SIGTERM), loop.Sums.add)
+            heard = after(10, lambda: signal.raise_signal(signal.SIGTERM), loop.Sums.add)
             patch.setattr(loop.Sums, "add", heard)
             assert resume(folder).code in (0, loop.STOPPED)
     assert result(folder) == result(survived)

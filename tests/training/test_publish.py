@@ -52,7 +52,8 @@ def published(topology: str, folder: Path, updates: int = 12) -> Any:
     acting = ActorConfig() if topology == "fused" else ActorConfig(2, "thread", 1)
     folder.mkdir(parents=True)
     publish.save(folder, Publishing(("run",), every=2))
-    loop.train(small(topology=topology, acting=acting, total_steps=8 * 16 * updates), folder, resumed=False)
+    run = small(topology=topology, acting=acting, total_steps=8 * 16 * updates, save_interval=None)
+    loop.train(run, folder, resumed=False)
     found, tensors = held(folder / "weights")
     assert found.version == updates
     assert all(version % 2 == 0 for _, version in safetensors_files.versions(folder / "weights"))

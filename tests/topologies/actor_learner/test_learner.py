@@ -212,6 +212,7 @@ def test_the_bound_is_kept_and_reached_and_a_pinned_run_repeats(bound: int) -> N
     assert np.any(one[0][0] != by_fused(2)[0][0]), "older weights act differently"
 
 
+@pytest.mark.slow  # what is learnt of them is compared bit for bit above
 def test_joined_rollouts_are_those_of_one_wide_collector() -> None:
     """Every leaf goes to its place: columns side by side, the oldest version."""
     algorithm = simple()
