@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE
@@ -94,6 +95,21 @@ def bank(*scenarios: Scenario, agents: int = 1) -> Bank:
     return stack(scenarios, agents=agents)
 
 
+ENDLESS: dict[str, Any] = {"agents": 3, "terminations": ()}
+"""Settings of several agents, and of worlds in which no event ends the episode. With the safety check or without, they
+have one program: the check takes longer to compile than all else."""
+
+
+class OptionallySafe(Simulator):
+    """A simulator that does as the safety check says where it is `careful`, a bool of the program."""
+
+    careful: jax.Array
+
+    def _check(self, state: Any, here: Any, drive: Any, *rest: Any) -> Any:
+        safe, unsafe = super()._check(state, here, drive, *rest)
+        return jax.tree.map(lambda new, old: jnp.where(self.careful, new, old), safe, drive), unsafe & self.careful
+
+
 class Trip:
     """One world driven to its log's end: what happened at each step."""
 
@@ -102,8 +118,11 @@ class Trip:
         count = int(tables.steps[0]) - 1
         plan = np.zeros((MOST - 1, config.agents, 2), np.int32)
         plan[:count] = actions
-        program = _program(replace(config, weights=Weights()), environment.search)
-        first, states, steps, metrics = program(tables, plan, asdict(config.weights))
+        settings = replace(config, weights=Weights())
+        if replace(settings, safety=False) == Config(**ENDLESS):
+            settings = replace(settings, safety=True)
+        program = _program(settings, environment.search)
+        first, states, steps, metrics = program(tables, plan, asdict(config.weights), config.safety, count)
         self.first = jax.tree.map(np.asarray, first)  # the observation before the first step
         self.states = jax.tree.map(lambda x: np.asarray(x)[:count], states)  # after each step, [T, ...]
         self.steps = jax.tree.map(lambda x: np.asarray(x)[:count], steps)
@@ -141,19 +160,33 @@ def same_shapes(tables: DeviceBank) -> DeviceBank:
 
 @lru_cache
 def _program(config: Config, search: int) -> Any:
-    """(tables, actions [MOST - 1, A, 2], weights of the reward) -> first observation; states, time steps and metrics by
-    step."""
+    """(tables, actions [MOST - 1, A, 2], weights of the reward, whether the safety check is heeded, how many steps) ->
+    first observation; states, time steps and metrics by step."""
 
-    def roll(tables: DeviceBank, plan: jax.Array, weights: dict[str, jax.Array]) -> Any:
+    def roll(tables: DeviceBank, plan: jax.Array, weights: dict[str, jax.Array], careful: Any, count: Any) -> Any:
         known = replace(config, weights=Weights(**weights))  # type: ignore[arg-type]
-        environment = Simulator(known, tables, None, search)  # type: ignore[arg-type]
+        environment = OptionallySafe(known, tables, None, search)  # type: ignore[arg-type]
+        object.__setattr__(environment, "careful", careful)
         state, observation = environment.start(0)
 
-        def body(state: Any, action: jax.Array) -> Any:
+        def step(state: Any, action: jax.Array) -> Any:
             following, step = environment.step(jax.random.key(0), state, action)
             return following, (following, step, environment.metrics(following))
 
-        return observation, *jax.lax.scan(body, state, plan)[1]
+        traced, shapes = jax.make_jaxpr(step, return_shape=True)(state, plan[0])  # once: it takes two seconds
+
+        def driven(state: Any, action: jax.Array) -> Any:
+            leaves = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((state, action)))
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+        def over(state: Any, action: jax.Array) -> Any:
+            return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1])
+
+        def body(state: Any, given: Any) -> Any:
+            action, t = given
+            return jax.lax.cond(t < count, driven, over, state, action)  # what nobody looks at is not driven
+
+        return observation, *jax.lax.scan(body, state, (plan, jnp.arange(MOST - 1)))[1]
 
     return jax.jit(roll)
 

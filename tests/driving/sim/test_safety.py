@@ -10,14 +10,14 @@ import pytest
 from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.sim import safety
 from longhaul.driving.sim.config import Weights
-from tests.helpers.driving_scenarios import DT, STRAIGHT, Trip, line, scenario, trip
+from tests.helpers.driving_scenarios import DT, ENDLESS, STRAIGHT, Trip, line, scenario, trip
 
 T, SPEED = 71, 12.0
 EGO = line((0, 0), (SPEED, 0), T)
 PUSH = (6, 6)
 """The discrete action of the strongest acceleration, 4 m/s^2."""
 
-CHECKED: dict[str, Any] = {"agents": 2, "terminations": (), "safety": True}
+CHECKED: dict[str, Any] = ENDLESS | {"safety": True}
 """Settings of one program for all trips with the check, of one driver or two: it takes a quarter of a minute."""
 
 
@@ -153,14 +153,14 @@ def crossing(angle: float, behind: float = 0.0, steps: int = 121) -> Scenario:
 
 
 @pytest.mark.parametrize("angle", [30, 60, 90, 120, -60, -90])
-@pytest.mark.parametrize("behind", [0.0, 1.0])
+@pytest.mark.parametrize("behind", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_two_who_would_wait_for_each_other_both_arrive(angle: float, behind: float) -> None:
     made = crossing(angle, behind)
     checked = trip(made, PUSH, **CHECKED)
-    assert checked.metrics["collision"] == [0.0, 0.0]
-    assert checked.metrics["goal"] == [1.0, 1.0]
+    assert checked.metrics["collision"][:2] == [0.0, 0.0]
+    assert checked.metrics["goal"][:2] == [1.0, 1.0]
     # the one that goes first is not even made to stand
-    assert checked.states.motion.speed[:30].min(0).max() > 0.5
+    assert checked.states.motion.speed[:30, :2].min(0).max() > 0.5
 
 
 def test_of_two_who_come_to_a_crossing_as_soon_the_one_from_the_right_goes_first() -> None:
@@ -170,11 +170,11 @@ def test_of_two_who_come_to_a_crossing_as_soon_the_one_from_the_right_goes_first
         assert passed[first] < passed[1 - first]
 
 
-@pytest.mark.parametrize("behind", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("behind", [0.0, 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("actions", [STRAIGHT, PUSH])
 def test_who_drives_almost_the_same_way_and_comes_nearer_is_not_taken_to_stay_beside(
     behind: float, actions: tuple[int, int]
 ) -> None:
     made = crossing(20.0, behind)
     checked = trip(made, actions, **CHECKED)
-    assert checked.metrics["collision"] == [0.0, 0.0]
+    assert checked.metrics["collision"][:2] == [0.0, 0.0]

@@ -13,13 +13,13 @@ import pytest
 
 from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.from_log import scenario_from_log
-from longhaul.driving.scenario.scenario import GREEN, RED
+from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.sim import metrics, reward, traffic
 from longhaul.driving.sim.config import MAX_WAYPOINTS, Config, Weights
 from longhaul.driving.sim.observation import waypoint_offsets
 from longhaul.driving.sim.simulator import driving
 from longhaul.spaces import Measure
-from tests.helpers.driving_scenarios import DT, STRAIGHT, Trip, bank, line, scenario, trip
+from tests.helpers.driving_scenarios import DT, ENDLESS, STRAIGHT, Trip, bank, line, scenario, trip
 from tests.helpers.environment_contract import check_environment
 
 T = 51
@@ -48,9 +48,6 @@ def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
 
 
 TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
-
-ENDLESS: dict[str, Any] = {"agents": 3, "terminations": ()}
-"""Settings of one program for all tests of several agents, and of those in which no event ends the episode."""
 
 
 @pytest.mark.slow
@@ -332,20 +329,11 @@ def test_the_state_is_small_and_holds_no_map() -> None:
     many = [line((5.0 * i, 0), (3, 0), 5) for i in range(64)]
     worlds = bank(scenario(many, drivers=64, road=None), scenario(many, road=None), agents=64)
     every = Config(agents=64, traffic="idm", goal="respawn", crash="stop", conditioning=True, road_points=50)
-    for config in (every, Config()):
-        state, _ = jax.eval_shape(driving(worlds, config).start, jnp.int32(0))
-        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= 4096
-        assert (state.reactive is None) == (config.traffic != "idm")
-        assert {x.dtype for x in jax.tree.leaves((state.motion, state.s))} == {jnp.dtype("float32")}
+    state, _ = jax.eval_shape(driving(worlds, every).start, jnp.int32(0))
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= 4096
+    assert state.reactive is not None
+    assert {x.dtype for x in jax.tree.leaves((state.motion, state.s))} == {jnp.dtype("float32")}
     assert sum(leaf.dtype.itemsize for leaf in metrics.begin(1, np.zeros(1, np.float32))) == 33
-
-
-def test_reset_draws_every_scenario_from_its_beginning() -> None:
-    environment = driving(bank(*(scenario([line((0, 0), (1 + i, 0), 11)]) for i in range(5))), Config())
-    keys = jax.random.split(jax.random.key(1), 400)
-    states = jax.jit(jax.vmap(lambda key: environment.reset(key)[0]))(keys)
-    assert np.bincount(states.scenario, minlength=5).min() > 50  # 80 expected
-    np.testing.assert_allclose(states.motion.speed[:, 0], 1.0 + np.asarray(states.scenario), atol=1e-4)
 
 
 def test_comfort_counts_each_limit() -> None:
@@ -402,15 +390,23 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
 
 
 def three(**settings: Any) -> Any:
-    """A world of three agents that their log has at 6 m/s, side by side."""
-    lines = [EGO, line((0, 30), (6, 0), T), line((0, 60), (6, 0), T)]
-    return driving(stack([scenario(lines, drivers=3)], agents=3), Config(agents=3, terminations=(), **settings))
+    """Three worlds of three agents that their log has at 6 m/s, side by side; the second lies 40 m to the east, the
+    third 80 m."""
+
+    def made(x: float) -> Scenario:
+        return scenario([line((x, y), (6, 0), T) for y in (0, 30, 60)], drivers=3)
+
+    worlds = stack([made(x) for x in (0.0, 40.0, 80.0)], agents=3)
+    return driving(worlds, Config(agents=3, terminations=(), **settings))
 
 
 def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> None:
     worlds = three(bystanders=(0.5, 0.25), start_offset=(0.3, 0.1), start_speed=0.5)
     keys = jax.random.split(jax.random.key(0), 256)
     first, _ = jax.jit(jax.vmap(worlds.reset))(keys)
+    east = 40.0 * np.asarray(first.scenario)[:, None]
+    assert np.bincount(first.scenario, minlength=3).min() > 60  # 85 expected
+    np.testing.assert_allclose(first.motion.x, east + np.zeros(3), atol=1.0)
     kind, driven = np.asarray(first.partners.kind), np.asarray(first.partners.driven)
     shares = [np.mean(kind == each) for each in (traffic.REPLAYED, traffic.DRIFTING, traffic.DRIVEN)]
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=0.1)
@@ -427,7 +423,8 @@ def test_agents_of_training_begin_beside_their_logs_and_among_bystanders() -> No
 
     here = jax.jit(jax.vmap(lambda state: worlds._scene(state._replace(t=state.t + 1))))(first)
     assert (np.asarray(here.slot)[:, :3] == np.where(driven, np.arange(3), -1)).all()
-    np.testing.assert_allclose(np.asarray(here.x)[:, :3][~driven], 0.6, atol=0.03)  # as logged: 6 m/s for 0.1 s
+    gone = np.asarray(here.x)[:, :3] - east
+    np.testing.assert_allclose(gone[~driven], 0.6, atol=0.03)  # as logged: 6 m/s for 0.1 s
     np.testing.assert_allclose(np.asarray(here.y)[:, 1][~driven[:, 1]], 30.0, atol=0.02)
     assert np.asarray(here.present)[:, :3].all()
 
