@@ -88,10 +88,11 @@ def printed(environment: dict[str, str], *words: str) -> list[str]:
 
 @pytest.mark.parametrize("shell", ["bash"], indirect=True)
 def test_bash_completes_by_the_script(shell: dict[str, str]) -> None:
-    for line, found in TRIED:
+    script = ['eval "$(longhaul completion bash)"']
+    for line, _ in TRIED:
         words = f"longhaul {line}".split()
-        script = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _longhaul; echo ${{COMPREPLY[@]}}"
-        assert printed(shell, "bash", "-c", f'eval "$(longhaul completion bash)"; {script}') == [found]
+        script.append(f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _longhaul; echo ${{COMPREPLY[@]}}")
+    assert printed(shell, "bash", "-c", "; ".join(script)) == [found for _, found in TRIED]
 
 
 @pytest.mark.parametrize("shell", ["fish"], indirect=True)

@@ -172,7 +172,7 @@ def test_what_a_recipe_says_of_another_topology_is_not_refused(longhaul: Any, be
 def test_flags_of_driving(longhaul: Any, begun: list[tuple[Run, Path]], tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        log_files.write_all(log_files.make_log(), tmp_path / name)
+        (tmp_path / name / "a.json").write_text(json.dumps(log_files.gpudrive(log_files.make_log())))
     words = (
         "--data one two/*.json --agents 2 --traffic idm --actions continuous --reward-collision -9 "
         "--reward-red-light -2 --terminations collision goal --horizon 40 --ent-coef-final none"

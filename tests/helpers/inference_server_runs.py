@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -50,6 +52,28 @@ class Sizes(NamedTuple):
 FEW = Sizes()
 
 
+jitted = functools.cache(jax.jit)
+"""`jax.jit` of a function, the same one for all tests."""
+
+
+@functools.cache
+def _batched(algorithm: Algorithm, spec: Spec, groups: int, columns: int, fixed: bool) -> BatchedPolicy:
+    policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), policy)
+    return BatchedPolicy(
+        algorithm.act, algorithm.memory, jax.random.key(0), blank, spec.observation,
+        groups=groups, columns=columns, fixed=fixed,
+    )  # fmt: skip
+
+
+def batched(algorithm: Algorithm, spec: Spec, key: Any, groups: int, columns: int, fixed: bool) -> BatchedPolicy:
+    """A policy with a key and a memory of its own; its program is that of all tests."""
+    made = copy.copy(_batched(algorithm, spec, groups, columns, fixed))
+    made._key, made._stages = jnp.asarray(jax.random.key_data(key)), copy.deepcopy(made._stages)
+    made._memory = algorithm.memory(groups * columns)
+    return made
+
+
 class Site(NamedTuple):
     """A server, what it acts with, and the way to begin an actor in a thread."""
 
@@ -76,7 +100,7 @@ def site(
     size, kept = state_size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
     layout = wire.layout(host.spec, host.columns, names)
     codec = Codec(layout, Keeps(size, sizes.steps) if size else NOTHING)
-    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    policy = algorithm.policy(jitted(algorithm.init)(jax.random.key(0)))
     with ExitStack() as closed:
         threads: list[threading.Thread] = []
         closed.callback(lambda: [thread.join(20.0) for thread in threads])
@@ -87,10 +111,8 @@ def site(
             ways = GrpcTransport(codec, sizes.actors, sizes.slots, seeds(sizes), held=kept)
         closed.enter_context(closing(ways))
         rule = Rule(sizes.groups, sizes.staleness, until=UNTIL)
-        inference = BatchedPolicy(
-            algorithm.act, algorithm.memory, jax.random.key(7) if key is None else key, policy, spec.observation,
-            groups=sizes.groups, columns=host.columns, fixed=sizes.staleness == 0,
-        )  # fmt: skip
+        key = jax.random.key(7) if key is None else key
+        inference = batched(algorithm, spec, key, sizes.groups, host.columns, fixed=sizes.staleness == 0)
         store = TrajectoryBuffer(
             inference.shapes, rooms=rule.ahead + 1, steps=sizes.steps, places=sizes.groups, columns=host.columns,
             interval=spec.truncation_interval,
@@ -144,8 +166,8 @@ def by_hand(
     seen = [
         np.array(v.reset(seeds(sizes)(g // sizes.slots, 1)[g % sizes.slots])) for g, v in enumerate(vectors)
     ]  # fmt: skip
-    state = jax.jit(algorithm.init)(jax.random.key(0))
-    learn = jax.jit(algorithm.learn)
+    state = jitted(algorithm.init)(jax.random.key(0))
+    learn = jitted(algorithm.learn)
 
     @jax.jit
     def act(policy: Any, observation: Any, batch: int, t: int) -> Any:

@@ -27,7 +27,12 @@ def compile_all() -> None:
         assert (out == new).all()
     source, room = np.zeros(1 << 20, np.uint8), np.empty((1 << 20) + 64, np.uint8)
     begin = -room.ctypes.data % 64
-    digest.copied(source, room[begin : begin + source.size], past=True)
+    target = room[begin : begin + source.size]
+    digest.copied(source, target, past=True)
+    row = digest.Row(source.ctypes.data, 4096, target.ctypes.data, 4096, 4096, 256)
+    loops = digest.compiled()
+    assert loops is not None
+    assert loops.pour_rows(np.array([row], np.int64))[0].tobytes() == digest.digest(source)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ def test_use_of_gpus_is_shown_where_the_driver_says_it(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(screen, "USE_EVERY", 0.02)
     monkeypatch.setattr(screen, "GPU_PATIENCE", 0.2)
+    monkeypatch.setattr(screen, "REFRESH", 0.05)
     stream, read = terminal
     dashboard = screen.console(120, stream)
     use, ends = screen._machine(), time.monotonic() + (60.0 if shown else 1.0)

@@ -93,6 +93,12 @@ def test_where_a_run_is_cut_changes_no_number(two):
         assert sizes == calls
         assert_same(progress, expected)
         assert_same(other, rows)
+
+
+@pytest.mark.slow
+def test_a_program_of_smaller_blocks_changes_no_number(two):
+    made, program = two
+    expected, rows, _ = whole(program, begin(made), UPDATES)
     algorithm, collector_in, mesh = made
     smaller = fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=3)
     progress, other, _ = whole(smaller, begin(made), 3)

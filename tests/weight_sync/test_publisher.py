@@ -134,8 +134,8 @@ def crowd(count: int, folder: Path) -> None:
             assert is_whole(*receiver.latest())
 
 
-def test_thirty_receivers_end_with_the_newest(tmp_path: Path) -> None:
-    crowd(30, tmp_path)
+def test_twelve_receivers_end_with_the_newest(tmp_path: Path) -> None:
+    crowd(12, tmp_path)
 
 
 @pytest.mark.slow

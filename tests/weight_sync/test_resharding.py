@@ -118,7 +118,7 @@ def check(source: Layout, destination: Layout, bucket: int, **options: bool) -> 
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(pairs())
 def test_what_arrives_is_what_numpy_slices(given_pair: tuple[Layout, Layout, int]) -> None:
     check(*given_pair)

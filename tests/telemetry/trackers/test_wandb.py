@@ -394,7 +394,7 @@ def test_no_failure_of_wandb_ends_or_holds_up_a_run(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], phrase: str
 ) -> None:
     fake(**parts)
-    monkeypatch.setattr(tracking, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
+    monkeypatch.setattr(tracking, "PATIENCE", 1.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
     folder, notes = tracked_folder(tmp_path), []
     write(folder, range(1, 2000), notes=notes)  # more words than a pipe holds, were none of them read
     failures = [note for note in notes if not note.startswith("W&B: offline")]

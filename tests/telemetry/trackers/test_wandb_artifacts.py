@@ -154,6 +154,7 @@ def test_a_rewound_run_goes_on_at_its_checkpoint_and_once(tmp_path: Path, server
     assert [row["resume"] for row in begun] == ["allow", None, "allow"]
 
 
+@pytest.mark.slow  # test_wandb.py logs offline by the real library, too
 def test_the_real_library_logs_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

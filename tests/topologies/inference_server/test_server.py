@@ -27,7 +27,7 @@ from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, UPDATES, check, make
 from tests.helpers import checkable_environment
-from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, site
+from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, jitted, site
 
 SMALL = PPOConfig(num_minibatches=2, update_epochs=1, lr=1e-2, network=NetworkConfig(hidden_dim=8, num_layers=1))
 
@@ -53,8 +53,8 @@ def learnt(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """(parameters, all actions) after so many updates; actor 1's lives end with these steps of theirs."""
     sizes, (spec, algorithm) = Sizes(), of()
-    learn, left = jax.jit(algorithm.learn), list(dies)
-    state, actions = jax.jit(algorithm.init)(jax.random.key(0)), []
+    learn, left = jitted(algorithm.learn), list(dies)
+    state, actions = jitted(algorithm.init)(jax.random.key(0)), []
 
     def make(actor: int, slot: int) -> HostVector:
         if (actor, slot) != (1, 1) or not left:
@@ -120,7 +120,7 @@ def test_an_actor_whose_state_was_lost_begins_new_episodes(lane: str) -> None:
 
     with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
         actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
-        state = jax.jit(algorithm.init)(jax.random.key(0))
+        state = jitted(algorithm.init)(jax.random.key(0))
         for _ in range(2):
             serve(here, actors)
             data, _, _ = here.server.gather()
@@ -244,7 +244,7 @@ def test_every_step_is_what_happened_and_follows_on_the_one_before(lane: str, st
             deadline = time.monotonic() + 0.3  # a learner that is slow: so acting runs ahead
             while here.server.can_act and time.monotonic() < deadline:
                 here.server.serve(0.01)
-            here.server.learnt(algorithm.policy(jax.jit(algorithm.init)(jax.random.key(update))))
+            here.server.learnt(algorithm.policy(jitted(algorithm.init)(jax.random.key(update))))
     assert truncated > 20, "without truncations it tests little"
     assert told == ended, "episodes are counted once each"
     assert oldest == (AHEAD if staleness is None else staleness), "the bound is kept and reached"
@@ -266,7 +266,7 @@ def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, st
     told = ended = 0.0
     with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
         actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
-        policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+        policy = algorithm.policy(jitted(algorithm.init)(jax.random.key(0)))
         for _ in range(6):
             serve(here, actors)
             data, sums, _ = here.server.gather()
@@ -282,7 +282,7 @@ def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, st
 
 def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a bound the others fill its places."""
-    monkeypatch.setattr(heartbeat, "SILENCE", 3.0)
+    monkeypatch.setattr(heartbeat, "SILENCE", 1.5)
     monkeypatch.setattr(heartbeat, "TIMES", 0.0)
     spec, algorithm = of_poles()
     gate, sizes = threading.Event(), Sizes(staleness=None)
@@ -290,7 +290,7 @@ def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.
     def make(actor: int, slot: int) -> HostVector:
         return Frail(poles(0, 0), 13, gate) if actor == 1 else poles(0, 0)  # type: ignore[return-value]
 
-    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    policy = algorithm.policy(jitted(algorithm.init)(jax.random.key(0)))
     with site(algorithm, spec, make, sizes) as here:
         for _ in range(8):
             serve(here)
@@ -304,7 +304,7 @@ def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.
 def test_nobody_is_late_while_the_server_learns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had cut off all its actors when it came back from a first update that took long to compile."""
     spec, algorithm = of_chaos()
-    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    policy = algorithm.policy(jitted(algorithm.init)(jax.random.key(0)))
     with site(algorithm, spec, lambda actor, slot: chaotic(), CHAOS_SIZES._replace(staleness=1), lane=lane) as here:
         serve(here)
         here.server.gather()
@@ -342,7 +342,7 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
         for _ in range(2):
             serve(here)
             here.server.gather()
-            here.server.learnt(algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0))))
+            here.server.learnt(algorithm.policy(jitted(algorithm.init)(jax.random.key(0))))
         assert here.lane.live() == {0}
         assert here.server.meter.lost == 1
         line.close()
@@ -353,9 +353,9 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
 
 def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[Any, Algorithm]:
     algorithm = make(probe, LEARNERS[name], lambda tree: tree)
-    learn = jax.jit(algorithm.learn)
+    learn = jitted(algorithm.learn)
     sizes, environment = Sizes(2, 2, 16, 16, staleness), probe.environment
-    state = jax.jit(algorithm.init)(jax.random.key(0))
+    state = jitted(algorithm.init)(jax.random.key(0))
     programs = Programs(environment, sizes.worlds)
     with site(algorithm, environment.spec, lambda a, s: JaxVector(programs), sizes, lane=lane) as here:
         for update in range(UPDATES):
