@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from longhaul.reasoning import gym_tasks, tasks
+from tests.helpers.libraries import library
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+library("reasoning_gym", "reasoning-gym is not installed")
 
 SMALL = "min_terms=2,max_terms=2,min_digits=1,max_digits=1"
 

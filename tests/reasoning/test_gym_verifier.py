@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.reasoning import gym_tasks, tasks
-
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-
-from longhaul.reasoning import gym_verifier
+from longhaul.reasoning import gym_tasks, gym_verifier, tasks
 from longhaul.reasoning.gym_verifier import FORMS, FORMULA, passes
+from tests.helpers.libraries import library
+
+library("reasoning_gym", "reasoning-gym is not installed")
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))

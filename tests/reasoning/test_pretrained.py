@@ -16,8 +16,10 @@ import pytest
 
 from longhaul.reasoning import huggingface, pretrained, sampler, transformer
 from longhaul.reasoning.config import ModelConfig
+from tests.helpers.libraries import library
+from tests.helpers.quick import language_model
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+gguf = library("gguf")
 
 CONFIG = ModelConfig(
     family="llama", vocabulary=260, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=64, eps=1e-5, theta=1e5,
@@ -33,7 +35,7 @@ def paired(kernel: np.ndarray, heads: int) -> np.ndarray:
 
 def written(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]:
     """Writes a random model of `CONFIG` as GGUF; -> its parameters."""
-    params = jax.tree.map(np.asarray, transformer.init(jax.random.key(1), CONFIG))
+    params = jax.tree.map(np.asarray, language_model(CONFIG, 1))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(CONFIG.layers)
     writer.add_context_length(CONFIG.context)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from longhaul.training import comparison, runs
+from tests.helpers.libraries import library
 from tests.training.test_runs import make
+
+stats = library("scipy.stats")
 
 SCORES = np.random.default_rng(3).lognormal(size=(11, 3))
 

@@ -13,9 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from longhaul.training import onnx_program
+from tests.helpers.libraries import library
 
-pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+library("onnx")
+onnxruntime = library("onnxruntime")
 
 Given = dict[str, Any]
 

@@ -17,10 +17,11 @@ import pytest
 import longhaul
 from longhaul.telemetry import follower, sinks, tracking
 from longhaul.telemetry.trackers import mlflow as tracker
+from tests.helpers.libraries import library
 from tests.helpers.own_environments import Corridor
 from tests.helpers.tracked_runs import record, tracked_folder, write
 
-mlflow = pytest.importorskip("mlflow")
+mlflow = library("mlflow")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, by MLflow
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from longhaul.telemetry import tracking
+from tests.helpers.libraries import library
 from tests.helpers.tracked_runs import tracked_folder, write
 
-trackio = pytest.importorskip("trackio")
+trackio = library("trackio")
 
 
 @pytest.fixture(autouse=True)
