@@ -54,7 +54,7 @@ def test_masked_gradients_are_finite(monkeypatch, few):
     assert np.all(np.isfinite(gradient)) and np.all(gradient[2:] == 0)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 7])
 def test_few_choices_are_what_many_would_be(monkeypatch, n):
     rng = np.random.default_rng(n)
     logits = jnp.asarray(rng.normal(scale=3.0, size=(200, n)), jnp.float32)

@@ -50,14 +50,19 @@ def test_too_many_numbers_are_refused():
         jax.eval_shape(lambda: prng.bits(jax.random.key(0), (2**32,)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 12, 60, 97, 128, 512, 1000, 1009, 4096, 6144, 131_072])
+SIZES = [1, 2, 7, 97, 512, 1009, 131_072]
+
+
+@pytest.mark.parametrize(
+    "n", [*SIZES, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 60, 128, 1000, 4096, 6144))]
+)
 def test_every_index_comes_once(n):
     order = np.asarray(quick(lambda key: prng.permutation(key, n))(jax.random.key(n)))
     assert order.dtype == np.int32
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [36, 256, 1024])
+@pytest.mark.parametrize("n", [36, pytest.param(256, marks=pytest.mark.slow), 1024])
 def test_positions_are_uniform(n):
     """Chi-square of where one index lands, over 4,000 keys; 60 bins or fewer."""
     keys = jax.random.split(jax.random.key(0), 4000)

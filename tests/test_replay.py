@@ -131,7 +131,10 @@ class Model:
         return total, 0.0 if step.ending == "terminated" else factor, step.led_to, step.ending != "terminated"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["even", "prioritised"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.slow, id="even"), pytest.param(True, id="prioritised")],
+)
 def store(request: pytest.FixtureRequest) -> replay.Replay:
     made = replay.replay(
         spec(), ACTION, Sizes(1, B, T), ROWS * B, n_step=N_STEP, half=True, prioritised=request.param

@@ -170,21 +170,17 @@ def updated(far: float = 0.3, **changes: Any) -> tuple[Any, Any, Any]:
     return after.params, after.opt_state[1].mu, told
 
 
+@pytest.mark.slow  # the next one compares probabilities, reasoning/test_packing.py those of all models
 @pytest.mark.parametrize(
     "changes",
     [
         {"loss": "dapo"},
-        *(
-            pytest.param(changes, marks=pytest.mark.slow)
-            for changes in (
-                {"loss": "grpo", "kl_coef": 0.1},
-                {"loss": "dr_grpo", "correction": "mask", "correction_cap": 1.2},
-                {"loss": "gspo", "num_minibatches": 1},
-                {"loss": "cispo", "overlong": 0.5, "top_k": 5},
-                {"loss": "dapo", "taught": 1, "lr_taught": 1e-3},
-                {"loss": "dapo", "model": dataclasses.replace(TINY, lora=2), "kl_coef": 0.1},
-            )
-        ),
+        {"loss": "grpo", "kl_coef": 0.1},
+        {"loss": "dr_grpo", "correction": "mask", "correction_cap": 1.2},
+        {"loss": "gspo", "num_minibatches": 1},
+        {"loss": "cispo", "overlong": 0.5, "top_k": 5},
+        {"loss": "dapo", "taught": 1, "lr_taught": 1e-3},
+        {"loss": "dapo", "model": dataclasses.replace(TINY, lora=2), "kl_coef": 0.1},
     ],
     ids=lambda changes: changes["loss"],
 )

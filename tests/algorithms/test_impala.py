@@ -40,8 +40,10 @@ KINDS = {
     "tanh_gaussian-memory": (Chaos(BOX), replaced(SMALL, memory=6, rho_clip=None, c_clip=None)),
     "agents-memory": (Chaos(agents=2), replaced(SMALL, memory=6, clip_eps=0.3)),
 }
-DAILY = [pytest.param(kind, marks=pytest.mark.slow if kind == "tanh_gaussian-memory" else ()) for kind in KINDS]
-"""The kinds, the dearest of which is slow to compile."""
+DAILY = [
+    pytest.param(kind, marks=() if kind in ("shared-appo", "agents-memory") else pytest.mark.slow) for kind in KINDS
+]
+"""The kinds; two have all that the others have, but for IMPALA's own loss, whose gradient is compared below."""
 
 VERSION = 2
 """Updates that made the parameters that learn; those that acted had none."""
@@ -220,11 +222,12 @@ def test_the_gradient_is_that_of_the_papers_loss() -> None:
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         return jnp.mean(-taken * advantage + 0.7 * 0.5 * (value - target) ** 2 - 0.3 * entropy)
 
-    expected = jax.flatten_util.ravel_pytree(jax.grad(loss)(made.state.params))[0]
+    expected = jax.flatten_util.ravel_pytree(quick(jax.grad(loss))(made.state.params))[0]
     assert float(jnp.abs(expected).max()) > 1e-2
     np.testing.assert_allclose(10.0 * np.asarray(gradient(one_step())), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_appo_is_that_of_impala() -> None:
     appo = step_of(replace(ONE_STEP, clip_eps=0.2), case("categorical").old)
     assert_close(gradient(appo), gradient(one_step()), 1e-6)

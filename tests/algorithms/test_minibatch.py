@@ -113,7 +113,8 @@ def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
     assert seen == [pieces]
 
 
-@pytest.mark.parametrize("chunk", [12, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.slow  # runtime/test_overlap.py compares means in buckets bit for bit, and their order
+@pytest.mark.parametrize("chunk", [12, 4096])
 def test_gradients_in_buckets_are_those_in_one_mean(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two devices, also where a minibatch is several chunks, of which the last is the one that overlaps."""
     config = replace(STEP, chunk=chunk)
@@ -157,10 +158,15 @@ def test_an_optimisers_state_as_one_vector_is_that_of_optax() -> None:
     params = {"a": {"kernel": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)}, "b": jnp.ones(5), "c": jnp.ones(())}
     inner = optax.chain(optax.clip_by_global_norm(1e6), optax.scale_by_adam())
     outer = optax.flatten(inner)
-    leafwise, whole = inner.init(params), outer.init(params)
+    leafwise, whole = quick(lambda: (inner.init(params), outer.init(params)))()
+
+    @quick
+    def step(grads: Any, leafwise: Any, whole: Any) -> Any:
+        leafwise, whole = inner.update(grads, leafwise)[1], outer.update(grads, whole)[1]
+        return leafwise, whole, minibatch.pack(leafwise, params), minibatch.unpack(whole, leafwise, params)
+
     for _ in range(3):
         grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
-        leafwise, whole = inner.update(grads, leafwise)[1], outer.update(grads, whole)[1]
-        packed = minibatch.pack(leafwise, params)
+        leafwise, whole, packed, unpacked = step(grads, leafwise, whole)
         jax.tree.map(np.testing.assert_array_equal, packed, whole)
-        jax.tree.map(np.testing.assert_array_equal, minibatch.unpack(whole, leafwise, params), leafwise)
+        jax.tree.map(np.testing.assert_array_equal, unpacked, leafwise)

@@ -68,8 +68,7 @@ def stirred(algorithm: Algorithm, config: PPOConfig) -> State:
 NORMALISED = replace(SMALL, normalise_observation=True, reward_scale=0.5)
 KINDS = {
     "categorical": (Chaos(interval=4), SMALL),
-    "masked": (Chaos(masked=True), SMALL),
-    "shared": (Chaos(interval=4), replaced(SMALL, shared=True)),
+    "masked-shared": (Chaos(masked=True), replaced(SMALL, shared=True)),
     "multi_categorical-normalised": (Chaos(PAIR), NORMALISED),
     "tanh_gaussian-memory": (Chaos(BOX), replaced(SMALL, memory=6)),
     "agents-memory": (Chaos(agents=2), replaced(SMALL, memory=6)),
@@ -87,7 +86,8 @@ def case(kind: str) -> tuple[Chaos, PPOConfig, Algorithm, State, Rollout, Any]:
     return environment, config, algorithm, state, data, quick(algorithm.learn)
 
 
-DAILY = ("categorical", "masked", "tanh_gaussian-memory")
+DAILY = ("categorical", "masked-shared", "tanh_gaussian-memory")
+"""Kinds that are not slow; test_impala.py has agents with memory, of which some are not there, every day."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def values_by_hand(
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind == "multi_categorical-normalised" else ()) for kind in KINDS],
+    [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in KINDS],
 )
 def test_advantages_and_targets_are_those_of_a_step_by_step_oracle(kind):
     """Through what `learn` reports at learning rate 0, where the value loss is half the mean squared advantage."""
@@ -165,7 +165,7 @@ def test_advantages_and_targets_are_those_of_a_step_by_step_oracle(kind):
 
 def test_values_of_acting_count_only_if_these_parameters_gave_them():
     """A rollout of an older version brings values that are not looked at."""
-    *_, state, data, learn = case("shared")
+    *_, state, data, learn = case("masked-shared")
     wrong = data._replace(extras=data.extras | {"value": data.extras["value"] + 1.0})
     losses = [float(learn(state, d, jax.random.key(2))[1]["ppo/value_loss"]) for d in (data, wrong)]
     assert abs(losses[0] - losses[1]) > 1e-3, "taken where they are these parameters' own"
@@ -175,6 +175,7 @@ def test_values_of_acting_count_only_if_these_parameters_gave_them():
     np.testing.assert_allclose(metrics["ppo/value_loss"], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_not_valid_counts_nowhere():
     """Other rewards and actions in invalid steps change nothing, bit for bit."""
     *_, state, data, learn = case("agents-memory")
@@ -288,6 +289,7 @@ def one_step() -> tuple[State, Rollout, State, Any]:
     return state, data, after, learn
 
 
+@pytest.mark.slow  # diagnostics/test_checks.py compares what one device and two learn
 def test_two_shards_have_the_gradient_of_one_with_all_columns(one_step):
     state, data, after, _ = one_step
     mesh = meshes.make_mesh(2)
@@ -341,20 +343,23 @@ def test_annealing_is_linear_and_falls_to_zero(one_step):
 
 def test_acting_without_a_key_takes_the_mode_and_normalises():
     """A policy with moments acts as one without them does on observations normalised by hand."""
-    environment, config, algorithm, state, data, _ = case("multi_categorical-normalised")
-    seen, policy = data.observation[0], algorithm.policy(state)
-    action, memory, extras = algorithm.act(policy, (), seen, None)
+    environment, config = KINDS["multi_categorical-normalised"]
+    algorithm = ppo.ppo(environment.spec, config, RunContext(10, meshes.identity))
+    state, seen = stirred(algorithm, config), np.random.default_rng(1).normal(0.5, 1.0, (WORLDS, 2)).astype(np.float32)
+    policy = algorithm.policy(state)
+    action, memory, extras = quick(lambda policy, seen: algorithm.act(policy, (), seen, None))(policy, seen)
     assert memory == ()
     by_hand = (np.asarray(seen) - np.asarray(state.moments.mean)) / np.sqrt(np.asarray(state.moments.variance) + 1e-8)
     plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), RunContext(10, meshes.identity))
-    other, _, more = plain.act(Policy(state.params, ()), (), jnp.asarray(by_hand, jnp.float32), None)
+    act = quick(lambda policy, seen: plain.act(policy, (), seen, None))
+    other, _, more = act(Policy(state.params, ()), jnp.asarray(by_hand, jnp.float32))
     np.testing.assert_array_equal(action, other)
     np.testing.assert_allclose(extras["log_prob"], more["log_prob"], rtol=1e-5)
     assert np.all(extras["log_prob"] >= np.log(1 / 6) - 1e-6), "the mode of six has at least a sixth"
 
 
 def test_illegal_actions_are_never_taken():
-    *_, data, _ = case("masked")
+    *_, data, _ = case("masked-shared")
     assert isinstance(data.observation, Masked)
     legal = jnp.take_along_axis(data.observation.mask, data.action[..., None], axis=-1)
     assert jnp.all(legal)

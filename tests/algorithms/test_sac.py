@@ -178,6 +178,7 @@ def test_before_learning_actions_are_drawn_evenly_and_parameters_rest() -> None:
     np.testing.assert_allclose(shares, [[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]], atol=0.1)
 
 
+@pytest.mark.slow  # test_replay.py compiles a ring that stays in place
 def test_an_update_copies_nothing_of_the_replay() -> None:
     """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
     spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)

@@ -22,8 +22,8 @@ HERE = "tests.helpers.own_environments"
     ("name", "action", "agents", "limit"),
     [
         ("Corridor", Discrete(2), None, own.LIMIT),
-        ("LikeGymnax", Discrete(2), None, own.LIMIT),
-        ("LikeBrax", Box((-1.0,), (1.0,)), None, 1000),
+        pytest.param("LikeGymnax", Discrete(2), None, own.LIMIT, marks=pytest.mark.slow),
+        pytest.param("LikeBrax", Box((-1.0,), (1.0,)), None, 1000, marks=pytest.mark.slow),
         ("LikeJaxMARL", Discrete(2), 2, own.LIMIT),
     ],
 )

@@ -53,7 +53,8 @@ def as_action(probe: Probe, choice: tuple[int, ...]) -> jax.Array:
 
 def firsts(probe: Probe) -> list[Any]:
     """The different (state, observation) that episodes begin with, over 64 keys."""
-    states, seen = jax.jit(jax.vmap(probe.environment.reset))(jax.random.split(jax.random.key(0), 64))
+    reset = jax.jit(jax.vmap(probe.environment.reset))
+    states, seen = jax.device_get(reset(jax.random.split(jax.random.key(0), 64)))
     every = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), (states, seen)) for i in range(64)]
     return list({name_of(one): one for one in every}.values())
 

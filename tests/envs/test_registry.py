@@ -21,8 +21,10 @@ NAMES = [name for name, _ in registry.names()]
 
 DEAR = (
     *("hackmatrix", "hackmatrix-canonical", "hackmatrix-fixed"),  # which take up to a minute each to compile
-    # as constant
-    *(f"probe/{name}" for name in ("time_limit", "terminal_reward", "two_step", "action", "successor")),
+    *("acrobot", "mountaincar", "mountaincar-continuous"),  # whose steps test_classic_control.py compares
+    # as constant, masked and agents
+    *(f"probe/{name}" for name in ("time_limit", "terminal_reward", "two_step", "action", "successor", "memory")),
+    "probe/multi_discrete",
 )
 
 
@@ -105,12 +107,14 @@ def _respec(**changes: object) -> Environment:
         (Spoiled(SHORT, lambda r: r._replace(reward=jnp.asarray(1.0))), "reward is"),
         (Spoiled(SHORT, lambda r: r._replace(reward=jnp.ones((), jnp.int32))), "reward is"),
         (Spoiled(SHORT, lambda r: r._replace(reward=r.reward * jnp.nan)), "not finite"),
-        (Spoiled(SHORT, lambda r: r._replace(truncated=jnp.zeros((), bool))), "active is not"),
+        pytest.param(
+            Spoiled(SHORT, lambda r: r._replace(truncated=jnp.zeros((), bool))), "active is not", marks=pytest.mark.slow
+        ),
         (Spoiled(SHORT, lambda r: r._replace(truncated=r.truncated.astype(jnp.int32))), "truncated is"),
         (Spoiled(SHORT, lambda r: transition(r.observation[:3], *r[1:4])), "different forms"),
-        (Spoiled(SHORT, lambda r: r, awake=True), "active is not"),
+        pytest.param(Spoiled(SHORT, lambda r: r, awake=True), "active is not", marks=pytest.mark.slow),
         (_respec(truncation_interval=4), "truncation_interval promises 4"),
-        (_respec(max_steps=2), "goes on after max_steps = 2"),
+        pytest.param(_respec(max_steps=2), "goes on after max_steps = 2", marks=pytest.mark.slow),
         (_respec(observation=jax.ShapeDtypeStruct((3,), jnp.float32)), "spec.observation promises"),
         (_respec(action=Discrete(0)), "no action to take"),
         (replace(SHORT, advance=lambda s, a: s.astype(jnp.float16)), "changes the form of the state"),

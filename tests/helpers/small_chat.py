@@ -6,10 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
-
-from longhaul.reasoning import huggingface, transformer
+from longhaul.reasoning import huggingface
 from longhaul.reasoning.config import ModelConfig
+from tests.helpers.quick import language_model
 
 MARKS = ["<|start|>", "<|end|>"]
 TEMPLATE = (
@@ -30,7 +29,7 @@ def write(folder: Path, template: str | None = TEMPLATE) -> ModelConfig:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     config = dataclasses.replace(CONFIG, vocabulary=len(words))
-    huggingface.save(folder, config, transformer.init(jax.random.key(0), config))
+    huggingface.save(folder, config, language_model(config))
     made.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     about = {"eos_token": "<|end|>", "bos_token": {"content": "<|start|>"}} | (

@@ -38,8 +38,13 @@ def drawn(network: ActorCritic | networks.Tower, seed: int = 0) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.4, size=x.shape), jnp.float32), shapes)
 
 
-@pytest.mark.parametrize("torso", ["mlp", "deepset", "latent"])
-@pytest.mark.parametrize("memory", [0, 6])
+@pytest.mark.parametrize(
+    ("torso", "memory"),
+    [
+        *(("mlp", 0), ("deepset", 0), ("mlp", 6), ("deepset", 6), ("latent", 6)),
+        pytest.param("latent", 0, marks=pytest.mark.slow),  # its leading axes are in test_attention.py, too
+    ],
+)
 def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
     network = actor_critic(SEEN, 3, free=2, torso=torso, sizes=(8, 7), memory=memory)
     params = drawn(network)
@@ -154,12 +159,12 @@ def test_memory_is_a_gated_recurrent_unit():
     params = drawn(network, 1)
     assert set(params) == {"torso", "memory", "policy", "value"}
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    memory = network.memory(1)
+    memory, apply = network.memory(1), quick(network.apply)
     np.testing.assert_array_equal(memory, 0.0)
     by_hand = np.zeros((1, 4))
     for step in range(2):
         seen = observation(1, seed=step)["ego"]
-        _, value, memory = network.apply(params, memory, seen)
+        _, value, memory = apply(params, memory, seen)
         x = np.tanh(np.asarray(seen) @ p["torso"]["layer_0"]["kernel"] + p["torso"]["layer_0"]["bias"])
         unit = p["memory"]
         gate = {
@@ -172,7 +177,7 @@ def test_memory_is_a_gated_recurrent_unit():
         np.testing.assert_allclose(memory, by_hand, rtol=1e-5, atol=1e-6)
         expected = by_hand @ p["value"]["kernel"][:, 0] + p["value"]["bias"]
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
-    forgot = network.apply(params, network.memory(1), observation(1, seed=1)["ego"])[1]
+    forgot = apply(params, network.memory(1), observation(1, seed=1)["ego"])[1]
     assert abs(float(forgot[0] - value[0])) > 1e-4
 
 
@@ -193,7 +198,8 @@ def test_a_set_has_no_order_and_what_is_not_there_does_not_count():
     plain = actor_critic(SEEN, 3, torso="mlp", sizes=(16, 8))
     weights = drawn(plain)
     orders = (seen["items"], seen["items"][:, ::-1])
-    ahead, back = (plain.apply(weights, (), seen | {"items": items})[1] for items in orders)
+    sees = quick(lambda items: plain.apply(weights, (), seen | {"items": items})[1])
+    ahead, back = map(sees, orders)
     assert float(jnp.abs(ahead - back).max()) > 1e-4, "an MLP sees the order"
 
 
@@ -328,12 +334,12 @@ DRIVING = shapes(8, 10, 200)
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        *(("deepset", 0.3), ("deepset", 25.0), ("mlp", 0.3), ("wayformer", 0.3)),
+        *(("deepset", 0.3), ("deepset", 25.0), ("mlp", 0.3)),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.slow)  # attention's in the daily test_ppo.py: latent, 0.3
             for each in (
                 *(("deepset", size) for size in (1.0, 3.0, 10.0)),
-                *(("wayformer", 10.0), ("latent", 3.0), ("mtr", 0.3), ("mlp", 25.0)),
+                *(("wayformer", 0.3), ("wayformer", 10.0), ("latent", 3.0), ("mtr", 0.3), ("mlp", 25.0)),
             )
         ),
     ],

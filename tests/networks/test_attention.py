@@ -179,6 +179,7 @@ def test_padding_counts_for_nothing_whatever_it_holds_and_however_much_there_is(
     np.testing.assert_allclose(wider(params, padded), apply(params, seen), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_set_is_finite_and_gets_no_gradient(kind):
     _, params, apply = made(kind)

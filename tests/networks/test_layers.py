@@ -182,7 +182,10 @@ def test_bfloat16_rounds_the_factors_of_the_greatest_and_not_its_sums():
 
 @pytest.mark.parametrize(
     "options",
-    [{"shared": True}, pytest.param({"memory": 3}, marks=pytest.mark.slow), {"activation": "relu", "remat": "full"}],
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"shared": True}, {"memory": 3})),
+        {"activation": "relu", "remat": "full"},
+    ],
 )
 def test_networks_are_the_same_on_a_cpu_and_elsewhere(monkeypatch, options):
     """Same parameters from the same key, same outputs, same gradients: a run may go on on another device."""

@@ -73,7 +73,11 @@ def test_bfloat16_stays_near() -> None:
 
 @pytest.mark.parametrize(
     ("piece", "ring", "read"),
-    [(64, 12, [1, 1, 1, 1]), (4, 12, [4, 3, 3, 3]), (8, 4, [2, 2, 2, 2])],  # pieces of 4 in the last two
+    [
+        pytest.param(64, 12, [1, 1, 1, 1], marks=pytest.mark.slow),
+        (4, 12, [4, 3, 3, 3]),
+        pytest.param(8, 4, [2, 2, 2, 2], marks=pytest.mark.slow),  # pieces of 4 in the last two
+    ],
 )
 def test_attention_to_pieces_is_that_to_all_that_is_seen(
     piece: int, ring: int, read: list[int], monkeypatch: pytest.MonkeyPatch

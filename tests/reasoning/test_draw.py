@@ -40,7 +40,7 @@ RULES = (Rule(0.7), Rule(1.0, 6), Rule(1.3, 0, 0.8), Rule(1.0, 0, 1.0, 0.1), Rul
     "rule", [pytest.param(rule, marks=() if rule == RULES[4] else pytest.mark.slow) for rule in RULES], ids=str
 )
 def test_a_token_has_the_probability_that_sorting_gives(rule: Rule) -> None:
-    many = 20_000
+    many = 8_000
     uniforms = jax.random.uniform(jax.random.key(1), (many, 2))
     plain, chosen = Rule(rule.temperature), jax.jit(draw.chosen, static_argnums=(2, 3))
     for row in range(ROWS):

@@ -19,7 +19,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import FieldError
 from longhaul.types import PLATFORM
-from tests.helpers.quick import quick
+from tests.helpers.quick import language_model, quick
 
 CONFIG = ModelConfig(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 LENGTH = 21
@@ -36,7 +36,7 @@ def drawn_problems() -> tuple[list[tasks.Problem], sampler.Bank]:
 @functools.cache
 def params() -> Any:
     """Random."""
-    return transformer.init(jax.random.key(0), CONFIG)
+    return language_model(CONFIG)
 
 
 HOW = sampler.Sampling(LENGTH, 1, 0.7, wave=24)
@@ -164,25 +164,45 @@ def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -
     assert read and min(read) >= 3
 
 
+CUT = dataclasses.replace(HOW, temperature=0.9, top_k=12, top_p=0.9, min_p=0.05)
+"""Draws from some of the tokens alone."""
+
+GROUPED = quick(sampler.sampler(CONFIG, dataclasses.replace(CUT, group=2, wave=5)))
+
+
 def test_a_completion_depends_on_its_prompt_and_key_alone() -> None:
-    """Not on its batch, its place there, its group or its row."""
+    """Not on its place in the batch, its group or its row: the same four prompts twice, in another order and with
+    other neighbours."""
+    four, never = drawn_problems()[1].prompt[:4], jnp.int32(sampler.UNBOUNDED)
+    prompt = jnp.concatenate([four, four])
+    found = GROUPED(params(), prompt, KEYS[:16], never)
+    # Of two groups of one prompt, the first ones stay and the others change places; then the last group is the first.
+    order = np.arange(16).reshape(2, 4, 2)
+    order[:, :, 1] = order[::-1, :, 1]
+    order = order.reshape(8, 2)[::-1].reshape(-1)
+    again = GROUPED(params(), prompt[::-1], KEYS[order], never)
+    for name in ("token", "written", "taken"):
+        np.testing.assert_array_equal(getattr(found, name)[order], getattr(again, name))
+    np.testing.assert_allclose(found.behaviour[order], again.behaviour, atol=2e-5)
+    assert len(np.unique(found.written.sum(axis=1))) > 3
+    rows = prompt.repeat(2, axis=0)
+    logits = quick(functools.partial(transformer.forward, CONFIG))(params(), rows, rows != tokenizer.PAD)
+    scores = jax.nn.log_softmax(logits[:, -1].at[:, tokenizer.PAD].set(-jnp.inf) / 0.9)
+    first = found.token[:, 0]
+    np.testing.assert_allclose(found.log_prob[:, 0], scores[jnp.arange(16), first], atol=2e-5)
+    assert (found.behaviour[:, 0] > found.log_prob[:, 0]).all()
+
+
+@pytest.mark.slow
+def test_a_completion_is_the_same_alone_and_in_a_group() -> None:
+    """By two programs: of groups whose rows are filled again, and of a row for each completion."""
     bank, order = drawn_problems()[1], np.random.default_rng(0).permutation(16)
     prompt, never = bank.prompt[:8].repeat(2, axis=0), jnp.int32(sampler.UNBOUNDED)
-    how = dataclasses.replace(HOW, temperature=0.9, top_k=12, top_p=0.9, min_p=0.05)
-    grouped = quick(sampler.sampler(CONFIG, dataclasses.replace(how, group=2, wave=5)))(
-        params(), bank.prompt[:8], KEYS[:16], never
-    )
-    single = quick(sampler.sampler(CONFIG, how))(params(), prompt[order], KEYS[order], never)
+    grouped = GROUPED(params(), bank.prompt[:8], KEYS[:16], never)
+    single = quick(sampler.sampler(CONFIG, CUT))(params(), prompt[order], KEYS[order], never)
     for name in ("token", "written", "taken"):
         np.testing.assert_array_equal(getattr(grouped, name)[order], getattr(single, name))
     np.testing.assert_allclose(grouped.behaviour[order], single.behaviour, atol=2e-5)
-    lengths = grouped.written.sum(axis=1)
-    assert len(np.unique(lengths)) > 3
-    logits = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
-    scores = jax.nn.log_softmax(logits[:, -1].at[:, tokenizer.PAD].set(-jnp.inf) / 0.9)
-    first = grouped.token[:, 0]
-    np.testing.assert_allclose(grouped.log_prob[:, 0], scores[jnp.arange(16), first], atol=2e-5)
-    assert (grouped.behaviour[:, 0] > grouped.log_prob[:, 0]).all()
 
 
 @pytest.mark.slow
@@ -319,6 +339,15 @@ def test_a_prompt_read_once_for_its_group_and_a_loss_in_pieces_change_no_number(
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
 
 
+def test_a_gpus_program_has_keys_and_values_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the beginning, in the loop over tokens, and in the one that begins a completion."""
+    monkeypatch.setenv(PLATFORM, "gpu")
+    bank = drawn_problems()[1]
+    there = jax.jit(sampler.sampler(CONFIG, HOW)).lower(params(), bank.prompt, KEYS, jnp.int32(sampler.UNBOUNDED))
+    assert there.as_text().count("LayoutConstraint") == 3 * 2 * CONFIG.layers
+
+
+@pytest.mark.slow
 def test_a_gpus_program_draws_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, text = grouped_texts()
     wide, here, bank = transformer.init(jax.random.key(0), WIDE), drawn(sampler.UNBOUNDED), drawn_problems()[1]
@@ -330,10 +359,7 @@ def test_a_gpus_program_draws_and_learns_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(PLATFORM, "gpu")
     monkeypatch.setattr(sampler, "LOGITS_WIDE", 5 * 257)  # five tokens at a time
     given = params(), bank.prompt, KEYS, jnp.int32(sampler.UNBOUNDED)
-    there = jax.jit(sampler.sampler(CONFIG, HOW)).lower(*given)
-    # Keys and values lie alike at the beginning, in the loop over tokens, and in the one that begins a completion.
-    assert there.as_text().count("LayoutConstraint") == 3 * 2 * CONFIG.layers
-    np.testing.assert_array_equal(there.compile()(*given).token, here.token)
+    np.testing.assert_array_equal(jax.jit(sampler.sampler(CONFIG, HOW))(*given).token, here.token)
     found = quick(jax.value_and_grad(lambda params: total(params)))(wide)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import evaluate, sampler, tasks, test_time_compute, tokenizer, transformer
+from longhaul.reasoning import evaluate, sampler, tasks, test_time_compute, tokenizer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.test_time_compute import Chain, Config, ReasoningOptimizer, drawing
+from tests.helpers.quick import language_model
 
 TASK = tasks.arithmetic(1, 4)
 PROMPT = "3+4-2="
@@ -131,7 +132,7 @@ def test_a_prompt_says_what_the_problem_is(task: tasks.Task) -> None:
 
 def test_a_model_draws_within_its_budget_and_others_each_time() -> None:
     config = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
-    params = transformer.init(jax.random.key(0), config)
+    params = language_model(config)
     draw: Callable[..., list[list[tuple[str, float]]]] = drawing(
         config, params, sampler.Sampling(12), max_reasoning_steps=1
     )

@@ -21,7 +21,7 @@ from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from tests.helpers import reference_logits as reference
-from tests.helpers.quick import quick
+from tests.helpers.quick import language_model, quick
 
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
 FEW = ("llama", "llama3-rope", "qwen2", "qwen3-untied")
@@ -140,7 +140,7 @@ def test_a_model_is_split_over_the_model_axis_and_says_the_same() -> None:
 
 
 def test_a_model_begins_as_its_shapes_say() -> None:
-    params = transformer.init(jax.random.key(0), TINY)
+    params = language_model(TINY)
     assert jax.tree.map(jnp.shape, params) == transformer.shapes(TINY)
     assert transformer.size(TINY) == sum(leaf.size for leaf in jax.tree.leaves(params))
     # By hand: 23 x 64 embedded, 2 layers of 4 x 64 x 64 and 3 x 64 x 192 with 2 norms of 64 and 2 of 32, a norm.
@@ -204,7 +204,7 @@ def test_frozen_kernels_are_rounded_and_the_program_has_no_wider_copy_of_them(re
 
 def test_tokens_after_a_shared_prompt_are_those_of_the_whole_text() -> None:
     config = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
-    params, rng = transformer.init(jax.random.key(0), config), np.random.default_rng(0)
+    params, rng = language_model(config), np.random.default_rng(0)
     prompt, text = rng.integers(1, config.vocabulary, (2, 5)), rng.integers(1, config.vocabulary, (6, 4))
     asked = np.array([[True] * 5, [False, False, True, True, True]])
     read = np.arange(4)[None] < np.array([4, 3, 1, 4, 2, 4])[:, None]

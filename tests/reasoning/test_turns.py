@@ -107,5 +107,6 @@ def test_a_budget_of_steps_puts_the_answers_mark_behind_the_last() -> None:
 
 
 def test_without_marks_a_completion_is_left_alone() -> None:
-    _, _, first, whole = completions(WORDS)
-    assert whole is first
+    first = Drawn(*(jnp.zeros((ROWS, LENGTH)) for _ in Drawn._fields))
+    on = turns.continuing(MODEL, sampler.Sampling(LENGTH, 1, wave=ROWS), WORDS)
+    assert on({}, np.zeros((ROWS, ROOM), np.int32), first, jax.random.split(jax.random.key(1), ROWS)) is first

@@ -392,8 +392,8 @@ def test_the_observation_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch) -
     assert expanded.shape == (STEPS, LANES, 1545)
     assert expanded.dtype == np.float32
     stunned = 0
-    for t in range(0, STEPS, 3):
-        for b in range(0, LANES, 5):
+    for t in range(0, STEPS, 5):
+        for b in range(0, LANES, 7):
             one = jax.tree.map(operator.itemgetter((t, b)), state)
             np.testing.assert_allclose(expanded[t, b], _shown(one), atol=1e-6)
             stunned += bool(one.enemies.stunned.any())

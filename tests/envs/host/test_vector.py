@@ -48,8 +48,8 @@ CONFORM = [
     *((SYNC, {"mode": mode, "max_episode_steps": 16, "truncation_interval": 16}, True) for mode in MODES),
     pytest.param("ale/breakout", SHORT, True, marks=pytest.mark.slow),
     ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", {"max_steps": 16}, True),
-    ("jax/cartpole", {"max_steps": 16}, True),
-    ("jax/pendulum", {"max_steps": 20}, True),
+    pytest.param("jax/cartpole", {"max_steps": 16}, True, marks=pytest.mark.slow),  # compared step by step below
+    pytest.param("jax/pendulum", {"max_steps": 20}, True, marks=pytest.mark.slow),
     ("jax/probe/agents", {}, False),
     ("jax/probe/masked", {}, False),
 ]
@@ -342,6 +342,7 @@ def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
     assert host.specification(made("jax/cartpole")) == registry.make("cartpole").spec
 
 
+@pytest.mark.slow  # actor_learner/test_host_rollout.py acts in vectors
 def test_an_algorithm_acts_on_what_a_vector_gives() -> None:
     vector = made("gymnasium/Taxi-v4", 2, mask="action_mask")
     algorithm = ppo.ppo(vectors.specification(vector.spec), PPOConfig(), RunContext(updates=1, mean=identity))

@@ -24,7 +24,7 @@ from longhaul.training.data import spec
 from longhaul.training.serving import actions, completions, http, live_weights, metrics
 from longhaul.training.serving.completions import Engine, Job, Limits, QueueFull
 from longhaul.weight_sync.producer import named
-from tests.helpers.quick import quick
+from tests.helpers.quick import language_model, quick
 from tests.helpers.small_runs import small
 
 CONFIG = ModelConfig(width=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=16)
@@ -36,7 +36,7 @@ LENGTH = 16 + 40
 
 @functools.cache
 def weights() -> Any:
-    return jax.tree.map(lambda x: 3.0 * x, transformer.init(jax.random.key(0), CONFIG))
+    return jax.tree.map(lambda x: jnp.asarray(np.float32(3.0) * np.asarray(x)), language_model(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
 
 
 def test_an_answer_is_from_one_version_and_newer_weights_serve_after_it(engine: Engine) -> None:
-    other = jax.tree.map(lambda x: np.asarray(-x), weights())
+    other = jax.tree.map(lambda x: -np.asarray(x), weights())
     names = {f"params.{name}": np.asarray(x) for name, x in named(other).items()}
     old = job("3+4=", temperature=0.0, n=20, max_tokens=40)  # more than the rows of a batch
     engine.submit(old)

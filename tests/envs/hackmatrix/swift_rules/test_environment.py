@@ -874,12 +874,12 @@ def _shown(s: Any) -> np.ndarray:
 def test_the_observation_is_that_of_the_rules() -> None:
     _, _, _, led_to, after = _columns(())
     # The network's own form, put back into the whole vector: what it leaves out is 0 in every game.
-    packed = jax.tree.map(lambda x: x[::4, ::3], led_to.observation.observation)
+    packed = jax.tree.map(lambda x: x[::8, ::5], led_to.observation.observation)
     expanded = np.asarray(observation.expand(packed))
     short = np.zeros_like(expanded)
     short[..., list(SHORT.places)] = np.asarray(SHORT.expand(packed))
     np.testing.assert_array_equal(short, expanded)
-    states = jax.tree.map(lambda x: x[::4, ::3], after)
+    states = jax.tree.map(lambda x: x[::8, ::5], after)
     for t in range(expanded.shape[0]):
         for b in range(expanded.shape[1]):
             one = jax.tree.map(lambda x, t=t, b=b: x[t, b], states)
@@ -888,6 +888,7 @@ def test_the_observation_is_that_of_the_rules() -> None:
     assert shown == set(range(42)), "every channel was seen"
 
 
+@pytest.mark.slow  # all moves and lines of the rules are of such sets
 def test_sets_of_cells() -> None:
     """Moved sets against coordinates."""
 
