@@ -22,6 +22,7 @@ from longhaul.envs import registry as environments
 from longhaul.envs.classic_control import ClassicState
 from longhaul.runtime import mesh as meshes
 from longhaul.training import evaluate
+from tests.helpers.quick import quick
 
 MARK = [int(pictures.MARK[i : i + 2], 16) for i in (1, 3, 5)]
 
@@ -84,7 +85,7 @@ def untrained(recipe: str, env: str) -> tuple[Any, Any, Any]:
     run = dataclasses.replace(recipes.recipe(recipe), environment=Named(env))
     environment = named(Named(env))
     algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
-    return run, environment, algorithm.policy(algorithm.init(jax.random.key(0)))
+    return run, environment, algorithm.policy(quick(algorithm.init)(jax.random.key(0)))
 
 
 def test_an_episode_is_drawn_from_its_start_to_its_end(tmp_path: Path) -> None:

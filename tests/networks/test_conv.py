@@ -87,13 +87,13 @@ def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kin
     last = np.moveaxis(first, 2, -1)
     by_first = _network(kind, jax.ShapeDtypeStruct(first.shape[2:], jnp.uint8))
     by_last = _network(kind, jax.ShapeDtypeStruct(last.shape[2:], jnp.uint8))
-    params = by_first.init(jax.random.key(0))
-    wanted = by_first.apply(params, (), jnp.asarray(first))
+    params = quick(by_first.init)(jax.random.key(0))
+    wanted = quick(by_first.apply)(params, (), jnp.asarray(first))
     assert wanted[0].shape == (2, 3, 6) and wanted[1].shape == (2, 3)
     assert float(jnp.std(wanted[1])) > 1e-3  # it sees something
     for other in (jnp.asarray(last), jnp.asarray(last, jnp.float32) / 255.0):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted[:2],
-                     by_last.apply(params, (), other)[:2])  # fmt: skip
+                     quick(by_last.apply)(params, (), other)[:2])  # fmt: skip
 
 
 @pytest.mark.slow
@@ -147,11 +147,10 @@ def test_normalised_layers_do_not_see_how_bright_an_image_is() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(size=(3, *seen.shape)), jnp.float32)
     for kind in ("minatar", "mlp"):
         network = _network(kind, seen, norm=True, shared=True)
-        params = network.init(jax.random.key(0))
-        wanted, found = (network.apply(params, (), factor * x)[0] for factor in (1.0, 2.0))
+        params, apply = quick(network.init)(jax.random.key(0)), quick(network.apply)
+        wanted, found = (apply(params, (), factor * x)[0] for factor in (1.0, 2.0))
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
         assert float(jnp.std(wanted)) > 1e-3
         other = _network(kind, seen, shared=True)
-        assert not np.allclose(
-            *(other.apply(other.init(jax.random.key(0)), (), f * x)[0] for f in (1.0, 2.0)), rtol=0.1
-        )
+        params, apply = quick(other.init)(jax.random.key(0)), quick(other.apply)
+        assert not np.allclose(*(apply(params, (), factor * x)[0] for factor in (1.0, 2.0)), rtol=0.1)

@@ -15,6 +15,7 @@ from longhaul.networks import actor_critic
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import config_fields
 from longhaul.types import Box, Discrete, Spec
+from tests.helpers.quick import quick
 
 HERE = "tests.networks.test_user_network"
 
@@ -58,14 +59,14 @@ SEEN = jax.ShapeDtypeStruct((3,), jnp.float32)
 @pytest.mark.parametrize("memory", [0, 4])
 def test_actor_and_critic_share_it_and_leading_axes_are_free(memory: int) -> None:
     made = actor_critic.actor_critic(SEEN, 2, torso=f"{HERE}:network", sizes=(8,), memory=memory)
-    params = made.init(jax.random.key(0))
+    params, apply = quick(made.init)(jax.random.key(0)), quick(made.apply)
     assert params["torso"]["encoder"]["kernel"].shape == (3, 8) and "actor" not in params
     seen = jnp.arange(30.0).reshape(5, 2, 3)
     if memory:
-        logits, value, carried = made.apply(params, made.memory(2), seen[0])
+        logits, value, carried = apply(params, made.memory(2), seen[0])
         assert (logits.shape, value.shape, carried.shape) == ((2, 2), (2,), (2, memory))
         return
-    logits, value, _ = made.apply(params, (), seen)
+    logits, value, _ = apply(params, (), seen)
     assert (logits.shape, value.shape) == ((5, 2, 2), (5, 2))
     features = np.tanh(np.asarray(seen) @ np.asarray(params["torso"]["encoder"]["kernel"]))
     expected = features @ np.asarray(params["policy"]["kernel"]) + np.asarray(params["policy"]["bias"])

@@ -75,13 +75,14 @@ def learner(**changes: Any) -> Any:
 
 
 def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
-    made, (params, _) = learner(), completions()
-    state = made.init(jax.random.key(0))._replace(params=params)
-    due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in range(8)]
+    made = learner()
+    state = quick(made.init)(jax.random.key(0))
+    lesson = quick(lambda state, update: made.policy(state._replace(updates=update)).lesson)
+    due = [int(lesson(state, jnp.int32(u))) for u in range(8)]
     look, chains, shown = sampler.SAMPLED, sampler.SOLVED, sampler.DEMONSTRATED
     assert due == [shown, shown, look, chains, chains, chains, look, chains]
     opened = state._replace(gate=state.gate._replace(open=jnp.bool_(True)))
-    assert [int(made.policy(opened._replace(updates=jnp.int32(u))).lesson) for u in (2, 3)] == [look, look]
+    assert [int(lesson(opened, jnp.int32(u))) for u in (2, 3)] == [look, look]
 
 
 @pytest.mark.slow
@@ -136,10 +137,10 @@ def test_a_model_in_words_is_looked_at_by_its_verdicts() -> None:
     """Text without steps has no soundness: the share of right answers opens the gate."""
     settings = config(gate=dataclasses.replace(SETTINGS, verdict=True), taught=0)
     made, (params, data) = grpo.grpo(None, settings, RunContext(updates=9, mean=meshes.identity)), completions()
-    state = made.init(jax.random.key(0))._replace(params=params)
+    state = quick(made.init)(jax.random.key(0))._replace(params=params)
     for right in (0.25, 0.75):
         marked = data._replace(soundness=jnp.zeros(ROWS), reward=(jnp.arange(ROWS) < right * ROWS).astype(jnp.float32))
-        after, _ = grpo._looked(settings, state, marked, meshes.identity)
+        after, _ = quick(lambda state, marked: grpo._looked(settings, state, marked, meshes.identity))(state, marked)
         assert float(after.level) == pytest.approx(right)
         assert bool(after.open) == (right >= SETTINGS.threshold)
 

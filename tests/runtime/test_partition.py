@@ -20,6 +20,7 @@ from longhaul.runtime import partition
 from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Spec
+from tests.helpers.quick import quick
 
 WHOLE = PartitionSpec()
 COLUMNS, ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
@@ -103,8 +104,7 @@ def test_moments_lie_beside_their_parameters(settings: dict[str, Any]) -> None:
 
 
 def test_what_is_said_to_lie_on_a_device_does() -> None:
-    made = algorithm()
-    state = made.init(jax.random.key(0))
+    state = quick(algorithm().init)(jax.random.key(0))
     for data, model in ((2, 2), (1, 4), (4, 1), (1, 3)):
         mesh = meshes.make_mesh(data, model)
         placed = jax.device_put(state, partition.shardings(state, mesh))

@@ -42,13 +42,14 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import save_run
 from longhaul.types import Environment, Spec, TimeStep, transition
 from tests.helpers import log_files
+from tests.helpers.quick import quick
 from tests.helpers.small_runs import small
 
 
 def policy(run: Run, environment: Environment, seed: int = 0) -> Any:
     """A policy of the run before any training."""
     algorithm = ppo.ppo(environment.spec, run.algorithm, RunContext(updates=1, mean=lambda tree: tree))
-    return algorithm.policy(algorithm.init(jax.random.key(seed)))
+    return algorithm.policy(quick(algorithm.init)(jax.random.key(seed)))
 
 
 def test_means_are_means_and_episodes_are_counted() -> None:
@@ -102,8 +103,8 @@ def test_agents_are_episodes_each() -> None:
     probe = probes.PROBES["agents"]()
     run = small(environment=Named("probe/agents"), num_envs=8)
     scores = evaluation.player(run, probe.environment, 5)(policy(run, probe.environment))
-    state, _ = jax.vmap(probe.environment.reset)(jax.random.split(jax.random.key(0), 5))
-    playing = int(np.sum(jax.vmap(probe.environment.active)(state)))
+    begun = quick(jax.vmap(lambda key: probe.environment.active(probe.environment.reset(key)[0])))
+    playing = int(np.sum(begun(jax.random.split(jax.random.key(0), 5))))
     assert len(scores.names) == len(scores.metrics["return"].value) == playing
     assert np.all(scores.metrics["return"].value > probes.POISON)
 

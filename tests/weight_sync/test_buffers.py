@@ -44,7 +44,7 @@ with Publisher("run", transports=[opened], budget=SEND * SIZE) as sender, Receiv
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not tell a process's peak")
-@pytest.mark.parametrize("kind", ["shm", "tcp", "folder"])
+@pytest.mark.parametrize("kind", ["shm", pytest.param("tcp", marks=pytest.mark.slow), "folder"])
 def test_a_process_takes_no_more_memory_than_it_was_granted(kind: str, tmp_path: Path) -> None:
     """Both sides in one process, as the system counts its pages: the images, and a little for all the rest."""
     where = {"shm": f"shm:{tmp_path}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{tmp_path}/versions"}[kind]

@@ -33,6 +33,9 @@ from tests.training.test_data import BANK, COUNT, EGO, PERIOD, assert_same, cont
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
 
 
+slice_at = jax.jit(device_bank.slice_at)
+
+
 def size(known: DeviceBank) -> float:
     """Bytes a scenario."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(known)) / known.scenarios
@@ -72,8 +75,8 @@ def test_logged_at_is_a_part_of_the_slice(whole) -> None:
     _, known = whole
     objects = jnp.array([3, 0, 5])
     np.testing.assert_array_equal(
-        device_bank.logged_at(known, jnp.int32(1), jnp.int32(9), objects),
-        device_bank.slice_at(known, jnp.int32(1), jnp.int32(9))[:6, objects],
+        jax.jit(device_bank.logged_at)(known, jnp.int32(1), jnp.int32(9), objects),
+        np.asarray(slice_at(known, jnp.int32(1), jnp.int32(9)))[:6, np.asarray(objects)],
     )
 
 
@@ -83,7 +86,7 @@ def test_the_unit_grows_with_the_extent_so_that_nothing_is_cut() -> None:
         other = line((away, 3), (0, 0), 11)
         host = device_bank.arrange(bank(scenario([line((0, 0), (5, 0), 11), other])), 1, True)
         known = jax.tree.map(jnp.asarray, host)
-        found = np.asarray(device_bank.slice_at(known, jnp.int32(0), jnp.int32(4)))
+        found = np.asarray(slice_at(known, jnp.int32(0), jnp.int32(4)))
         assert float(known.scale[0, 0]) == pytest.approx(unit, rel=1e-2)
         np.testing.assert_allclose(found[:2, 1], [away, 3.0], atol=0.51 * unit)
         np.testing.assert_allclose(found[0, 0], 2.0, atol=0.51 * unit)
@@ -112,7 +115,7 @@ def test_flat_routes_are_the_padded_ones_with_points_before_and_after(whole) -> 
 def test_places_on_a_route_lie_between_its_points() -> None:
     known = device_bank.tabulate(bank(scenario([line((3, 1), (5, 0), 11)])), 1, False)
     found = np.asarray(
-        jax.vmap(lambda s: device_bank.place_on(known, jnp.int32(0), jnp.int32(0), s))(jnp.array([0.0, 7.25]))
+        jax.jit(jax.vmap(lambda s: device_bank.place_on(known, jnp.int32(0), jnp.int32(0), s)))(jnp.array([0.0, 7.25]))
     )
     np.testing.assert_allclose(found, [[3.0, 1.0, 0.0], [10.25, 1.0, 0.0]], atol=1e-2)
 
@@ -180,7 +183,7 @@ def test_reactive_paths_and_walls_are_kept(whole) -> None:
     travelled = device_bank.arc_lengths(stacked.pose, stacked.present)
     walls = device_bank.walls(stacked, travelled)
     for i, steps in enumerate(stacked.steps):
-        found = np.asarray(device_bank.slice_at(known, jnp.int32(i), jnp.int32(steps - 1)))
+        found = np.asarray(slice_at(known, jnp.int32(i), jnp.int32(steps - 1)))
         np.testing.assert_allclose(found[6], travelled[i, steps - 1], atol=0.51 * float(known.scale[i, 2]) + 1e-5)
         np.testing.assert_allclose(found[7], walls[i, steps - 1], atol=0.51 * float(known.scale[i, 2]) + 1e-5)
 

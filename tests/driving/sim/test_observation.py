@@ -70,6 +70,12 @@ def test_a_limited_view(sight: Config, heading: float, seen: list[int]) -> None:
     assert (1 + np.flatnonzero(road.there)).tolist() == seen
 
 
+@jax.jit
+def behind(here: Scene, agent: Agent) -> Scene:
+    """What an agent perceives where boxes hide others."""
+    return perceive(Config(view_occlusion=True), here, agent, None)
+
+
 @pytest.mark.parametrize(
     ("places", "headings", "size", "hidden"),
     [
@@ -87,7 +93,7 @@ def test_a_limited_view(sight: Config, heading: float, seen: list[int]) -> None:
 def test_boxes_hide_whose_middle_is_behind_them(
     places: list[tuple[float, float]], headings: list[float] | None, size: float, hidden: list[int]
 ) -> None:
-    found = perceive(Config(view_occlusion=True), scene(places, headings, size), looking(), None)
+    found = behind(scene(places, headings, size), looking())
     assert np.flatnonzero(~np.asarray(found.present)).tolist() == hidden
     # wherever all this is, and whichever way it is turned
     turn, shift = 2.1, np.array([300.0, -80.0])
@@ -95,7 +101,7 @@ def test_boxes_hide_whose_middle_is_behind_them(
         tuple(np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]) @ p + shift) for p in places
     ]
     moved = scene(turned, [h + turn for h in headings or [0.0] * len(places)], size)
-    found = perceive(Config(view_occlusion=True), moved, looking(turn, *shift), None)
+    found = behind(moved, looking(turn, *shift))
     assert np.flatnonzero(~np.asarray(found.present)).tolist() == hidden
 
 
@@ -106,7 +112,7 @@ def test_who_misses_everything_sees_itself_alone() -> None:
 
 def test_the_absent_hide_nobody() -> None:
     made = scene([(0, 0), (10, 0), (20, 0)])._replace(present=jnp.array([True, False, True]))
-    found = perceive(Config(view_occlusion=True), made, looking(), None)
+    found = behind(made, looking())
     assert found.present.tolist() == [True, False, True]
 
 
@@ -211,12 +217,17 @@ def test_there_is_always_a_limit(
     distance: tuple[float, ...], turn: tuple[float, ...], told: tuple[float, ...], seen: float
 ) -> None:
     """Of two lanes, whose directions differ from the agent's by a cosine of `turn`."""
-    at, zeros = jnp.array(distance), jnp.zeros(2)
-    no = zeros > 0.0
-    lanes = LanesHere(
-        at, at, jnp.array(turn), zeros, jnp.where(at < FREE, jnp.arange(2), -1), jnp.array(told), no, no, no
-    )
-    one = jnp.float32(1.0)
-    found = on_lanes(lanes, one, one * 0.0, (one * 2.0, one), jnp.int32(VEHICLE))
-    assert float(found.limit) == pytest.approx(seen)
-    assert view_limit(found.limit, one * 0.0).tolist() == pytest.approx([1.0, seen / 20.0, max(-seen / 4.0, -1.5)])
+    at, zeros = np.array(distance, np.float32), np.zeros(2, np.float32)
+    no, numbers = zeros > 0.0, np.where(at < FREE, np.arange(2), -1).astype(np.int32)
+    lanes = LanesHere(at, at, np.array(turn, np.float32), zeros, numbers, np.array(told, np.float32), no, no, no)
+    limit, view = limited(jax.tree.map(jnp.asarray, lanes))
+    assert float(limit) == pytest.approx(seen)
+    assert view.tolist() == pytest.approx([1.0, seen / 20.0, max(-seen / 4.0, -1.5)])
+
+
+@jax.jit
+def limited(lanes: LanesHere) -> tuple[jax.Array, jax.Array]:
+    """The limit that a vehicle which stands knows of, and as it sees it."""
+    one, zero = jnp.float32(1.0), jnp.float32(0.0)
+    found = on_lanes(lanes, one, zero, (one * 2.0, one), jnp.int32(VEHICLE))
+    return found.limit, view_limit(found.limit, zero)

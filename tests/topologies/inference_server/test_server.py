@@ -85,9 +85,8 @@ def test_without_staleness_it_is_the_synchronous_loop_by_either_lane() -> None:
     np.testing.assert_array_equal(shared_acted, sent_acted)
     for one, other in zip(shared, sent, strict=True):
         np.testing.assert_array_equal(one, other)  # bit for bit: only the way of the bytes differs
-    assert any(
-        (a != b).any() for a, b in zip(wanted, jax.tree.leaves(algorithm.policy(algorithm.init(jax.random.key(0)))))
-    )
+    begun = algorithm.policy(jitted(algorithm.init)(jax.random.key(0)))
+    assert any((a != b).any() for a, b in zip(wanted, jax.tree.leaves(begun)))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +249,9 @@ def test_every_step_is_what_happened_and_follows_on_the_one_before(lane: str, st
     assert oldest == (AHEAD if staleness is None else staleness), "the bound is kept and reached"
 
 
-@pytest.mark.parametrize(("lane", "staleness"), [("shm", 0), ("shm", None), ("grpc", 0)])
+@pytest.mark.parametrize(
+    ("lane", "staleness"), [pytest.param("shm", 0, marks=pytest.mark.slow), ("shm", None), ("grpc", 0)]
+)
 def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, staleness: int | None) -> None:
     """Its successor fills the place anew: every trajectory learnt from is whole, by one actor, and there once."""
     spec, algorithm = of_chaos()
@@ -300,7 +301,7 @@ def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.
         gate.set()
 
 
-@pytest.mark.parametrize("lane", ["shm", "grpc"])
+@pytest.mark.parametrize("lane", ["shm", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_nobody_is_late_while_the_server_learns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had cut off all its actors when it came back from a first update that took long to compile."""
     spec, algorithm = of_chaos()
@@ -318,7 +319,9 @@ def test_nobody_is_late_while_the_server_learns(lane: str, monkeypatch: pytest.M
         assert here.server.meter.lost == 0
 
 
-@pytest.mark.parametrize("what", ["flag", "finals", "step", "reward"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(what, marks=pytest.mark.slow) for what in ("flag", "step")), "finals", "reward"]
+)
 def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
     spec, algorithm = of_poles()
     with site(algorithm, spec, poles, Sizes(actors=2, staleness=None), begun=False) as here:
