@@ -2,10 +2,10 @@
 
 Each move is cut into pieces. Through shared memory a sender maps a span of a few receivers' memories at a time, and
 copies each piece from its shard to its place; a compiled loop digests what it copies, so that each byte is read once
-and written once (`xxh3_kernels`). It goes through its shard in order, whoever the pieces are for: halves of rows, and
-copies for replicas, are then read from memory once. Into a stream it writes pieces that a cache holds, and packs those
-that are not contiguous. So neither side needs memory beyond its own shard and the spans or a piece. Both sides digest
-the pieces in the plan's order.
+and written once (`xxh3_kernels`). It goes through its shard in order, whoever the pieces are for, with parts of a row
+and copies for replicas in step: all are then read from memory once. Into a stream it writes pieces that a cache holds,
+and packs those that are not contiguous. So neither side needs memory beyond its own shard and the spans or a piece.
+Both sides digest the pieces in the plan's order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from longhaul.weight_sync import resharding
 from longhaul.weight_sync.delta import tensor_delta
 from longhaul.weight_sync.digest import LEAST_ROW, Row, hasher
 from longhaul.weight_sync.resharding import Box, Layout, Move, Runs
+from longhaul.weight_sync.transports.sockets import Wire
+from longhaul.weight_sync.transports.tcp import NEAR, is_near
 
 PIECE = 1 << 18
 """Bytes of a stream that are packed and digested together: they fit in the second-level cache."""
@@ -44,6 +46,9 @@ SPANS = 32 << 20
 
 REACH = 4 << 20
 """Bytes of a receiver's memory in which all runs of a piece lie, about."""
+
+RUN = 4096
+"""Bytes of the runs of what is contiguous on both sides."""
 
 CHANGED_PIECE = 1 << 22
 """Bytes of a tensor whose changes are one frame, at most."""
@@ -74,7 +79,12 @@ class Shard(NamedTuple):
 
     def parts(self, block: np.ndarray) -> dict[str, np.ndarray]:
         """Parts of a block, uint8 [size]."""
-        return {name: block[at : at + self.sizes[name]] for name, at in self.offsets.items()}
+        return {name: self.part(block, name) for name in self.offsets}
+
+    def part(self, block: np.ndarray, name: str) -> np.ndarray:
+        """Bytes of one tensor."""
+        at = self.offsets[name]
+        return block[at : at + self.sizes[name]]
 
     def tensors(self, block: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
         """Arrays over a block by name, of the layout's dtypes and the boxes' shapes."""
@@ -115,15 +125,19 @@ def _cut(box: Box, held: Box, needed: Box, itemsize: int, most: int) -> tuple[tu
 
 
 def pieces(
-    moves: Iterator[Move], source: Layout, destination: Layout, most: int = PIECE, reach: int = 0
+    moves: Iterator[Move], source: Layout, destination: Layout, most: int = PIECE, reach: int = 0, whole: bool = False
 ) -> Iterator[Piece]:
     """Pieces of moves, of at most `most` bytes each, in order.
 
-    With `reach`, the runs of a piece lie within about so many bytes of the destination's part.
+    With `reach`, the runs of a piece lie within about so many bytes of the destination's part. With `whole`, what is
+    contiguous there is one piece.
     """
     held, needed = ({t.name: (dict(t.boxes), t) for t in layout.tensors} for layout in (source, destination))
     for move in moves:
         boxes, tensor = held[move.name]
+        if whole and not move.put.axes:
+            yield Piece(move.name, tensor.dtype, move.nbytes, move.taken, move.put)
+            continue
         theirs = needed[move.name][0][move.destination]
         size = min(most, reach * move.nbytes // (move.put.end - move.put.offset)) if reach else most
         for nbytes, taken, put in _cut(move.box, boxes[move.source], theirs, tensor.itemsize, size):
@@ -133,6 +147,19 @@ def pieces(
 def between(plan: resharding.Plan, source: int, destination: int) -> Iterator[Move]:
     """Moves of a plan from one rank to another, in order."""
     return (move for move in plan.moves if move.source == source and move.destination == destination)
+
+
+def stream(
+    plan: resharding.Plan,
+    source: Layout,
+    destination: Layout,
+    sender: int,
+    receiver: int,
+    most: int,
+    whole: bool = False,
+) -> tuple[Piece, ...]:
+    """Pieces of all moves from one rank to another."""
+    return tuple(pieces(between(plan, sender, receiver), source, destination, most, whole=whole))
 
 
 def _view(part: np.ndarray, of: Runs) -> np.ndarray:
@@ -197,6 +224,7 @@ class Step(NamedTuple):
     spans: tuple[tuple[int, int, int], ...]  # (receiver, begin, end) in bytes, whole huge pages
     lines: tuple[Piece, ...]  # that are whole cache lines at the receiver
     rows: np.ndarray  # int64 [lines, 6], `digest.Row` of each, with offsets in the sender's part and in the block
+    bundles: np.ndarray  # int64, ends of those that go in step: their runs lie beside one another in the sender's part
     tensors: np.ndarray  # int64 [lines], whose part: a number in Route.names
     receivers: np.ndarray  # int64 [lines], a number in Route.receivers, as in the spans
     loose: tuple[tuple[int, Piece], ...]  # the others, with their receivers
@@ -267,8 +295,25 @@ class _Steps:
             table = np.array(rows, np.int64).reshape(-1, len(Row._fields))
             spans = tuple((receiver, begin, end) for receiver, (begin, end) in self._spans.items())
             numbers = np.array(tensors, np.int64), np.array(receivers, np.int64)
-            self.steps.append(Step(spans, lines, table, *numbers, tuple(self._loose)))
+            self.steps.append(Step(spans, lines, table, _bundles(rows, tensors), *numbers, tuple(self._loose)))
         self._spans, self._lines, self._loose = {}, [], []
+
+
+def _bundles(rows: Sequence[Row], tensors: Sequence[int]) -> np.ndarray:
+    """Ends of the bundles of rows in the order of their sources.
+
+    Those of one are alike, and begin within one step: halves of rows, or copies for replicas. Run by run the source is
+    then read from its beginning to its end, without gaps that no prefetcher foresees.
+    """
+    ends: list[int] = []
+    first = 0
+    for at, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
+        of = rows[first]
+        alike = (tensor, row.source_step, row.length, row.runs) == (tensors[first], of.source_step, of.length, of.runs)
+        if not alike or row.source >= of.source + of.source_step or at - first == GROUP:
+            ends.append(at)
+            first = at
+    return np.array([*ends, len(rows)] if rows else [], np.int64)
 
 
 def _row(piece: Piece, base: int) -> Row | None:
@@ -284,6 +329,8 @@ def _row(piece: Piece, base: int) -> Row | None:
     source_step, target_step = (runs.axes[0][1] if runs.axes else length for runs in (taken, put))
     if piece.nbytes < LEAST_ROW or any(each % LINE for each in (length, base + put.offset, target_step)):
         return None
+    if length == source_step == target_step and length % RUN == 0:  # as runs, so that copies go in step
+        return Row(taken.offset, RUN, base + put.offset, RUN, RUN, piece.nbytes // RUN)
     return Row(taken.offset, source_step, base + put.offset, target_step, length, piece.nbytes // length)
 
 
@@ -323,9 +370,8 @@ def write(
     """
     memories = [shared_memory.mapped(each, place.size) for each, place in zip(descriptors, way.places, strict=True)]
     blocks = [np.frombuffer(each, np.uint8, place.size) for each, place in zip(memories, way.places, strict=True)]
-    to = [place.parts(block) for place, block in zip(way.places, blocks, strict=True)]
     where = np.array([block.ctypes.data for block in blocks], np.int64)
-    addresses = np.array([parts[name].ctypes.data if name in parts else 0 for name in way.names], np.int64)
+    addresses = np.array([_address(parts[name]) if name in parts else 0 for name in way.names], np.int64)
     packed, running, loops = Packed(), [_Digest() for _ in way.receivers], digests.compiled()
     for step in way.steps:
         if time.monotonic() > until:
@@ -336,65 +382,83 @@ def write(
             rows = step.rows.copy()
             rows[:, 0] += addresses[step.tensors]
             rows[:, 2] += where[step.receivers]
-            found = loops.pour_rows(rows)
+            found = loops.pour_rows(rows, step.bundles)
             for receiver, each in enumerate(running):
                 each.lines(found[step.receivers == receiver].tobytes())
         else:
             for receiver, piece in zip(step.receivers.tolist(), step.lines, strict=True):
                 data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
                 running[receiver].lines(digests.digest(data))
-                unpack(data, to[receiver][piece.name], piece.put)
+                unpack(data, way.places[receiver].part(blocks[receiver], piece.name), piece.put)
         for receiver, piece in step.loose:
             data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
             running[receiver].loose(data)
-            unpack(data, to[receiver][piece.name], piece.put)
+            unpack(data, way.places[receiver].part(blocks[receiver], piece.name), piece.put)
         for receiver, begin, end in step.spans:
             shared_memory.forget(memories[receiver], begin, end)
         between()
     return [each.end() for each in running]
 
 
-def digest(way: Route, parts: Parts) -> bytes:
-    """Digest of the pieces of a route to one receiver, which are in place."""
-    packed, running = Packed(), _Digest()
+def digest(way: Route, block: np.ndarray) -> bytes:
+    """Digest of the pieces of a route to one receiver, which are in place in its block, uint8 [size]."""
+    packed, running, (place,) = Packed(), _Digest(), way.places
     for step in way.steps:
         for piece in step.lines:
-            running.lines(digests.digest(packed.of(parts[piece.name], piece.put, piece.nbytes)))
+            running.lines(digests.digest(packed.of(place.part(block, piece.name), piece.put, piece.nbytes)))
         for _, piece in step.loose:
-            running.loose(packed.of(parts[piece.name], piece.put, piece.nbytes))
+            running.loose(packed.of(place.part(block, piece.name), piece.put, piece.nbytes))
     return running.end()
+
+
+def _address(data: np.ndarray) -> int:
+    return int(data.__array_interface__["data"][0])
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
 
 
-def pour(found: Iterator[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
+def connected(host: str, port: int, seconds: float) -> socket.socket:
+    """Stream to another rank; on one machine as much of it stays in a cache as `draw` leaves there."""
+    sock = socket.create_connection((host, port), timeout=seconds)
+    if is_near(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
+    return sock
+
+
+def pour(found: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Sends pieces as one stream; -> their digest. TimeoutError, ConnectionError."""
-    packed, running = Packed(), hasher()()
+    packed, running, wire = Packed(), hasher()(), Wire(sock)
     for piece in found:
         data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
         running.update(data)
-        sock.settimeout(_left(until))
-        sock.sendall(data.data)
+        wire.pour(data.data, _left(until))
     return bytes(running.digest())
 
 
-def draw(found: Iterator[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
+def draw(found: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Receives pieces into their places; -> their digest. TimeoutError, ConnectionError."""
-    packed, running = Packed(), hasher()()
+    packed, running, wire = Packed(), hasher()(), Wire(sock)
+    if is_near(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
     for piece in found:
-        part, contiguous = parts[piece.name], not piece.put.axes
-        offset = piece.put.offset
-        data = part[offset : offset + piece.nbytes] if contiguous else packed.room(piece.nbytes)
-        _filled(sock, data.data, until)
-        running.update(data)
+        part, done = parts[piece.name], 0
+        contiguous = not piece.put.axes
+        data = part[piece.put.offset : piece.put.end] if contiguous else packed.room(piece.nbytes)
+
+        def arrived(count: int, data: np.ndarray = data) -> None:
+            nonlocal done
+            running.update(data[done:count])
+            done = count
+
+        wire.draw(data.data, until, arrived)
         if not contiguous:
             unpack(data, part, piece.put)
     return bytes(running.digest())
 
 
 def pour_changes(
-    found: Iterator[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float
+    found: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float
 ) -> tuple[bytes, int]:
     """Sends how pieces differ from those of the version before; -> (digest of the frames, their bytes)."""
     before, after, running, total = Packed(), Packed(), hasher()(), 0
@@ -411,7 +475,7 @@ def pour_changes(
     return bytes(running.digest()), total
 
 
-def draw_changes(found: Iterator[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float) -> bytes:
+def draw_changes(found: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Receives changes, and writes what they make of the version before; -> the frames' digest.
 
     ValueError where a frame is damaged, or of another base.

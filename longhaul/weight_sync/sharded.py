@@ -93,6 +93,9 @@ class Outcome(NamedTuple):
     seconds: float
     nbytes: int  # that were sent
     why: str = ""
+    prepared: float = 0.0  # seconds from its beginning until all receivers had memory
+    sent: float = 0.0  # until all senders had sent
+    ready: float = 0.0  # until all receivers had verified
 
 
 def fingerprint(source: Layout, destination: Layout) -> str:
@@ -286,7 +289,7 @@ class Coordinator:
     ) -> Outcome:
         began = time.monotonic()
         until = began + self._seconds
-        total, decided = 0, "abort"
+        total, decided, reached = 0, "abort", []  # seconds of its stages
         try:
             if len(receivers) < len(self._destination.ranks):
                 raise _LostError(receivers[:0], "a receiver has gone")
@@ -296,6 +299,7 @@ class Coordinator:
             self._at("begin")
             self._say(receivers, "prepare", {"version": version, "base": base, "lane": self._lane})
             prepared = self._gathered(receivers, "prepared", until)
+            reached.append(time.monotonic() - began)
             self._at("prepared")
             places = [
                 {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.words["secret"],
@@ -305,6 +309,7 @@ class Coordinator:
             self._say(senders, "send", {"version": version, "base": base, "lane": self._lane, "to": places,
                                         "seconds": self._seconds})  # fmt: skip
             sent = self._gathered(senders, "sent", until)
+            reached.append(time.monotonic() - began)
             self._at("sent")
             total = sum(int(frame.words["nbytes"]) for frame in sent.values())
             for member in receivers:
@@ -313,6 +318,7 @@ class Coordinator:
                 }
                 self._say([member], "verify", {"version": version, "digests": digests, "others": places})
             self._gathered(receivers, "ready", until)
+            reached.append(time.monotonic() - began)
             self._at("ready")
             decided = "commit"
             why = ""
@@ -329,12 +335,13 @@ class Coordinator:
                 while frame.kind != "done":
                     frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
                 done.append((member, bool(frame.words["committed"])))
-        for member, committed in done:
+        for member, each in done:
             with self._lock:
-                if committed and self._members.get((member.role, member.rank)) is member:
+                if each and self._members.get((member.role, member.rank)) is member:
                     self._members[member.role, member.rank] = member._replace(version=version)
         self._drop([member for member in receivers if member not in [each for each, _ in done]])
-        return Outcome(any(committed for _, committed in done), time.monotonic() - began, total, why)
+        committed = any(each for _, each in done)
+        return Outcome(committed, time.monotonic() - began, total, why, *reached)
 
     def _say(self, members: Iterable[_Member], kind: str, words: Mapping[str, Any]) -> None:
         for member in members:
@@ -427,9 +434,13 @@ class Sender:
     ) -> None:  # fmt: skip
         self._address, self.rank, self._token, self._at = address, rank, token, at
         self._source, self._destination = source, destination
-        self._plan: Plan = resharding.plan(source, destination)
+        self._plan: Plan = (plan := resharding.plan(source, destination))
         self._print = fingerprint(source, destination)
         self._shard: Shard = shard_lanes.shard(source, rank)
+        self._receivers = {move.destination for move in plan.moves if move.source == rank}
+        self._streams = functools.cache(
+            lambda receiver, most: shard_lanes.stream(plan, source, destination, rank, receiver, most)
+        )
         self._wire: Wire | None = None
         shard_lanes.compile_loops()
 
@@ -482,20 +493,19 @@ class Sender:
             return self._written(words, parts, until)
         digests: dict[str, str] = {}
         total = 0
-        for to in words["to"]:
+        first = self.rank % max(1, len(words["to"]))  # so that not all begin with the same receiver
+        for to in (*words["to"][first:], *words["to"][:first]):
             rank = int(to["rank"])
-            moves = list(shard_lanes.between(self._plan, self.rank, rank))
-            if not moves:
+            if rank not in self._receivers:
                 continue
-            with socket.create_connection((to["host"], int(to["port"])), timeout=PATIENCE) as sock:
+            with shard_lanes.connected(to["host"], int(to["port"]), PATIENCE) as sock:
                 sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
                 if base is None:
-                    found = shard_lanes.pieces(iter(moves), self._source, self._destination)
+                    found = self._streams(rank, shard_lanes.PIECE)
                     digests[str(rank)] = shard_lanes.pour(found, parts, sock, until).hex()
-                    total += sum(move.nbytes for move in moves)
+                    total += sum(piece.nbytes for piece in found)
                 else:
-                    most = shard_lanes.CHANGED_PIECE
-                    found = shard_lanes.pieces(iter(moves), self._source, self._destination, most)
+                    found = self._streams(rank, shard_lanes.CHANGED_PIECE)
                     digest, count = shard_lanes.pour_changes(found, base, parts, sock, until)
                     digests[str(rank)] = digest.hex()
                     total += count
@@ -559,16 +569,19 @@ class Receiver:
         """`host` is where other ranks reach it."""
         self._address, self.rank, self._token, self._at, self._seconds = address, rank, token, at, seconds
         self._source, self._destination = source, destination
-        self._plan = resharding.plan(source, destination)
+        plan = resharding.plan(source, destination)
         self._print = fingerprint(source, destination)
         self._shard: Shard = shard_lanes.shard(destination, rank)
-        self._senders = sorted({move.source for move in self._plan.moves if move.destination == rank})
-        self._routes = functools.cache(
-            lambda sender: shard_lanes.route(self._plan, source, destination, sender, (rank,))
+        self._senders = sorted({move.source for move in plan.moves if move.destination == rank})
+        # Without `self`: else the memory of a receiver that nobody has any more would wait for a garbage collection.
+        self._routes = functools.cache(lambda sender: shard_lanes.route(plan, source, destination, sender, (rank,)))
+        self._streams = functools.cache(
+            lambda sender, most, whole: shard_lanes.stream(plan, source, destination, sender, rank, most, whole)
         )
         self._held: Held | None = None
         self._pool = Pool(self._shard.size, IMAGES * self._shard.size)
         self._pool.take()  # allocates the first block, which returns at once: no round waits for it
+        self._reserving: threading.Thread | None = None
         self._standings: dict[int, Standing] = {}
         self._secrets: dict[int, bytes] = {}  # of rounds, which who asks or sends must know
         self._others: list[dict[str, Any]] = []  # places of the other receivers of a round
@@ -597,10 +610,14 @@ class Receiver:
             return self._changed.wait_for(lambda: self._held is not None and self._held.version >= version, seconds)
 
     def close(self) -> None:
+        """Ends it; arrays of versions stay valid."""
         self._closed.set()
         self._acceptor.close()
         if self._wire is not None:
             self._wire.close()
+        if self._reserving is not None:
+            self._reserving.join(PATIENCE)
+        self._pool.close()
 
     # ----------------------------------------------------------------------------------------------- its own thread
 
@@ -674,11 +691,21 @@ class Receiver:
             self._at("decided")
             committed = self._standings.get(version) is Standing.COMMITTED
             self._wire.send("done", PATIENCE, {"version": version, "committed": committed})
+            if committed and self._reserving is None:
+                self._reserving = threading.Thread(target=self._reserve, daemon=True)
+                self._reserving.start()
         elif frame.kind == "refused":
             raise ConnectionAbortedError(str(words.get("why", "refused")))
 
+    def _reserve(self) -> None:
+        """Allocates a second block while the first version is served, so that the next round need not."""
+        with contextlib.suppress(OSError, MemoryError):  # the next round tries again, and reports it
+            self._pool.take()
+
     def _prepared(self, words: Mapping[str, Any]) -> _Round:
         version = int(words["version"])
+        if self._reserving is not None:
+            self._reserving.join(self._seconds)
         image = self._pool.take(self._seconds)
         if image is None:
             raise ConnectionAbortedError("readers hold all blocks; let old versions go")
@@ -695,11 +722,10 @@ class Receiver:
         """Reason for which what came is not what was sent; "" where it is."""
         made = self._round
         assert made is not None
-        parts = self._shard.parts(made.image.array)
         for sender in self._senders:
             wanted = bytes.fromhex(digests.get(sender, ""))
             if made.base < 0 and made.lane == "shm":
-                found = shard_lanes.digest(self._routes(sender), parts)
+                found = shard_lanes.digest(self._routes(sender), made.image.array)
             else:
                 with made.arrived:
                     made.arrived.wait_for(functools.partial(_came, made, sender), self._seconds)
@@ -791,16 +817,13 @@ class Receiver:
         if made is None or made.version != version or sender not in self._senders:
             return
         parts, until = self._shard.parts(made.image.array), time.monotonic() + self._seconds
-        moves = shard_lanes.between(self._plan, sender, self.rank)
         try:
             if made.base < 0:
-                found = shard_lanes.pieces(moves, self._source, self._destination)
-                digest = shard_lanes.draw(found, parts, sock, until)
+                digest = shard_lanes.draw(self._streams(sender, shard_lanes.PIECE, True), parts, sock, until)
             else:
                 if held is None or held.version != made.base:
                     raise ValueError(f"the changes are to version {made.base}, which is not held")
-                most = shard_lanes.CHANGED_PIECE
-                found = shard_lanes.pieces(moves, self._source, self._destination, most)
+                found = self._streams(sender, shard_lanes.CHANGED_PIECE, False)
                 base = self._shard.parts(held.image.array)
                 digest = shard_lanes.draw_changes(found, base, parts, sock, until)
             with made.arrived:

@@ -112,14 +112,14 @@ def test_what_is_written_is_what_numpy_slices_and_both_sides_digest_it_alike(
         for sender in {move.source for move in plan.moves if move.destination == rank}:
             way = shard_lanes.route(plan, source, destination, sender, (rank,))
             assert way.nbytes == sum(move.nbytes for move in shard_lanes.between(plan, sender, rank))
-            assert shard_lanes.digest(way, parts) == found.pop((sender, rank))
+            assert shard_lanes.digest(way, block) == found.pop((sender, rank))
     assert not found
     monkeypatch.setattr(digest, "compiled", lambda: None)  # a side without the compiled loop finds the same
     others, _ = blocks_of(destination)
     again = sent(plan, source, destination, others)
     for (sender, rank), each in again.items():
         way = shard_lanes.route(plan, source, destination, sender, (rank,))
-        assert shard_lanes.digest(way, shard_lanes.shard(destination, rank).parts(blocks[rank])) == each
+        assert shard_lanes.digest(way, blocks[rank]) == each
     for each in (*memories, *others):
         os.close(each)
 
@@ -142,6 +142,13 @@ def test_a_sender_goes_through_its_shard_once_for_all_receivers(monkeypatch: pyt
         (way,) = shard_lanes.routes(resharding.plan(FIRST, destination), FIRST, destination, 0)
         places = [(tensor, row[0]) for step in way.steps for tensor, row in zip(step.tensors, step.rows, strict=True)]
         assert len(way.receivers) > 1 and len(places) > 4 and places == sorted(places)
+        begins = [[0, *step.bundles[:-1]] for step in way.steps]
+        sizes = {n for step, first in zip(way.steps, begins, strict=True) for n in step.bundles - first}
+        assert max(sizes) == len(way.receivers)
+        for step, first in zip(way.steps, begins, strict=True):
+            for a, b in zip(first, step.bundles, strict=True):
+                assert len({*map(tuple, step.rows[a:b, [1, 4, 5]].tolist())}) == 1
+                assert np.ptp(step.rows[a:b, 0]) < step.rows[a, 1] and len({*step.tensors[a:b]}) == 1
 
 
 def test_a_byte_that_changed_after_it_was_copied_changes_the_digest(loops: str) -> None:
@@ -155,9 +162,9 @@ def test_a_byte_that_changed_after_it_was_copied_changes_the_digest(loops: str) 
     for piece in (*lines, *loose):
         for at in (piece.put.offset, piece.put.end - 1):
             parts[piece.name][at] ^= 1
-            assert shard_lanes.digest(way, parts) != found
+            assert shard_lanes.digest(way, blocks[1]) != found
             parts[piece.name][at] ^= 1
-    assert shard_lanes.digest(way, parts) == found
+    assert shard_lanes.digest(way, blocks[1]) == found
     for each in memories:
         os.close(each)
 
@@ -196,8 +203,8 @@ def test_a_sender_has_a_span_of_the_receivers_memory_at_a_time(columns: bool, mo
 
     class Loops:
         @staticmethod
-        def pour_rows(rows: np.ndarray) -> np.ndarray:
-            found: np.ndarray = pour(rows)
+        def pour_rows(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+            found: np.ndarray = pour(rows, ends)
             most[0] = max(most[0], resident() - before)
             return found
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from longhaul.runtime import credentials
-from longhaul.weight_sync import resharding, shard_lanes, sharded
+from longhaul.weight_sync import buffers, resharding, shard_lanes, sharded
 from longhaul.weight_sync.resharding import Box, Layout
 from longhaul.weight_sync.sharded import Coordinator, Outcome, Receiver, Sender, Standing
 from longhaul.weight_sync.transports.socket_server import STRANGERS
@@ -171,6 +171,27 @@ def test_damage_and_a_file_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
         ranks.check(3, values(3))
     with open(tmp_path / "file", "wb") as file, pytest.raises(ConnectionError, match="is no memory"):
         shard_lanes.opened((os.getpid(), file.fileno()), 0)
+
+
+def test_a_second_block_comes_while_the_first_version_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round waits for it, and one that comes too early takes no third one."""
+    blocks = []
+
+    class Slow(buffers.Block):
+        def __init__(self, size: int, serial: int) -> None:
+            time.sleep(0.0 if serial == 1 else 0.3)
+            super().__init__(size, serial)
+            blocks.append(threading.current_thread())
+
+    with group(FSDP, TP) as ranks, monkeypatch.context() as patch:
+        patch.setattr(buffers, "Block", Slow)
+        for version in (1, 2, 3):
+            outcome = ranks.push(version, values(version))[0]
+            assert outcome is not None and outcome.committed
+            assert 0.0 < outcome.prepared < outcome.sent < outcome.ready < outcome.seconds
+            ranks.check(version, values(version))
+        assert len(blocks) == len(TP.ranks) and len(set(blocks)) == len(TP.ranks)
+        assert {each._pool.peak for each in ranks.receivers} == {2 * each._shard.size for each in ranks.receivers}
 
 
 def test_other_layouts_and_another_token_are_refused() -> None:

@@ -64,3 +64,29 @@ def test_rows_are_copied_and_digested_as_the_library_does() -> None:
                 wanted.append(found)
     assert xxh3_kernels.pour_rows(np.array(rows, np.int64)).tobytes() == b"".join(wanted)
     os.close(memory)
+
+
+def test_rows_that_go_in_step_are_copied_and_digested_as_one_by_one() -> None:
+    """Three parts of each run of the source, and a copy of one of them; then a bundle of another form."""
+    pytest.importorskip("numba")
+    from longhaul.weight_sync import xxh3_kernels
+
+    size, place = 1 << 20, 1 << 18
+    memory = shared_memory.create(size)
+    target = np.frombuffer(shared_memory.mapped(memory, size), np.uint8, size)
+    source = np.random.default_rng(2).integers(0, 256, size, np.uint8)
+    begin, to = source.ctypes.data, target.ctypes.data
+    for length, count in ((64, 5), (1024, 3), (1088, 17), (3072, 40)):
+        rows = [
+            Row(begin + part * length, 3 * length, to + i * place, length + 64 * i, length, count)
+            for i, part in enumerate((0, 1, 2, 1))
+        ]
+        rows.append(Row(begin + 7, 256, to + 3 * place + (3 * place) // 4, 256, 256, 9))
+        target[:] = 0
+        one_by_one = xxh3_kernels.pour_rows(np.array(rows, np.int64))
+        copied = target.copy()
+        target[:] = 0
+        found = xxh3_kernels.pour_rows(np.array(rows, np.int64), np.array([4, 5]))
+        assert found.tobytes() == one_by_one.tobytes() and np.array_equal(target, copied) and copied.any()
+        assert found[1].tobytes() == found[3].tobytes() != found[2].tobytes()
+    os.close(memory)

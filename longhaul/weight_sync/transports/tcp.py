@@ -64,11 +64,11 @@ def connect(address: str, receiver: str, token: str | None = None) -> SocketSour
     host, port = credentials.split(address)
     check_token(token)
     sock = socket.create_connection((host, port), timeout=PATIENCE)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR if _is_near(sock) else BUFFER)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR if is_near(sock) else BUFFER)
     return SocketSource(sock, token, receiver, TcpCollection())
 
 
-def _is_near(sock: socket.socket) -> bool:
+def is_near(sock: socket.socket) -> bool:
     """True where the other side's address is of this machine."""
     return sock.family != socket.AF_UNIX and credentials.is_loopback(sock.getpeername()[0])
 
@@ -90,7 +90,7 @@ class TcpDelivery:
             connection.pour(memoryview(changes.body), seconds)
             return
         connection.send("whole", PATIENCE, {"size": size})
-        near = _is_near(connection.sock)
+        near = is_near(connection.sock)
         if near:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
         if near or image.block is None or image.block.descriptor < 0:
