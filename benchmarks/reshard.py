@@ -9,7 +9,10 @@ split). Nobody has the whole model. The receivers compare what came with what it
     limit_ratio   median of seconds / limit, each pair measured one after the other
     work          seconds in which they copy as many bytes, digest them on the way, and digest the copy: a transfer
                   that is verified does that; `work_ratio` is the median of seconds / work
-    model_error   of `cost_model.sharded`, with this machine's rates from the same run
+    model_error   of `cost_model.sharded`: the median of its forecasts over that of the rounds, - 1. A forecast is made
+                  right before each round (`model_errors`: over that round), from rounds of a part of the plan between
+                  the same processes (`resharding.sample`), whose memory is not in `rss_ratio`
+    stages        seconds of a round's stages, medians; `model_stages` are the forecasts of them
     rss_ratio     largest growth of a process's peak memory over that of its imports, / bytes of its shards; of
                   receivers in the first version, then with the version before beside it (`rss_ratio_next`)
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import re
@@ -29,13 +33,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import results
 from longhaul.bench.cases import sync as case
-from longhaul.runtime import devices, shared_memory
+from longhaul.runtime import shared_memory
 from longhaul.runtime.provenance import provenance
 from longhaul.weight_sync import cost_model, digest, model_shapes, resharding, shard_lanes, sharded
 from longhaul.weight_sync.resharding import Box, Layout
@@ -48,8 +52,11 @@ ROWS = 1 << 20
 SCRATCH = 128 << 20
 """Bytes of the memory that a sender copies to for the limit: more than its caches hold."""
 
-SAMPLE = 256 << 20
-"""Bytes with which the machine's rates are measured."""
+SHARE = 0.1
+"""Share of the bytes that a rehearsal moves."""
+
+REHEARSALS = 5
+"""Rounds of a forecast of each kind: of that share, and of next to nothing."""
 
 DEADLINE = 120.0
 
@@ -130,6 +137,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
     shard_bytes = shard_lanes.shard(held, rank).size
     scratch = np.ones(min(SCRATCH, shard_bytes) + shared_memory.LINE, np.uint8)
     scratch = scratch[-scratch.ctypes.data % shared_memory.LINE :][: -shared_memory.LINE]
+    verified(np.ones(1 << 20, np.uint8), scratch[: 1 << 20])  # loads its compiled loop, which is none of the transfer's
     before = memory("VmRSS")
 
     def arrays(version: int) -> dict[str, np.ndarray]:
@@ -151,6 +159,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
         return sharded.of_jax(found, rank, lambda device: int(device.process_index))
 
     shards: dict[int, dict[str, np.ndarray]] = {}
+    parts_of: list[tuple[sharded.Sender, Layout]] = []
     say("here")
     for line in sys.stdin:
         word, *rest = line.split()
@@ -167,6 +176,18 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
             given = None if base < 0 else (base, shards[base])
             outcome = made.push(version, shards[version], base=given, seconds=DEADLINE)
             say({**outcome._asdict(), "cpu": cpu() - used, "rss": memory("VmHWM") - before, "shard": shard_bytes})
+        elif word == "open":
+            layouts = resharding.sample(held, needed, float(rest[0]))
+            parts_of.append((sharded.Sender(rest[1], rank, *layouts), layouts[0]))
+            say("here")
+        elif word == "rehearse":
+            which, *numbers = (int(each) for each in rest)
+            say(pushed_part(*parts_of[which], rank, shards, *numbers)._asdict())
+        elif word == "shut":
+            while parts_of:
+                parts_of.pop()[0].close()
+            forget_peak()
+            say("shut")
         elif word in ("copy", "work"):  # as many bytes as a push sends
             parts = [shard_lanes.raw(each) for each in shards[int(rest[0])].values()]
             left, began, used, at = int(rest[1]), time.perf_counter(), cpu(), 0
@@ -185,6 +206,20 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
             say([time.perf_counter() - began, cpu() - used])
 
 
+def pushed_part(
+    part: sharded.Sender,
+    layout: Layout,
+    rank: int,
+    shards: dict[int, dict[str, np.ndarray]],
+    number: int,
+    version: int,
+    base: int,
+) -> sharded.Outcome:
+    """Outcome of a rehearsal; `number` is that of its version, which has the content of `version`."""
+    before = None if base < 0 else (number - 1, resharding.rows(layout, rank, shards[base]))
+    return part.push(number, resharding.rows(layout, rank, shards[version]), base=before, seconds=DEADLINE)
+
+
 def verified(data: np.ndarray, target: np.ndarray) -> None:
     """Copies bytes with a digest on the way, as senders do, and digests the copy, as receivers do."""
     assert digest.copied(data, target, past=True) == digest.digest(target)
@@ -194,15 +229,29 @@ def receiver(rank: int, where: str, model: str, to: str) -> None:
     held, needed = source(model), destination(model, to)
     before = memory("VmRSS")
     forget_peak()
-    made = sharded.Receiver(where, rank, held, needed, seconds=DEADLINE)
+    peaks: list[int] = []  # at the end of each round: after the first one a second block is allocated
+    decided = {"decided": lambda: peaks.append(memory("VmHWM"))}
+    made = sharded.Receiver(
+        where, rank, held, needed, seconds=DEADLINE, at=lambda stage: decided.get(stage, lambda: None)()
+    )
     shard_bytes = shard_lanes.shard(needed, rank).size
     boxes = shard_lanes.shard(needed, rank).boxes
+    parts_of: list[sharded.Receiver] = []
     say("here")
     for line in sys.stdin:
-        word, version = line.split()[0], int(line.split()[1])
-        if word == "check":
+        word, *rest = line.split()
+        if word == "open":
+            parts_of.append(sharded.Receiver(rest[1], rank, *resharding.sample(held, needed, float(rest[0]))))
+            say("here")
+        elif word == "shut":
+            while parts_of:
+                parts_of.pop().close()
+            forget_peak()
+            say("shut")
+        elif word == "check":
+            version = int(rest[0])
             assert made.wait(version, DEADLINE), made.errors
-            peak = memory("VmHWM") - before
+            peak = peaks[-1] - before
             _, tensors = made.latest()
             right = True
             for number, name in enumerate(shapes(model)):
@@ -236,8 +285,7 @@ class Rank:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            self._errors.seek(0)
-            raise RuntimeError(f"a rank has died: {self._errors.read()[-2000:]}")
+            raise RuntimeError("a rank has died; its message is above")
         return json.loads(line)
 
 
@@ -250,6 +298,46 @@ def together(ranks: Sequence[Rank], line: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
+class Group(NamedTuple):
+    held: Layout
+    needed: Layout
+    lane: str
+    plan: resharding.Plan
+
+
+def rehearsed(senders: Sequence[Rank], receivers: Sequence[Rank], group: Group, version: int, base: int) -> Any:
+    """Forecast of a round that follows, by stages: from rounds of a part of it, and of next to nothing."""
+    coordinators = []
+    rounds: list[list[cost_model.Rehearsal]] = [[], []]
+    try:
+        for share in (0.0, SHARE):
+            layouts = resharding.sample(group.held, group.needed, share)
+            coordinators.append(sharded.Coordinator("127.0.0.1:0", *layouts, lane=group.lane, seconds=DEADLINE))
+            together([*senders, *receivers], f"open {share} {coordinators[-1].address}")
+        numbers = [0, 0]
+        for _ in range(REHEARSALS + 1):
+            for which, share in enumerate((0.0, SHARE)):
+                for now, before in ((version, -1),) if base < 0 else ((base, -1), (version, base)):
+                    outcome = sharded.Outcome(
+                        **together(senders, f"rehearse {which} {numbers[which]} {now} {before}")[0]
+                    )
+                    assert outcome.committed, outcome
+                    numbers[which] += 1
+                rounds[which].append(rehearsal(resharding.plan(*resharding.sample(group.held, group.needed, share)),
+                                               outcome))  # fmt: skip
+        together([*senders, *receivers], "shut")
+    finally:
+        for each in coordinators:
+            each.close()
+    whole = rehearsal(group.plan, outcome)
+    return cost_model.sharded(whole.sent, whole.received, *(each[1:] for each in rounds))  # the first ones allocate
+
+
+def rehearsal(plan: resharding.Plan, outcome: sharded.Outcome) -> cost_model.Rehearsal:
+    busiest = (max(count for _, count in side) for side in (plan.sent, plan.received))
+    return cost_model.Rehearsal(*busiest, outcome.prepared, outcome.sent, outcome.ready, outcome.seconds)
+
+
 def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dict[str, Any]:
     held, needed = source(model), destination(model, to)
     coordinator = sharded.Coordinator("127.0.0.1:0", held, needed, lane=lane, seconds=DEADLINE)
@@ -259,12 +347,14 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
     senders = [Rank("sender", str(rank), where, model, to, world) for rank in held.ranks]
     receivers = [Rank("receiver", str(rank), where, model, to) for rank in needed.ranks]
     plan = resharding.plan(held, needed)
-    sent = dict(plan.sent)
+    group, sent = Group(held, needed, lane, plan), dict(plan.sent)
     try:
         assert {each.answer() for each in (*senders, *receivers)} == {"here"}
         seconds, rss = [], []
         compared: dict[str, list[tuple[float, float]]] = {"copy": [], "work": []}  # (seconds, of all CPUs)
         used: list[float] = []
+        stages: list[list[float]] = []
+        forecasts: list[cost_model.Cost] = []
         for version in range(1, repeats + 1):
             base = version - 1 if changes and version > 1 else -1
             together(senders, f"make {version} {base}")
@@ -273,6 +363,7 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
                     each.say(f"{word} {version} {sent[rank]}")
                 took = np.array([each.answer() for each in senders])
                 compared[word].append((took[:, 0].max(), took[:, 1].sum()))
+            forecasts.append(rehearsed(senders, receivers, group, version, base))
             cpu_before = sum(together(receivers, "cpu 0"))
             pushed = together(senders, f"push {version} {base}")
             assert all(each["committed"] for each in pushed), pushed
@@ -280,20 +371,19 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
             checked = together(receivers, f"check {version}")
             assert all(each["right"] for each in checked), checked
             seconds.append(pushed[0]["seconds"])
+            ends = [0.0, *(pushed[0][each] for each in ("prepared", "sent", "ready", "seconds"))]
+            stages.append([end - begin for begin, end in itertools.pairwise(ends)])
             rss.append([max(each["rss"] / each["shard"] for each in side) for side in (pushed, checked)])
     finally:
         for each in (*senders, *receivers):
             each.process.kill()
             each.process.communicate()
         coordinator.close()
-    sample = case.Sample(SAMPLE, devices.cores())
-    measured_rates = [sample.rates() for _ in range(3)]
-    sample.close()
-    rates = cost_model.Rates(*(statistics.median(each) for each in zip(*measured_rates, strict=True)))
     later = slice(min(1, repeats - 1), None)  # without the first version, which allocates
     ratios = {
         word: [own / took for own, (took, _) in zip(seconds, each, strict=True)] for word, each in compared.items()
     }
+    forecast = statistics.median(each.serial for each in forecasts[later])
     middle = {word: np.median(each, 0).tolist() for word, each in compared.items()}
     found: dict[str, Any] = {
         "name": "reshard",
@@ -317,13 +407,14 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
         "all_limits": [took for took, _ in compared["copy"]],
         "rss_ratio": {"senders": max(each[0] for each in rss), "receivers": rss[0][1]},
         "rss_ratio_next": max((each[1] for each in rss[1:]), default=None),
+        "stages": np.median(stages[later], 0).tolist(),
+        "model_stages": np.median([[term.seconds for term in each.terms] for each in forecasts[later]], 0).tolist(),
+        "model_seconds": forecast,
+        "model_error": forecast / statistics.median(seconds[later]) - 1.0,
+        "model_errors": [each.serial / took - 1.0 for each, took in zip(forecasts, seconds, strict=True)],
         "bit_exact": True,
         "device": ", ".join(provenance()["devices"]),
     }  # fmt: skip
-    if not changes:
-        cost = cost_model.sharded(plan.nbytes, devices.cores(), rates, lane)
-        error = cost.serial / float(found["seconds"]) - 1.0
-        found |= {"model_seconds": cost.serial, "model_error": error, "rates": rates._asdict()}
     return found
 
 

@@ -10,6 +10,8 @@ run on one machine from rates measured there.
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -240,20 +242,41 @@ def local(nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "
     return Cost("TCP", (gather, wire, messages), 1, 0.0)
 
 
-def sharded(nbytes: float, cores: int, rates: Rates, lane: str = "shm") -> Cost:
-    """Cost of a sharded transfer (`weight_sync.sharded`) of so many bytes between processes of one machine.
+class Rehearsal(NamedTuple):
+    """Sharded round (`weight_sync.sharded.Outcome`), small or whole: bytes, and the seconds until each stage's end."""
 
-    By shared memory every byte is digested and written once by its sender, and digested once more by its receiver. By
-    TCP it is digested by both. All cores work at each stage.
+    sent: int  # by the sender that sends most
+    received: int  # by the receiver that gets most
+    prepared: float
+    written: float
+    verified: float
+    ended: float
+
+
+def sharded(sent: int, received: int, least: Sequence[Rehearsal], some: Sequence[Rehearsal]) -> Cost:
+    """Cost of a sharded round in which the busiest sender sends `sent` bytes, and the busiest receiver gets `received`.
+
+    `least` are rounds of next to nothing, and `some` of a part of the plan (`resharding.sample`), by the same
+    processes, whose pages, numbers at once and lengths of runs are those of the whole. Medians of both make the line on
+    which each stage lies: messages, and seconds a byte. ValueError where `some` have no more bytes than `least`.
     """
-    if lane not in ("shm", "tcp"):
-        raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
-    threads = max(1, min(2, cores))
-    messages = Term("protocol", 4e-3, "messages")
-    if lane == "shm":
-        write = Term("write", nbytes / threads / rates.gather, "bytes / threads / copying with digests")
-        check = Term("check", nbytes / threads / rates.digest, "bytes / threads / digest")
-        return Cost("shared memory", (write, check, messages), 1, 0.0)
-    digests = Term("digest", nbytes / threads / rates.digest, "bytes / threads / digest")
-    wire = Term("wire", nbytes / rates.loopback, "bytes / loopback")
-    return Cost("TCP", (digests, wire, messages), 1, 0.0)
+    few, more = ([statistics.median(each) for each in zip(*rounds, strict=True)] for rounds in (least, some))
+    if more[0] <= few[0] or more[1] <= few[1]:
+        raise ValueError("rounds of a part must have more bytes than those of next to nothing; give a larger share")
+    stages = [[b - a for a, b in zip((0.0, *times), times)] for times in (few[2:], more[2:])]
+
+    def line(stage: int, nbytes: int, side: int) -> float:
+        slope = (stages[1][stage] - stages[0][stage]) / (more[side] - few[side])
+        return max(stages[0][stage] + slope * (nbytes - few[side]), 0.0)
+
+    return Cost(
+        "sharded",
+        (
+            Term("prepare", stages[1][0], "messages"),
+            Term("send", line(1, sent, 0), "messages + bytes of the busiest sender / its rate"),
+            Term("verify", line(2, received, 1), "messages + bytes of the busiest receiver / its rate"),
+            Term("decide", stages[1][3], "messages"),
+        ),
+        1,
+        0.0,
+    )

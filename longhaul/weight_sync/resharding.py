@@ -128,6 +128,55 @@ def replicas(one: Layout, count: int) -> Layout:
     return make({t.name: (t.shape, t.dtype) for t in one.tensors}, lambda name, _: copied(held[name]))
 
 
+def sample(source: Layout, destination: Layout, share: float) -> tuple[Layout, Layout]:
+    """Both layouts of about a `share` of the bytes, with runs of the same lengths between the same ranks.
+
+    Of tensors that lie alike some are kept, and of what is still too large the first rows of every box (`rows`).
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share is {share:g}; it must lie from 0 to 1")
+    there = {tensor.name: tensor for tensor in source.tensors}
+    alike: defaultdict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for needed in destination.tensors:
+        held = there[needed.name]
+        alike[held[1:], needed[1:]].append((held, needed))
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+    for pairs in alike.values():
+        count = share * len(pairs)
+        some = max(1, round(count))
+        divisor = 1 if count >= 1.0 else _divisor(pairs[0], 1.0 / count if count else math.inf)
+        for i in range(some):
+            held, needed = pairs[i * len(pairs) // some]
+            kept[needed.name] = _shorter(held, divisor), _shorter(needed, divisor)
+    names = [tensor.name for tensor in destination.tensors if tensor.name in kept]
+    return Layout(tuple(kept[name][0] for name in names)), Layout(tuple(kept[name][1] for name in names))
+
+
+def rows(layout: Layout, rank: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's arrays of a layout that `sample` has returned, from those of the layout that was sampled."""
+    found = {}
+    for tensor in layout.tensors:
+        box = dict(tensor.boxes).get(rank)
+        if box is not None:
+            found[tensor.name] = arrays[tensor.name][: box[0][1] - box[0][0]] if box else arrays[tensor.name]
+    return found
+
+
+def _divisor(pair: tuple[Tensor, Tensor], most: float) -> int:
+    """Largest number, up to `most`, by which all edges of the boxes along the first axis can be divided."""
+    edges = math.gcd(*(edge for tensor in pair for _, box in tensor.boxes for span in box[:1] for edge in span))
+    return max((d for d in range(1, edges + 1) if edges % d == 0 and d <= most), default=1)
+
+
+def _shorter(tensor: Tensor, divisor: int) -> Tensor:
+    """Tensor whose first axis, and its boxes along it, are divided."""
+    if divisor == 1:
+        return tensor
+    shape = tensor.shape[0] // divisor, *tensor.shape[1:]
+    boxes = tuple((rank, ((a // divisor, b // divisor), *box)) for rank, ((a, b), *box) in tensor.boxes)
+    return tensor._replace(shape=shape, boxes=boxes)
+
+
 def of_jax(arrays: Mapping[str, Any], rank: Callable[[Any], int] | None = None) -> Layout:
     """Layout of named `jax.Array`s, or of objects with their shape, dtype and sharding.
 

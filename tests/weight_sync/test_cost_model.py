@@ -103,5 +103,15 @@ def test_local_runs_wait_for_cores() -> None:
         assert cost.pipelined == pytest.approx(expected + 2e-3)  # its messages
     with pytest.raises(ValueError, match="there are shm and tcp"):
         cost_model.local(1.0, 1, 1, given, "pigeon")
-    for lane, expected in {"shm": 0.1 + 0.05, "tcp": 0.05 + 0.5}.items():
-        assert cost_model.sharded(1 * GB, 2, given, lane).serial == pytest.approx(expected + 4e-3)
+
+
+def test_a_sharded_round_takes_its_messages_and_the_time_of_its_bytes() -> None:
+    """Seconds of each stage are a line through two sizes: 1 GB/s sent, 2 GB/s verified."""
+    few, more = cost_model.Rehearsal(0, 0, 0.1, 0.3, 0.6, 0.7), cost_model.Rehearsal(10**9, 10**9, 0.1, 1.3, 2.1, 2.2)
+    late = cost_model.Rehearsal(10**9, 10**9, 0.1, 9.3, 18.1, 18.2)  # one that waited for something else
+    cost = cost_model.sharded(4 * 10**9, 2 * 10**9, [few, few, few], [more, late, more])
+    assert {term.name: term.seconds for term in cost.terms} == pytest.approx(
+        {"prepare": 0.1, "send": 0.2 + 4.0, "verify": 0.3 + 1.0, "decide": 0.1}
+    )
+    with pytest.raises(ValueError, match="give a larger share"):
+        cost_model.sharded(10**9, 10**9, [more], [few])

@@ -248,3 +248,36 @@ def test_uneven_parts_are_the_first_ones_larger_and_small_tensors_leave_ranks_em
     assert [box[0] for _, box in a.boxes] == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert b.boxes == ((0, ((0, 1),)), (1, ((1, 2),)))
     assert c.boxes == tuple((rank, ()) for rank in range(4))
+
+
+def test_a_sample_has_runs_of_the_same_lengths_between_the_same_ranks() -> None:
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {"table": ((640, 64), "bfloat16"), "one": ((), "float32")}
+    for i in range(8):
+        shapes |= {f"{i}.kernel": ((96, 64), "bfloat16"), f"{i}.bias": ((64,), "bfloat16")}
+    held = resharding.sharded(shapes, 4)
+    for needed in (resharding.sharded(shapes, 2, 1), resharding.replicas(resharding.sharded(shapes, 2), 2)):
+        few, some = (resharding.sample(held, needed, share) for share in (0.0, 0.25))
+        assert resharding.sample(held, needed, 1.0) == (held, needed)
+        assert few[0].nbytes < some[0].nbytes and some[0].nbytes == pytest.approx(held.nbytes / 4, rel=0.02)
+
+        def forms(source: resharding.Layout, destination: resharding.Layout) -> set[object]:
+            moves = list(resharding.plan(source, destination).moves)
+            between = {(move.source, move.destination) for move in moves}
+            lengths = {(each.length, bool(each.axes)) for move in moves for each in (move.taken, move.put) if each.axes}
+            return between | lengths
+
+        assert forms(*some) == forms(held, needed) >= forms(*few)
+        for sampled, layout in zip(some, (held, needed), strict=True):
+            whole = {tensor.name: tensor for tensor in layout.tensors}
+            for rank in layout.ranks:
+                arrays = {
+                    name: np.arange(resharding.volume(box)).reshape([b - a for a, b in box])
+                    for name, box in ((name, dict(each.boxes)[rank]) for name, each in whole.items())
+                }
+                found = resharding.rows(sampled, rank, arrays)
+                for tensor in sampled.tensors:
+                    first = arrays[tensor.name].reshape(-1)[: found[tensor.name].size]
+                    assert found[tensor.name].shape == tuple(b - a for a, b in dict(tensor.boxes)[rank])
+                    assert found[tensor.name].reshape(-1).tolist() == first.tolist()
+    with pytest.raises(ValueError, match="share is 2"):
+        resharding.sample(held, held, 2.0)
