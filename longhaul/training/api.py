@@ -330,6 +330,14 @@ class Policy:
         self.act = lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2]
         self._act = jax.jit(self.act)
 
+    def __repr__(self) -> str:
+        weights = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
+        seen = jax.tree_util.tree_leaves_with_path(self.spec.observation)
+        shapes = ", ".join(
+            f"{jax.tree_util.keystr(path, simple=True)} {list(leaf.shape)}".strip() for path, leaf in seen
+        )
+        return f"Policy({self.run.recipe}, {weights:,} parameters: {shapes} -> {self.spec.action})"
+
     def memory(self, batch: int | None = None) -> PyTree:
         """Memory at an episode's start, of one observation (None) or a batch."""
         begun = self._memory(1 if batch is None else batch)

@@ -179,6 +179,7 @@ def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Resul
     assert modes.dtype == np.int32 and [int(policy(row)) for row in rows] == modes.tolist()
     drawn = {int(policy(rows[0], key=jax.random.key(i))) for i in range(40)}
     assert drawn == {0, 1} and not policy.recurrent and policy.memory() == ()
+    assert repr(policy).startswith("Policy(ppo, ") and f"parameters: [{own.LENGTH}] -> Discrete" in repr(policy)
     with pytest.raises(ValueError, match=r"the observation is \[4\]; the policy takes \[5\], or a batch of such"):
         policy(np.zeros(4))
     with pytest.raises(ValueError, match=r"the observation is \[\]; the policy takes \[5\]"):
