@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -81,6 +81,17 @@ _HEARING = threading.Lock()
 # -------------------------------------------------------------------------------------------------------------- streams
 
 
+@contextlib.contextmanager
+def _in_turn() -> Iterator[None]:
+    """Context in which a loop may run though another one of the thread is running, as in a notebook; that one waits."""
+    other = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(other)
+
+
 class Loop(asyncio.SelectorEventLoop):
     """Event loop for gRPC alone. gRPC writes one byte to a socket per event; a turn of the loop reads one byte and
     handles all events, so the turns for the other bytes find nothing. This loop reads all bytes at once.
@@ -92,6 +103,14 @@ class Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self._turning = False
         self._alarm: asyncio.TimerHandle | None = None
+
+    def run_forever(self) -> None:
+        with _in_turn():
+            super().run_forever()
+
+    def run_until_complete(self, future: Any) -> Any:
+        with _in_turn():
+            return super().run_until_complete(future)
 
     def turn(self, seconds: float) -> None:
         """Run until a gRPC event or for `seconds`; 0: one pass over the work that is due. It may return earlier."""

@@ -219,6 +219,20 @@ class Fed:
         self.answers.append(frame)
 
 
+def test_a_server_turns_where_another_loop_is_running() -> None:
+    """As in a notebook, whose cells are run by an event loop."""
+
+    async def cell() -> None:
+        with closing(GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life])) as lane:
+            lane.wait(0.01)
+            assert lane.take() == []
+        assert asyncio.get_running_loop() is here
+
+    with asyncio.Runner() as runner:
+        here = runner.get_loop()
+        runner.run(cell())
+
+
 def test_few_descriptors_are_for_actors_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may hold few has fewer strangers, or says at its start that it can't hold the actors."""
 
