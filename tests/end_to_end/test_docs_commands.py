@@ -38,7 +38,8 @@ EXCUSED = {
     r"--rollout-servers": "servers beside it: tests/reasoning/test_rollout_servers.py",
     r"^(serve|board) ": "a server, which goes on: tests/cli/test_serve.py, tests/cli/test_board.py",
     r"^plan ": "minutes of measurement: tests/diagnostics/test_compute_plan.py",
-    r"LOGS\.\.\.|RECIPE|PATH\.\.\.$|--config runs/first": "a form, not a command",
+    r"--cross-play": "other runs, minutes of driving: tests/training/test_cross_play.py",
+    r"\bLOGS\b|--data L\b|pretrained \.\.\.|RECIPE|PATH\.\.\.$|--config runs/first": "a form, not a command",
     r"--bank|--recorded|--scenario ID": "data that the page's other commands do not make: tests/training/test_data.py",
 }
 """Commands that are not run -> why, and what tests them."""
@@ -46,9 +47,10 @@ EXCUSED = {
 TRAINING = ("--num-envs", "8", "--num-steps", "8", "--total-steps", "256", "--evaluation-episodes", "2")
 SHORT = {
     "driving": (*TRAINING, "--scenarios", "8"),
+    "driving-best": (*TRAINING, "--scenarios", "8", "--agents", "2", "--least", "2"),
     "reasoning": ("--taught", "1", "--total-steps", "8192", "--problems", "64", "--evaluation-episodes", "2"),
 }
-"""Sizes by the first word of a recipe's name; `TRAINING` for the others."""
+"""Sizes by a recipe's name, or by its first word; `TRAINING` for the others."""
 
 BASES = {"hackmatrix": "hackmatrix", "reasoning": "reasoning-arithmetic", "seeds": "cartpole", "python": "cartpole"}
 """Recipe of the run that a page calls RUN, ID or first; "driving" for the others."""
@@ -60,7 +62,7 @@ NAMES = re.compile(r"\b(RUN|ID|first)\b")
 
 
 def short(recipe: str) -> tuple[str, ...]:
-    return SHORT.get(recipe.split("-")[0], TRAINING)
+    return SHORT.get(recipe, SHORT.get(recipe.split("-")[0], TRAINING))
 
 
 def done(line: str) -> None:
