@@ -50,8 +50,10 @@ def serve(address: str, token: str | None = None) -> Transport:
 
 
 def split(address: str) -> tuple[str, str]:
-    """(kind, rest) of an address. ValueError for a wrong one."""
+    """(kind, rest) of an address, as a URL too: tcp://HOST:PORT. ValueError for a wrong one."""
     kind, _, rest = address.partition(":")
+    if kind != "folder":
+        rest = rest.removeprefix("//")
     if not rest or kind not in KINDS:
         raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT, tls:HOST:PORT or folder:PATH")
     if kind in ("tcp", "tls"):

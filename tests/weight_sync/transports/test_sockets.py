@@ -12,6 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from longhaul.weight_sync import transports
 from longhaul.weight_sync.protocol import NOTHING, Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
@@ -257,3 +258,10 @@ def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pyte
             sender.publish(version + 1, tensors(version + 1))
             assert receiver.wait(version + 1, 20), receiver.errors  # by itself, when they are left alone
         meddler.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])
+def test_an_address_may_be_a_url(kind: str) -> None:
+    rest = "weights" if kind == "shm" else "127.0.0.1:7171"
+    assert transports.split(f"{kind}://{rest}") == transports.split(f"{kind}:{rest}") == (kind, rest)
+    assert transports.split("folder:///abc") == ("folder", "///abc")
