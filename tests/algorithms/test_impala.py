@@ -88,8 +88,8 @@ def test_at_learning_rate_zero_nothing_moves_and_who_acts_is_who_learns(kind: st
 def log_probs_by_hand(made: Case, data: Rollout) -> np.ndarray:
     """log pi(a | s) [T, B] of the state's policy, one step after the other, with acting's own memory."""
     network = actor_critic.network(made.environment.spec, made.config)
-    policy, memory = distribution(made.environment.action), data.memory
-    acting = made.algorithm.policy(made.state)
+    policy = distribution(made.environment.action)
+    acting, data = made.algorithm.policy(made.state), jax.device_get(data)
 
     @quick
     def step(memory: Any, seen: Any, raw: jax.Array) -> tuple[jax.Array, Any]:
@@ -97,7 +97,7 @@ def log_probs_by_hand(made: Case, data: Rollout) -> np.ndarray:
         parameters, _, memory = network.apply(acting, memory, seen)
         return policy.log_prob(parameters, mask, raw), memory
 
-    found = []
+    found, memory = [], data.memory
     for t in range(STEPS):
         seen, raw = jax.tree.map(lambda x: x[t], (data.observation, data.extras["raw"]))  # noqa: B023
         log_prob, memory = step(memory, seen, raw)

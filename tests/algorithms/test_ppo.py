@@ -111,7 +111,11 @@ def values_by_hand(
     environment: Chaos, config: PPOConfig, algorithm: Algorithm, state: State, data: Rollout
 ) -> tuple[np.ndarray, np.ndarray]:
     """V(observation), V(successor) [T, B], one step after the other, with acting's own memory."""
-    policy, critic = algorithm.policy(state), quick(registry.critic(environment.spec, config))
+    policy, critic, data = (
+        algorithm.policy(state),
+        quick(registry.critic(environment.spec, config)),
+        jax.device_get(data),
+    )
     act = quick(lambda memory, seen: algorithm.act(policy, memory, seen, None)[1])
     memory, used = data.memory, np.zeros(data.reward.shape[1], int)
     value, successor = [], []

@@ -38,12 +38,12 @@ def test_exploration_falls_with_the_share_of_the_run_that_is_past() -> None:
 def test_choices_are_legal_and_as_random_as_is_told() -> None:
     probe = PROBES["masked"]()
     algorithm = made(probe)
-    observation = jax.tree.map(lambda *x: jnp.stack(x), *[seen for seen, _ in probe.value])
+    observation = jax.tree.map(lambda *x: np.stack(x), *[seen for seen, _ in probe.value])
     columns = observation.mask.shape[0]
-    many = jax.tree.map(lambda x: jnp.tile(x, (2000, *[1] * (x.ndim - 1))), observation)
+    many = jax.tree.map(lambda x: np.tile(x, (2000, *[1] * (x.ndim - 1))), observation)
     policy = algorithm.policy(quick(algorithm.init)(jax.random.key(0)))
     act = quick(algorithm.act)
-    best = algorithm.act(policy, (), observation, None)[0]
+    best = quick(lambda policy, seen: algorithm.act(policy, (), seen, None)[0])(policy, observation)
     for share in (0.0, 0.5):
         action = np.asarray(act(policy._replace(random=jnp.float32(share)), (), many, jax.random.key(1))[0])
         action = action.reshape(2000, columns)

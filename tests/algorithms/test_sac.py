@@ -83,7 +83,7 @@ def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = No
 def check(probe: Probe, settings: OffPolicy, state: Any, algorithm: Algorithm) -> None:
     """The values that a learner believes in, and the return of its mode, are those that are known."""
     observations, expected = zip(*probe.value, strict=True)
-    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *observations)
     if isinstance(settings, SACConfig):
         found = quick(sac.critic(probe.environment.spec, settings))(state, batch)
     elif isinstance(settings, TD3Config):

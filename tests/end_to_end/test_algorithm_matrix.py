@@ -127,7 +127,7 @@ CELLS = [
 def check(probe: Probe, config: Config, algorithm: Algorithm, policy: Any) -> None:
     value = registry.critic(probe.environment.spec, config(probe))
     observations, expected = zip(*probe.value, strict=True)
-    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *observations)
     found = quick(value)(policy, algorithm.memory(len(expected)), batch)
     scale = max(1.0, max(abs(worth) for worth in expected))
     np.testing.assert_allclose(found, expected, atol=0.05 * scale)
