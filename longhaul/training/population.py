@@ -26,7 +26,6 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.config.population import SCENARIOS, Member, own
 from longhaul.config.resolve import members_of
 from longhaul.config.run import Driving, Run
-from longhaul.replay import Sizes
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
@@ -70,11 +69,10 @@ def keys(members: tuple[Member, ...]) -> Key:
 def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     """(algorithm of a population, its initial states [M, ...]), the target of a restore."""
     found = members_of(run)
-    sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
         lambda values: registry.make(
             spec, dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != SCENARIOS}),
-            RunContext(updates=1, mean=meshes.identity, sizes=sizes),
+            RunContext(updates=1, mean=meshes.identity),
         ),
         found,
     )  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 
 from longhaul.algorithms import population
 from longhaul.algorithms.config import PPOConfig
+from longhaul.config import recipes
 from longhaul.config import resolve as resolution
 from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
@@ -32,6 +33,7 @@ from longhaul.training import population as training_population
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Found
 from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training.data import spec
 from tests.helpers import small_runs
 from tests.helpers.small_runs import begin, records, resume
 
@@ -319,3 +321,12 @@ def _working(child: subprocess.Popen[Any], quiet: float) -> int | None:
         if now > used + 0.05:
             used, since = now, time.monotonic()
     return child.poll()
+
+
+def test_what_acts_is_restored_without_a_replay() -> None:
+    """Whose places depend on the scenarios that a run trains in, which who evaluates it need not have."""
+    run = resolve(replaced(recipes.recipe("pendulum-sac"), seeds=2, hidden_dim=8))
+    algorithm, states = training_population.begun(run, spec(run))
+    assert states.state.replay == () and jax.tree.leaves(algorithm.policy(states))
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(states))
+    assert sizes < run.algorithm.replay_size  # of steps
