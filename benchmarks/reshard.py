@@ -246,6 +246,8 @@ def receiver(rank: int, where: str, model: str, to: str) -> None:
         elif word == "shut":
             while parts_of:
                 parts_of.pop().close()
+            time.sleep(0.3)  # their threads end
+            gc.collect()
             forget_peak()
             say("shut")
         elif word == "check":
