@@ -52,7 +52,7 @@ ROWS = 1 << 20
 SCRATCH = 128 << 20
 """Bytes of the memory that a sender copies to for the limit: more than its caches hold."""
 
-SHARE = 0.1
+SHARE = 0.2
 """Share of the bytes that a rehearsal moves."""
 
 REHEARSALS = 5
