@@ -391,7 +391,8 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
         "name": "reshard",
         "config": {
             "model": model, "image_bytes": held.nbytes, "source": f"fsdp:{SENDERS}", "destination": to, "lane": lane,
-            "changes": changes, "repeats": repeats, "moves": sum(len(bucket) for bucket in plan.buckets),
+            "changes": changes, "repeats": repeats, "rehearsed_share": SHARE,
+            "moves": sum(len(bucket) for bucket in plan.buckets),
         },
         "moved_bytes": plan.nbytes,
         "sent_bytes": pushed[0]["nbytes"],
