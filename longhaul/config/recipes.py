@@ -327,8 +327,8 @@ def driving_sac() -> Run:
 
     After 0.3 M steps, on 1,000 generated scenarios not trained in, seeds 0, 1 and 2: accuracy 0.989, 0.969 and 0.987,
     collisions 0.006, 0.010 and 0.012, off the road 0.005, 0.021 and 0.001, no red light, V-Max score 0.92, 0.90 and
-    0.94, and goals 0.65, 0.68 and 0.63: it drives with care, and is late. On seven real logs, on which the check was tuned:
-    accuracy 0.857, 1.0 and 1.0. 612 CPU-seconds for the three in one program (--seeds 3), all included.
+    0.94, and goals 0.65, 0.68 and 0.63: it drives with care, and is late. On seven real logs, on which the check was
+    tuned: accuracy 0.857, 1.0 and 1.0. 612 CPU-seconds for the three in one program (--seeds 3), all included.
     """
     return dataclasses.replace(
         driving(), recipe="driving-sac",
