@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +47,17 @@ def answer(text: str, form: str) -> str | None:
     return (lines[-1] if lines and form == "line" else text).strip() or None
 
 
+def library() -> Any:
+    """reasoning-gym as a module, without the warnings of what it is made of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import reasoning_gym
+    return reasoning_gym
+
+
 def dataset(name: str, settings: str) -> Any:
     """The library's dataset; each of its ITEMS is generated from its number."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
+    return library().create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
 
 
 def task(
@@ -67,15 +74,15 @@ def task(
     A verifier that raises counts as wrong; the first error is reported once.
     """
     try:
-        from reasoning_gym.factory import DATASETS
+        datasets = library().factory.DATASETS
 
         from longhaul.reasoning import gym_verifier
     except ImportError as error:
         raise ValueError(f"{GYM}{name} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
-    if name not in DATASETS:
+    if name not in datasets:
         from difflib import get_close_matches
 
-        near = " or ".join(get_close_matches(name, DATASETS, n=3, cutoff=0.5)) or "chain_sum"
+        near = " or ".join(get_close_matches(name, datasets, n=3, cutoff=0.5)) or "chain_sum"
         raise ValueError(f"reasoning-gym has no {name!r}; did you mean {near}?")
     try:
         data = dataset(name, settings)

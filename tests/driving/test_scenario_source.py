@@ -22,9 +22,8 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.scenario import Scenario
 from tests.helpers import log_files
 
-SLOW = """
+WORK = """
 import os, sys, time
-from longhaul.driving import scenario_source as worlds
 
 def make(seed, agents, horizon, control, least):
     with open(os.path.join(sys.argv[1], str(os.getpid())), "w"):
@@ -32,6 +31,10 @@ def make(seed, agents, horizon, control, least):
 
 def nothing(part):
     pass
+"""
+SLOW = """
+from longhaul.driving import scenario_source as worlds
+from work import make, nothing
 
 if __name__ == "__main__":
     worlds.generated_one, worlds._compile = make, nothing
@@ -163,10 +166,11 @@ def _lives(process: int) -> bool:
         return False
 
 
-def _run(tmp_path: Path, program: str) -> tuple[subprocess.Popen[str], list[int]]:
+def _run(tmp_path: Path, program: str, seconds: float = 3600) -> tuple[subprocess.Popen[str], list[int]]:
     """A process in a group of its own whose two workers have begun, and the workers' ids."""
     script, started = tmp_path / "slow.py", tmp_path / "started"
     script.write_text(program)
+    (tmp_path / "work.py").write_text(WORK.replace("3600", str(seconds)))
     started.mkdir()
     command = [sys.executable, str(script), str(started)]
     pipe = subprocess.PIPE
@@ -192,7 +196,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
 def test_a_signal_to_the_whole_group_ends_workers_without_a_word(tmp_path: Path) -> None:
     """As `timeout` sends it: twice to us, once to each worker, whose death would break the pool."""
-    process, workers = _run(tmp_path, SLOW.replace("3600", "0.2").replace(CALL, STOPPABLE))
+    process, workers = _run(tmp_path, SLOW.replace(CALL, STOPPABLE), 0.2)
     process.terminate()
     time.sleep(0.1)  # so that this one is heard already
     os.killpg(process.pid, signal.SIGTERM)

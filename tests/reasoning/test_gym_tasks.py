@@ -52,9 +52,7 @@ def test_an_answer_is_read_in_its_format(form: str, text: str, found: str | None
 
 
 def test_a_verifier_that_raises_counts_as_wrong_and_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import reasoning_gym
-
-    data = reasoning_gym.create_dataset("chain_sum", size=10, seed=0)
+    data = gym_tasks.library().create_dataset("chain_sum", size=10, seed=0)
 
     def fails(answer: str, entry: object) -> float:
         raise KeyError("entry")
