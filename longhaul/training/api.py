@@ -478,7 +478,7 @@ def evaluate(
     sample that `episodes` draws. Raises RunError, one line, before anything is compiled.
     """
     for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
-        if word not in (*words, None):
+        if word not in words and (name, word) != ("traffic", None):
             raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}")
     for name, number, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):

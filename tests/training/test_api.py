@@ -120,6 +120,7 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -
     ("given", "words"),
     [
         ({"policy": "ppo"}, r"policy is 'ppo'; it must be one of run, untrained, idm, log, constant"),
+        ({"policy": None}, r"policy is None; it must be one of run, untrained, idm, log, constant"),
         ({"traffic": "IDM"}, r"traffic is 'IDM'; it must be one of log, idm, constant, self"),
         ({"episodes": 0}, r"episodes is 0; it must be a whole number, 1 at least"),
         ({"episodes": 2.5}, r"episodes is 2\.5; it must be a whole number, 1 at least"),
