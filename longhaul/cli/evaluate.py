@@ -25,17 +25,16 @@ from longhaul.driving.evaluation.infractions import Rate
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
-from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import files, process_group
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training import cross_play, evaluate_driving, hub, loop
+from longhaul.training import cross_play, evaluate_driving, hub
 from longhaul.training import evaluate as evaluation
 from longhaul.training import report as run_report
-from longhaul.training.checkpoint.resume import restore_policy
+from longhaul.training.checkpoint.resume import named_task, policy_of, restore_policy
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import load_run
@@ -230,20 +229,6 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
     return 0
 
 
-def policy_of(folder: Path, who: str, member: int | None = None, step: int | None = None) -> tuple[Run, Any]:
-    """(the run, the policy that acts in it): None for a driver that no learning made."""
-    if who in ("run", "untrained"):
-        with screen.stage("restoring the policy", plain=False):
-            run, trained, untrained = restore_policy(folder, member, step)
-        return run, trained if who == "run" else untrained
-    run = load_run(folder)
-    if not isinstance(run.environment, Driving):
-        task = named_task(run)
-        raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
-    loop.prepare_devices(run.all_devices, run.threads)
-    return run, None
-
-
 def checked(run: Run, safety: bool | None, folder: Path) -> Run:
     """`run` with its commands checked or not, as --safety says; None: as in the run."""
     if safety is None:
@@ -251,12 +236,6 @@ def checked(run: Run, safety: bool | None, folder: Path) -> Run:
     if not isinstance(run.environment, Driving):
         raise FlagError(f"--safety is for driving, and run {folder.name} is {named_task(run)}; leave it out")
     return replaced(run, safety=safety)
-
-
-def named_task(run: Run) -> str:
-    """Name of a run's environment or task."""
-    task = run.environment
-    return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
 
 
 def shipped(parsed: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving, hub, init_from, loop, population, publish, store
-from longhaul.training.checkpoint.resume import continued, restore_policy
+from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.loop import Callback, Outcome
@@ -488,12 +488,8 @@ def evaluate(
         if policy == "untrained" or member is not None or step is not None:
             raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
         stored, params = run.run, run.params if learnt else None
-    elif learnt:
-        stored, trained, untrained = restore_policy(_folder(run, runs_dir), member, step)
-        params = trained if policy == "run" else untrained
     else:
-        stored, params = load_run(_folder(run, runs_dir)), None
-        loop.prepare_devices(stored.all_devices, stored.threads)
+        stored, params = policy_of(_folder(run, runs_dir), policy, member, step)
     paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
     if not isinstance(stored.environment, Driving):
         if not learnt or paths or traffic is not None or safety is not None:

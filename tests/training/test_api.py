@@ -17,6 +17,7 @@ import pytest
 import longhaul
 from longhaul.cli.main import main
 from longhaul.training import api
+from longhaul.training.checkpoint import resume
 from tests.helpers import own_environments as own
 from tests.helpers.drawn_policies import drawn
 from tests.helpers.small_runs import make_quick
@@ -125,7 +126,7 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -
         ({"episodes": 0}, r"episodes is 0; it must be a whole number, 1 at least"),
         ({"episodes": 2.5}, r"episodes is 2\.5; it must be a whole number, 1 at least"),
         ({"seed": -1}, r"seed is -1; it must be a whole number, 0 at least"),
-        ({"policy": "idm"}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
+        ({"policy": "idm"}, r"policy is 'idm', a driver, and run whole is .*Corridor; give run or untrained"),
         ({"data": "logs"}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
         ({"safety": False}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
     ],
@@ -157,7 +158,7 @@ def test_an_evaluation_of_driving_hands_on_what_it_is_given(monkeypatch: pytest.
         raise Asked
 
     monkeypatch.setattr(api.evaluate_driving, "drives", drives)
-    monkeypatch.setattr(api.loop, "prepare_devices", lambda *_: None)
+    monkeypatch.setattr(resume, "prepare_devices", lambda *_: None)
     for given in (
         {"policy": "idm", "data": str(tmp_path)},
         {"policy": "log", "data": [tmp_path, "b"], "safety": False, "seed": np.int64(3)},

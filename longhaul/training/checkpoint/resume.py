@@ -31,13 +31,15 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.config import GRPOConfig, OffPolicy
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.resolve import absolute, agents, check_topology, replaced, resolve
-from longhaul.config.run import BEGINNING, MOST, Origin, Run, to_dict
+from longhaul.config.run import BEGINNING, MOST, Driving, Named, Origin, Run, to_dict
 from longhaul.reasoning import huggingface
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import bounded_json, config_fields, device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import CHANGEABLE, FIXED
 from longhaul.runtime.devices import prepare_devices, started
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry import screen
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
 from longhaul.training import hub, init_from, population, reasoning_setup
@@ -312,6 +314,26 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
         elif field.name in ("algorithm", "environment"):
             new[field.name] = _without(inner, names)
     return dataclasses.replace(value, **new)
+
+
+def named_task(run: Run) -> str:
+    """Name of a run's environment or task."""
+    task = run.environment
+    return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
+
+
+def policy_of(folder: Path, who: str, member: int | None = None, step: int | None = None) -> tuple[Run, Params | None]:
+    """(the run, the policy that acts in it): None for a driver that no learning made. RunError where none fits."""
+    if who in ("run", "untrained"):
+        with screen.stage("restoring the policy", plain=False):
+            run, trained, untrained = restore_policy(folder, member, step)
+        return run, trained if who == "run" else untrained
+    run = load_run(folder)
+    if not isinstance(run.environment, Driving):
+        task = named_task(run)
+        raise RunError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
+    prepare_devices(run.all_devices, run.threads)
+    return run, None
 
 
 def restore_policy(folder: Path, member: int | None = None, step: int | None = None) -> tuple[Run, Params, Params]:
