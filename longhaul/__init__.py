@@ -14,16 +14,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longhaul.training.api import Evaluation, Policy, Result, evaluate, load, make, resume, train
+    from longhaul.training.api import Evaluation, Policy, Result, evaluate, load, make, render, resume, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Policy", "Result", "evaluate", "load", "make", "resume", "train"]
+__all__ = ["Evaluation", "Policy", "Result", "evaluate", "load", "make", "render", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'longhaul' has no attribute {name!r}")
+        raise AttributeError(f"module 'longhaul' has no attribute {name!r}; there are {', '.join(__all__)}")
     from longhaul.training import api
 
     return getattr(api, name)

@@ -16,28 +16,23 @@ import numpy as np
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
-from longhaul.config import recipes
-from longhaul.config.resolve import named as named_environment
-from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Named, Run
+from longhaul.config.run import Driving, Run
 from longhaul.driving.evaluation import infractions
 from longhaul.driving.evaluation.infractions import Rate
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
-from longhaul.driving.render.recording import Recording
 from longhaul.runtime import files, process_group
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training import cross_play, evaluate_driving, hub
+from longhaul.training import cross_play, drawing, evaluate_driving, hub
 from longhaul.training import evaluate as evaluation
 from longhaul.training import report as run_report
 from longhaul.training.checkpoint.resume import named_task, policy_of, restore_policy
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
-from longhaul.training.run_dir import load_run
 
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
 STEP = Flag("step", INT, None, "updates after which the checkpoint was saved", shown="the newest", least=1,
@@ -135,7 +130,7 @@ def evaluate(words: Sequence[str]) -> int:
     if parsed["cross-play"]:
         return _cross_play(folder, parsed, run, acting)
     if isinstance(run.environment, Driving):
-        who = driver_of(parsed["policy"])
+        who = drawing.driver_of(parsed["policy"])
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
         scores, _ = drives.play(acting, who)
         if process_group.index() > 0:
@@ -250,10 +245,6 @@ def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
     return parsed | {"RUN": hub.PRETRAINED, "policy": written[0] if isinstance(who, str) else written}
 
 
-def driver_of(who: str) -> str:
-    return "policy" if who in ("run", "untrained") else who
-
-
 # ----------------------------------------------------------------------------------------------- tables and files
 
 
@@ -347,7 +338,9 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
         "run": run_id,
         "policy": parsed["policy"],
         "traffic": parsed["traffic"],
-        "safety": isinstance(task, Driving) and task.simulator.safety and driver_of(parsed["policy"]) == "policy",
+        "safety": isinstance(task, Driving)
+        and task.simulator.safety
+        and drawing.driver_of(parsed["policy"]) == "policy",
         "episodes": len(result.scores.names),
         "mean": {name: float(np.mean(values)) for name, values in known.items()},
         "std": {name: float(np.std(values)) for name, values in known.items()},
@@ -378,24 +371,18 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
     chosen = evaluate_driving.worst(result.scores, parsed["worst"])
     who, some = parsed["policy"], result.drives.some(chosen)
     changes = evaluate_driving.past_violations(some.run) if parsed["past-violations"] else {}
-    _, films = some.play(acting, driver_of(who), range(len(chosen)), **changes)
+    _, films = some.play(acting, drawing.driver_of(who), range(len(chosen)), **changes)
     folder.mkdir(parents=True, exist_ok=True)
     for place, film in enumerate(films, 1):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", film.id)[:80]
         path = folder / f"{place:02}-{name}.{parsed['worst-as']}"
         with screen.stage(f"drawing {path.name}"):
-            pictures.save([labelled(film, who)], path, fps=max(1, min(50, round(1 / film.dt))))
+            pictures.save([drawing.labelled(film, who)], path, fps=drawing.rate(film))
         if "-" not in (parsed["json"], parsed["csv"]):
             print(path, flush=True)
 
 
-def labelled(recording: Recording, who: str) -> Recording:
-    return recording._replace(label="trained" if who == "run" else who)
-
-
 # --------------------------------------------------------------------------------------------------------------- render
-
-PICTURES = (".gif", ".mp4", ".html", ".png")
 
 
 def render(words: Sequence[str]) -> int:
@@ -410,59 +397,19 @@ def render(words: Sequence[str]) -> int:
     groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
     parsed = shipped(flags.parse("render", about, groups, words).values)
-    who = parsed["policy"]
     if parsed["out"] is None:
         raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
-    if Path(parsed["out"]).suffix.lower() not in PICTURES:
-        raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
-    if parsed["RUN"] is not None:
-        folder = folder_of(parsed, "", on_hub=True)
-        if not isinstance(load_run(folder).environment, Driving):
-            return _draw_other(folder, parsed)
-        found = [policy_of(folder, each, parsed["member"], parsed["step"]) for each in who]
-        run, acting = checked(found[0][0], parsed["safety"], folder), [policy for _, policy in found]
-    elif {"run", "untrained"} & {*who}:
-        raise FlagError("whose drive? give a RUN, or --policy pretrained, idm, log or constant")
-    else:
-        run, acting = resolve(recipes.recipe("driving")), [None] * len(who)
-    named = parsed["scenario"]
-    drives = evaluate_driving.drives(run, parsed["data"], None if named else parsed["episodes"], parsed["traffic"])
-    ids = list(drives.scenarios.ids)
-    for each in named:
-        if each not in ids:
-            hint = flags.suggestion(each, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
-            raise RunError(f"no scenario is named {each!r}; {hint}")
-    some = drives.some([ids.index(each) for each in named]) if named else drives
-    changes = evaluate_driving.past_violations(run) if parsed["past-violations"] else {}
-    shown = range(len(some.scenarios))
-    films = [
-        [labelled(film, each) for film in some.play(policy, driver_of(each), shown, **changes)[1]]
-        for each, policy in zip(who, acting, strict=True)
-    ]
-    with screen.stage("drawing"):
-        recordings = [film for of_scenario in zip(*films) for film in of_scenario]
-        pictures.save(recordings, parsed["out"], fps=max(1, min(50, round(1 / recordings[0].dt))))
-    print(parsed["out"])
-    return 0
-
-
-def _draw_other(folder: Path, parsed: dict[str, Any]) -> int:
-    """Draws an episode of a run in another environment than driving."""
-    task, (who, *more) = load_run(folder).environment, parsed["policy"]
-    for name in ("data", "scenario", "traffic", "past-violations"):
-        if parsed[name]:
-            what = named_task(load_run(folder))
-            raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
-    if not isinstance(task, Named):
-        raise FlagError(f"run {folder.name} is {named_task(load_run(folder))}, of which there is no picture")
-    if more:
-        raise FlagError(f"--policy is {' '.join(parsed['policy'])}; {task.env} is drawn for one policy at a time")
-    run, acting = policy_of(folder, who, parsed["member"], parsed["step"])
-    with screen.stage("drawing"):
-        try:
-            images = evaluation.filmer(run, task.env, named_environment(task))(acting).images
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        pictures.film(images, parsed["out"], f"{folder.name}: {task.env}")
+    try:
+        drawing.check_file(parsed["out"])
+        folder = None if parsed["RUN"] is None else folder_of(parsed, "", on_hub=True)
+        run, acting = drawing.of_run(folder, parsed["policy"], parsed["member"], parsed["step"])
+        name = "" if folder is None else folder.name
+        drawing.draw(
+            run, name, parsed["policy"], acting, parsed["out"], data=parsed["data"], scenarios=parsed["scenario"],
+            episodes=parsed["episodes"], traffic=parsed["traffic"], safety=parsed["safety"],
+            past_violations=parsed["past-violations"],
+        )  # fmt: skip
+    except FieldError as error:
+        raise error.of_flag() from error
     print(parsed["out"])
     return 0

@@ -36,8 +36,8 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
+from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, population, publish, store
 from longhaul.training import evaluate as evaluation
-from longhaul.training import evaluate_driving, hub, init_from, loop, population, publish, store
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
@@ -105,8 +105,11 @@ class Curve:
         return f"<style>{pages.asset('curves.css')}</style>{self._figure}"
 
     def save(self, path: str | Path) -> Path:
-        """Writes a page that any browser shows."""
+        """Writes a page that any browser shows, .html; missing folders are made. RunError for another suffix."""
         file = Path(path)
+        if file.suffix.lower() not in (".html", ".htm"):
+            raise RunError(f"the curve's file is {str(path)!r}; it is a page, so name it .html")
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(
             pages.page(
                 self._title,
@@ -204,6 +207,7 @@ def train(
 
     Raises RunError, one line with value, bound and remedy, before anything is compiled.
     """
+    _check_callback(callback)
     stored = {} if config is None else files.load(Path(config))
     name = recipe or stored.get("recipe") or "ppo"
     chosen = name if isinstance(name, Run) else recipes.recipe(name)
@@ -236,6 +240,7 @@ def resume(
     finished trains on, and its annealed schedules go on to the new end. With `take_edits` a run.json that was edited
     by hand is taken; else that is an error.
     """
+    _check_callback(callback)
     beside, settings = _outlets(settings)
     where = beside.get("project"), beside.get("entity")
     folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
@@ -246,6 +251,11 @@ def resume(
     _prepared(beside, stored.recipe, folder)(folder)
     outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
     return _result(folder, stored, outcome)
+
+
+def _check_callback(callback: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise RunError(f"callback is {callback!r}; give a function of one argument, a record's metrics")
 
 
 def _outlets(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -273,11 +283,19 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
 
 
 def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as a Run holds them: a function of the user's own by its name, 2 or "data=2" as a mesh."""
+    """Settings as a Run holds them: a function of the user's own by its name, 2 or "data=2" as a mesh, and
+    {"lr": [1e-3, 1e-4]} as a sweep."""
     plain = {name: _importable(name, value) if callable(value) else value for name, value in given.items()}
     if isinstance(plain.get("mesh"), int | str):
         plain["mesh"] = files.mesh(plain["mesh"])
+    if isinstance(swept := plain.get("sweep"), Mapping):
+        plain["sweep"] = [f"{name}={_listed(values)}" for name, values in swept.items()]
     return typed(run, plain)
+
+
+def _listed(values: Any) -> str:
+    """Values of a sweep as its text has them; a text stays."""
+    return values if isinstance(values, str) else ",".join(str(value) for value in np.ravel(values))
 
 
 def _importable(setting: str, value: Any) -> str:
@@ -490,7 +508,7 @@ def evaluate(
         stored, params = run.run, run.params if learnt else None
     else:
         stored, params = policy_of(_folder(run, runs_dir), policy, member, step)
-    paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
+    paths = _texts(data)
     if not isinstance(stored.environment, Driving):
         if not learnt or paths or traffic is not None or safety is not None:
             raise RunError("data, traffic, safety and the drivers idm, log and constant are driving's; leave them out")
@@ -501,6 +519,62 @@ def evaluate(
         drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed))
         scores, _ = drives.play(params, "policy" if learnt else policy)
     return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
+
+
+def render(
+    run: str | Path | Result | Policy | None = None,
+    out: str | Path = "drive.gif",
+    *,
+    policy: str | Sequence[str] = "run",
+    data: str | Path | Sequence[str | Path] = (),
+    scenario: str | Sequence[str] = (),
+    episodes: int = 1,
+    traffic: str | None = None,
+    safety: bool | None = None,
+    past_violations: bool = False,
+    runs_dir: str | Path = RUNS,
+    member: int | None = None,
+    step: int | None = None,
+) -> Path:
+    """Picture of a run's policy as it acts, written to `out` as by `longhaul render`; -> its path.
+
+    The suffix of `out` chooses: .gif, .mp4, .html (a page with a player) or .png (a film strip). Several policies are
+    drawn side by side: `policy=["run", "idm"]`. `run` may be "pretrained"; without it the drivers "idm", "log" and
+    "constant" drive. `scenario` are ids of scenarios, else the first `episodes` are drawn. `data`, `traffic` and
+    `safety` are those of `evaluate`, and with `past_violations` an episode goes on after a collision. Raises
+    RunError, one line, before anything is compiled.
+    """
+    who, ids, paths = _texts(policy), _texts(scenario), _texts(data)
+    asked = [("policy", each, evaluation.POLICIES) for each in who or [""]]
+    for name, word, words in (*asked, ("traffic", traffic, evaluation.TRAFFICS)):
+        if word not in words and (name, word) != ("traffic", None):
+            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}")
+    if not isinstance(episodes, int | np.integer) or episodes < 1:
+        raise RunError(f"episodes is {episodes!r}; it must be a whole number, 1 at least")
+    drawing.check_file(out)
+    of, acting, title = _acting(run, who, runs_dir, member, step)
+    drawing.draw(
+        of, title, who, acting, out, data=paths, scenarios=ids, episodes=int(episodes), traffic=traffic, safety=safety,
+        past_violations=past_violations,
+    )  # fmt: skip
+    return Path(out)
+
+
+def _acting(
+    run: str | Path | Result | Policy | None, who: Sequence[str], runs_dir: str | Path, member: int | None,
+    step: int | None,
+) -> tuple[Run, drawing.Acting, str]:  # fmt: skip
+    """(a run, its policies by name, its own name)."""
+    if not isinstance(run, Policy):
+        folder = None if run is None else _folder(run, runs_dir)
+        return *drawing.of_run(folder, who, member, step), "" if folder is None else folder.name
+    if "untrained" in who or member is not None or step is not None:
+        raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
+    return run.run, lambda each: (run.run, run.params if each == "run" else None), run.run.recipe
+
+
+def _texts(given: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(each) for each in ([given] if isinstance(given, str | Path) else given)]
 
 
 def make(

@@ -267,4 +267,4 @@ def test_an_episode_of_cartpole_is_drawn(longhaul: Any, tmp_path: Path) -> None:
     assert (tmp_path / "p.gif").read_bytes().startswith(b"GIF")
     both = "render p --out p.gif --policy run untrained"
     assert_refused(longhaul(*both.split()), "drawn for one policy at a time")
-    assert_refused(longhaul(*["render", "p", "--out", "p.gif", "--traffic", "idm"]), "--traffic is for driving")
+    assert_refused(longhaul(*["render", "p", "--out", "p.gif", "--traffic", "idm"]), "is for driving, and run p is")

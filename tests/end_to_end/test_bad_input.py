@@ -112,7 +112,7 @@ BAD = [
     ("render --out x.gif", ["whose drive?"]),
     ("render cartpole", ["where to? give --out"]),
     ("render cartpole --out x.bmp", ["--out is 'x.bmp'; its suffix must be one of .gif, .mp4, .html, .png"]),
-    ("render cartpole --out x.gif --data y", ["--data is for driving, and run cartpole is cartpole"]),
+    ("render cartpole --out x.gif --data y", ["--data is y; it is for driving, and run cartpole is cartpole"]),
     ("evaluate cartpole --member 1", ["--member is 1, and cartpole is one run; leave --member out"]),
     ("reason cartpole", ["run cartpole is no language model's"]),
     ("reason sums --step-mark x", ["--step-mark and --answer-mark are for --steps of a model in words"]),

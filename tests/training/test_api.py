@@ -67,10 +67,12 @@ def test_a_result_has_metrics_as_arrays_scores_and_a_curve(trained: longhaul.Res
     assert trained.metrics["update"].tolist() == list(range(1, 9))
     assert trained.metrics["agent_steps"].dtype == np.float64 and trained.metrics["agent_steps"][-1] == 256
     assert set(trained.evaluation) == {"trained", "untrained"} and not trained.stopped
-    page = trained.plot("agent_steps").save(tmp_path / "curve.html").read_text()
+    page = trained.plot("agent_steps").save(tmp_path / "new" / "curve.html").read_text()
     assert "<svg" in page and "<svg" in trained.plot("agent_steps")._repr_html_()
     with pytest.raises(KeyError, match=r"no metric is named 'loss'; did you mean ppo/policy_loss or ppo/total_loss"):
         trained.plot("loss")
+    with pytest.raises(ValueError, match=r"the curve's file is 'curve.png'; it is a page, so name it .html"):
+        trained.plot().save("curve.png")
     assert repr(trained).startswith("Result(") and "return" in repr(trained)
 
 
@@ -237,7 +239,8 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
         ("dqn", {"env": "cartpole"}, "dqn is an algorithm, .*: longhaul train cartpole-dqn --env"),
         ("ppo", {"lr": [1e-3, 1e-4]}, r'it must be a number; runs with several values are sweep="lr=V1,V2"'),
         ("ppo", {"seed": [0, 1]}, "--seed is .*; it must be a whole number; runs with several seeds are seeds=N"),
-        ("ppo", {"sweep": {"lr": [1e-3]}}, "--sweep is .*; it must be a list, each of it a text, as lr=1e-4,1e-3"),
+        ("ppo", {"env": "cartpole", "sweep": {"lr": []}}, "sweep is 'lr='"),
+        ("cartpole", {"callback": "metrics"}, "callback is 'metrics'; give a function of one argument"),
         ("ppo", {"lr": np.ones(2)}, "--lr is .*; it must be a number; runs with several values are sweep"),
         ("ppo", {"env": "my_env.Corridor"}, "named 'my_env.Corridor'; one of your own is my_env:Corridor; there are"),
         ("ppo", {"env": "my_env.py:Corridor"}, "my_env.py is a file; write my_env:NAME"),
@@ -280,7 +283,9 @@ def test_values_that_python_has_are_those_of_the_command_line(monkeypatch: pytes
         mesh="data=1", sweep="ent_coef=0.1,0.2", torso=own_network, runs_dir=tmp_path,
     )  # fmt: skip
     longhaul.train("driving", data=tmp_path / "a.json", runs_dir=tmp_path)
-    (run, asked), (driving, _) = begun
+    longhaul.train("cartpole", sweep={"lr": np.array([1e-3, 3e-4]), "ent_coef": "0..0.1:3"}, runs_dir=tmp_path)
+    (run, asked), (driving, _), (swept, _) = begun
+    assert swept.population.sweep == ("lr=0.001,0.0003", "ent_coef=0..0.1:3")
     assert (run.algorithm.lr, run.algorithm.gamma, run.num_envs, run.total_steps) == (0.5, 0.5, 16, 1_000_000)
     assert run.algorithm.network.torso == f"{__name__}:own_network" and run.population.sweep == ("ent_coef=0.1,0.2",)
     assert json.loads(json.dumps(asked))["total_steps"] == 1_000_000
