@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.log import BadData, LibraryMissing
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.from_log import CHOSEN, cast_of, scenario_from_log, scenario_of
 from longhaul.driving.scenario.lane_graph import look_around
@@ -142,9 +142,10 @@ def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iter
     """Each file at `paths` with its scenarios, as `from_logs`.
 
     Logs are read under limits of a process (`readers.limited`): where JAX is loaded, of another one. What is wrong is
-    told with the file's name.
+    told with the file's name. In a folder with other logs, those that need a library which is not installed are left
+    out, which stderr says once of each format.
     """
-    done, files = 0, readers.expand(paths)
+    done, files, lacking = 0, readers.expand(paths), set()
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("reading logs", count))
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(1))))
@@ -158,6 +159,13 @@ def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iter
                 found = work() if here else pool().submit(work).result()
             except BrokenProcessPool as error:
                 raise BadData(f"{path}: the process that read it died (out of memory?); leave it out") from error
+            except LibraryMissing as error:
+                if str(path) in map(str, paths) or (path == files[-1] and not done):
+                    raise
+                if (why := str(error).removeprefix(str(path))) not in lacking:
+                    print(f"{error}; logs like it are left out", file=sys.stderr, flush=True)
+                lacking.add(why)
+                continue
             except BadData as error:
                 told = str(error) if str(path) in str(error) else f"{path}: {error}"
                 more = "; `longhaul data convert` makes shards of all logs that can be used" if len(files) > 1 else ""

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -186,7 +185,8 @@ class Drives(NamedTuple):
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
             policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
-            what = f"{len(self.scenarios)} scenarios driven by {driver}"
+            count = len(self.scenarios)
+            what = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
             with screen.stage(what, len(self.scenarios)) as advance, opened() as batches:
                 for batch in batches:
                     where = {which: np.argwhere(batch.numbers == which) for which in record}
@@ -272,7 +272,7 @@ def drives(
             )
         else:
             task = dataclasses.replace(task, simulator=settings)
-            loaded = _from_files(task, files, count)
+            loaded = _from_files(task, paths, count)
             scenarios = scenario_set.held([scenario for _, scenario in loaded], [file for file, _ in loaded])
     else:
         scenarios = scenario_set.generated(
@@ -284,15 +284,15 @@ def drives(
     return Drives(dataclasses.replace(run, environment=dataclasses.replace(task, simulator=settings)), scenarios)
 
 
-def _from_files(task: Driving, paths: Sequence[Path], count: int | None) -> list[tuple[str, Scenario]]:
+def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[tuple[str, Scenario]]:
     """First `count` scenarios of the files, each with its file; no more are compiled."""
     each = scenario_source.by_file(
-        list(map(str, paths)), count=count, agents=task.simulator.agents, horizon=task.horizon, objects=task.objects,
+        paths, count=count, agents=task.simulator.agents, horizon=task.horizon, objects=task.objects,
         control=task.simulator.control,
     )  # fmt: skip
     loaded = [(str(path), scenario) for path, scenarios in each for scenario in scenarios]
     if not loaded:
-        raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
+        raise BadData(f"{', '.join(paths)}: no scenario to evaluate in; give other data")
     return loaded
 
 

@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +227,37 @@ def test_a_log_that_cant_be_used_is_told_with_its_file_and_what_leaves_such_logs
         scenario_source.from_logs([str(tmp_path)])
     with pytest.raises(BadData, match=r"b\.json: short: .*leave this log out$"):
         scenario_source.from_logs([str(tmp_path / "b.json")])
+
+
+class _Here:
+    """Pool whose work is done at once, in this process."""
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def test_logs_that_need_a_library_which_is_not_there_are_left_out_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_files.make_log()
+    for name in ("b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"a-{name}.parquet").write_bytes(b"PAR1, of which no more is read")
+    (tmp_path / "c" / "z.json").write_text(json.dumps(log_files.gpudrive(log)))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(scenario_source.processes, "pool", lambda count: _Here())
+    monkeypatch.setattr(scenario_source.processes, "ending", nullcontext)
+    assert [scenario.id for scenario in scenario_source.from_logs([str(tmp_path / "c")])] == [log.id]
+    says = 'a-c.parquet: Argoverse 2 needs pyarrow: pip install "longhaul-rl[data]"; logs like it are left out\n'
+    assert capsys.readouterr().err.endswith(says)
+    for paths in ([tmp_path / "b"], [tmp_path / "c", tmp_path / "b" / "a-b.parquet"]):
+        with pytest.raises(BadData, match="needs pyarrow"):
+            scenario_source.from_logs([str(path) for path in paths])
 
 
 def _takes_memory(path: Path, count: int | None, **settings: Any) -> list[Scenario]:

@@ -16,7 +16,7 @@ import numpy as np
 from longhaul.driving.datasets import log
 from longhaul.driving.datasets.gpudrive import coordinates, number
 from longhaul.driving.datasets.lane_boundaries import edges, flat
-from longhaul.driving.datasets.log import BadData, Feature, Log, Malformed, Tracks, check, no_lights
+from longhaul.driving.datasets.log import BadData, Feature, LibraryMissing, Log, Malformed, Tracks, check, no_lights
 from longhaul.driving.datasets.safe_pickle import WRONG
 from longhaul.runtime import bounded_json
 
@@ -100,7 +100,7 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
         import pyarrow as pa
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise BadData(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul-rl[data]"') from error
+        raise LibraryMissing(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul-rl[data]"') from error
     try:
         with parquet.ParquetFile(path) as file:
             _check_sizes(file)

@@ -114,6 +114,10 @@ class BadData(ValueError):
     """A data file that can't be used. The message is one line: the path, what is wrong, what to do."""
 
 
+class LibraryMissing(BadData):
+    """A file whose format needs a library that is not installed."""
+
+
 class Malformed(ValueError):
     """Bytes that are no such message. Readers of files turn it into `BadData` with the path."""
 

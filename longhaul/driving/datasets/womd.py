@@ -37,6 +37,7 @@ from longhaul.driving.datasets.log import (
     MPH,
     BadData,
     Feature,
+    LibraryMissing,
     Lights,
     Log,
     Malformed,
@@ -116,7 +117,7 @@ def records(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         import google.protobuf  # noqa: F401
     except ImportError as error:
-        raise BadData(f'{path}: Waymo\'s files need protobuf: pip install "longhaul-rl[data]"') from error
+        raise LibraryMissing(f'{path}: Waymo\'s files need protobuf: pip install "longhaul-rl[data]"') from error
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
