@@ -132,8 +132,8 @@ def _object(name: str, **given: Any) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """Kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    """Kind of an error, the first line of what it says, and where the user's code raised it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}{user_modules.place(error)}"
 
 
 def _has(object_: Any, names: tuple[str, ...]) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,25 @@ def imported(module: str) -> Any:
         if module.endswith(".py"):
             raise ValueError(f"{module} is a file; write {module.removesuffix('.py')}:NAME") from error
         remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
-        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{remedy}") from error
+        at = "" if missing or isinstance(error, SyntaxError) else place(error)  # a SyntaxError says where
+        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{at}{remedy}") from error
+
+
+def place(error: BaseException) -> str:
+    """ " (my_env.py, line 7)", where the user's own code raised an error or called what did; "" where none had a part.
+
+    What is in this package, in Python's own library or installed is not the user's.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.abspath(frame.filename)
+        installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
+        if os.path.isfile(path) and not installed and not path.startswith(NOT_OWN):
+            return f" ({os.path.basename(path)}, line {frame.lineno})"
+    return ""
+
+
+NOT_OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(os.__file__) + os.sep)
+"""Folders of this package and of Python's own library."""
 
 
 class Source(NamedTuple):

@@ -64,7 +64,7 @@ def test_those_on_the_host_get_the_name_of_their_kind(name: str, fused: bool, ca
         ("nowhere_at_all:Corridor", "nowhere_at_all can't be imported: ModuleNotFoundError.*; run from the folder"),
         (f"{HERE}:Corridr", "has no Corridr; did you mean Corridor"),
         (f"{HERE}:NOTHING", "NOTHING is a int, and no environment: it has neither spec, reset, step"),
-        (f"{HERE}:broken", "broken can't be made: RuntimeError: no map is loaded"),
+        (f"{HERE}:broken", r"can't be made: RuntimeError: no map is loaded \(own_environments.py, line \d+\)"),
         (f"{HERE}:Wide", r"the observation of reset is float32\[6\]; the spec says float32\[5\]"),
         (f"{HERE}:Drifting", r"the state after step\[0\] is float32\[\]; reset's is int32\[\]"),
         (f"{HERE}:Endless", "spec.max_steps is None, and episodes must end"),

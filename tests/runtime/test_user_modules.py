@@ -40,7 +40,13 @@ def test_what_is_missing_is_named_with_its_remedy(name: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"), [("1 +", "SyntaxError: invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")]
+    ("broken", "says"),
+    [
+        ("1 +", "SyntaxError: invalid syntax"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(failing_module_5.py, line 1\)"),
+        ("\nint('x')", r"ValueError: invalid literal .* \(failing_module_9.py, line 2\)"),
+        ("import json\njson.loads('{')", r"JSONDecodeError: .* \(failing_module_27.py, line 2\)"),
+    ],
 )
 def test_a_module_that_fails_says_why(broken: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"failing_module_{len(broken)}"

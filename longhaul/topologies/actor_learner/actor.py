@@ -16,6 +16,7 @@ import numpy as np
 
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.runtime.shared_memory import Wakeup
+from longhaul.runtime.user_modules import place
 from longhaul.topologies.actor_learner import shared_buffers as buffers
 from longhaul.topologies.actor_learner.shared_buffers import Shapes, SharedBuffers, Size
 from longhaul.topologies.staleness import Ticket
@@ -92,7 +93,7 @@ def main() -> int:
         collect = about.make(about.actor)
         work(shared, about.actor, collect, Wakeup(about.reads, -1), Wakeup(-1, about.writes))
     except Exception as error:
-        shared.say(about.actor, f"{type(error).__name__}: {error}")
+        shared.say(about.actor, f"{type(error).__name__}{place(error)}: {error}")
         raise
     return 0
 

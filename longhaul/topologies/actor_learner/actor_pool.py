@@ -31,6 +31,7 @@ from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.launch.process import Process
 from longhaul.runtime.shared_memory import Wakeup, wakeup
 from longhaul.runtime.signals import AT_WORK
+from longhaul.runtime.user_modules import place
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner import actor as actors
 from longhaul.topologies.actor_learner import shared_buffers as buffers
@@ -69,7 +70,7 @@ class ActorThread:
                 self._failed = str(error)
                 learner.wake()
             except Exception as error:
-                shared.say(actor, f"{type(error).__name__}: {error}")
+                shared.say(actor, f"{type(error).__name__}{place(error)}: {error}")
                 self._failed = "it failed"
                 learner.wake()
 
