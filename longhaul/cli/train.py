@@ -189,7 +189,7 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     loop.prepare_devices(run.shown_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
-    if run.topology == "actors" and isinstance(run.environment, Reasoning):
+    if run.topology != "fused":
         found = loop.weighed(run)
     else:
         made = compiled(run)

@@ -95,6 +95,8 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     """Program of a resolved run, as `longhaul train` compiles it. Call `prepare_devices` first."""
     if run.many:
         raise RunError("this looks at one run; leave --seeds and --sweep out")
+    if run.topology == "central":  # whose worlds are no part of a program
+        raise RunError("this looks at the program of worlds and learner, and --topology is central; choose another")
     assert run.block is not None
     source = source or feed(run)
     with closing(Feeding(source)) as feeding:

@@ -588,17 +588,22 @@ def _compiled(
 
 
 def weighed(run: Run) -> footprints.Footprint | None:
-    """Memory that a resolved run of actors takes, compiled as for training; nothing is trained and no folder made."""
+    """Memory that a resolved run of actors takes on the learner's device, compiled as for training.
+
+    Nothing is trained and no folder made. Policies that one process serves to all actors are not in it.
+    """
     with closing(Feeding(source := feed(run))) as feeding:
         context = feeding.now.context
     assembly = assemble(run, source.within, context)
     check_room(assembly, context, fused_too=False)
     progress = assembly.start(run.seed, context)
     progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+    parts = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
+    if run.topology == "central":
+        return footprints.footprint(inference_server.prepare(run, assembly, progress).update, assembly.mesh, parts)
     untrained = _aside(run, assembly, progress.state)  # as a run keeps it
     program = actor_learner.prepare(run, assembly, context, progress)
     footprints.trim()
-    parts = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
     around = actor_learner.beside(run, assembly, program, progress.state)
     del untrained
     return footprints.footprint(program.update, assembly.mesh, parts, around)

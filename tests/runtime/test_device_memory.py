@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from longhaul.cli import main
+from longhaul.config import recipes
+from longhaul.config.resolve import changed, resolve
+from longhaul.config.run import Run
+from longhaul.diagnostics import compiled_run
 from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.driving import scenario_source
 from longhaul.runtime import device_memory
@@ -93,6 +97,38 @@ def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert rows["parameters"] == "428 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
     assert rows["memory a device"].endswith(f"of {device_memory.size(device_memory.memory_of(jax.devices()[0]) or 0)}")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["actors", "central"])
+def test_a_dry_run_weighs_the_learner_of_actors(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "cartpole", "--dry-run", "--mesh", "data=1", "--topology", topology, "--actors", "1"]
+    words += ["--num-envs", "4", "--num-steps", "8", "--hidden-dim", "8", "--num-layers", "1"]
+    assert main.main(words) == 0
+    rows = dict(re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
+    assert rows["parameters"] == "428 B" and "environments" not in rows
+
+
+@pytest.mark.parametrize(("topology", "weighed"), [("actors", True), ("central", True), ("fused", False)])
+def test_a_dry_run_looks_at_the_program_of_its_topology(
+    topology: str, weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fused_program(run: Run) -> None:
+        asked.append(run.topology)
+        raise RunError("far enough")
+
+    monkeypatch.setattr(loop, "weighed", lambda run: asked.append("learner"))
+    monkeypatch.setattr(compiled_run, "compiled", fused_program)
+    code = main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1", "--topology", topology])
+    assert (code, asked) == ((0, ["learner"]) if weighed else (2, ["fused"]))
+
+
+def test_a_program_of_worlds_and_learner_has_none_on_a_server() -> None:
+    run = resolve(changed(recipes.recipe("cartpole"), {"topology": "central"}))
+    with pytest.raises(RunError, match="--topology is central; choose another"):
+        compiled_run.compiled(run)
 
 
 def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyPatch) -> None:
