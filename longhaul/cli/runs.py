@@ -51,7 +51,8 @@ def runs(words: Sequence[str]) -> int:
     folder = folder_runs.local(parsed["runs-dir"])
     found = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
     found = sorted(found, key=SORTS[parsed["sort"]])[: parsed["most"]]
-    tables.report(parsed["json"], [run._asdict() for run in found], lambda: _print(found, parsed["runs-dir"]))
+    rows, where, words = [run._asdict() for run in found], parsed["runs-dir"], parsed["FILTER"]
+    tables.report(parsed["json"], rows, lambda: _print(found, where, words))
     return 0
 
 
@@ -73,9 +74,12 @@ def _typed(value: Any) -> Any:
     return config_fields.plain(value).lower()
 
 
-def _print(found: Sequence[Summary], where: str) -> None:
+def _print(found: Sequence[Summary], where: str, words: Sequence[str]) -> None:
     if not found:
-        print(f"no run in {where}")
+        folder = next((word for word in words if Path(word).is_dir()), None)
+        hint = "" if folder is None else f"; {folder} is a folder: longhaul runs --runs-dir {folder}"
+        asked = f" fits {' '.join(words)}" if words else ""
+        print(f"no run in {where}{asked}{hint}")
         return
     levels = screen.LEVELS["utf" in (sys.stdout.encoding or "").lower()]
     rows = [

@@ -52,6 +52,8 @@ def load(path: Path) -> dict[str, Any]:
         text = path.read_text("utf-8")
         _check_depth(text)
         content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+    except FileNotFoundError as error:
+        raise RunError(f"--config {path} is not there: check the path") from error
     except (OSError, ValueError) as error:
         raise RunError(f"--config {path} can't be read: {' '.join(str(error).split())}") from error
     except RecursionError as error:

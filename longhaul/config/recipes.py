@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -618,11 +619,21 @@ def recipe(name: str) -> Run:
     return dataclasses.replace(_own(installed.get(name, name)), recipe=name)
 
 
+ELSEWHERE = (
+    "a2c a3c acktr acer trpo ddpg d4pg c51 qrdqn rainbow r2d2 redq droq tqc crossq cql iql awr awac td3bc mappo ippo "
+    "qmix vdn maddpg dreamer dreamerv3 muzero es ars reinforce"
+)
+"""Algorithms of other libraries that are no algorithm here."""
+
+
 def _hint(name: str, there: Sequence[str]) -> str:
     """Remedy for a name that no recipe has: an algorithm's recipes, the nearest names, or all."""
     word = name.lower()
     if word in LOSSES and word not in ALGORITHMS:
         return f"{word} is a loss of GRPO: longhaul train reasoning-questions --loss {word}"
+    if word in ELSEWHERE.split():
+        there = ", ".join(ALGORITHMS)
+        return f"{word} is not among the algorithms ({there}); your own is --algorithm my_module:MyClass"
     if word == "sft":
         return "answers of a file are imitated before rewards by longhaul train reasoning-questions --taught UPDATES"
     if word not in RECIPES and word in ALGORITHMS:
@@ -630,8 +641,14 @@ def _hint(name: str, there: Sequence[str]) -> str:
         anywhere = [one for one in known if isinstance(RECIPES[one]().environment, Named)][:1]
         remedy = "".join(f"; in another environment: longhaul train {one} --env NAME" for one in anywhere)
         return f"{word} is an algorithm, of the recipes {', '.join(known)}{remedy}"
-    near = difflib.get_close_matches(word, there, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
+    if near := difflib.get_close_matches(word, there, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(near)}?"
+    from longhaul.envs import registry  # which imports JAX
+
+    env = f"gymnasium/{name}" if re.fullmatch(r"\w+-v\d+", name) else word
+    if env != word or word in registry.TABLE:
+        return f"{name} is an environment: longhaul train ppo --env {env}"
+    return f"there are {', '.join(there)}"
 
 
 def learning_by(algorithm: str) -> list[str]:

@@ -84,12 +84,13 @@ def stage(
         nonlocal done
         done = to
 
-    remark = "" if before is None else f"{before:.0f} s the last time"
+    begun, remark = time.monotonic(), "" if before is None else f"{before:.0f} s the last time"
 
     def lines() -> None:
         while not ended.wait(PLAIN_EVERY if done else PLAIN_SOON):
-            parts = (title, f"{done:,} of {total:,}" if total else "", remark)
-            print(": ".join(filter(None, parts)), file=sys.stderr, flush=True)
+            # Without the seconds, lines of work that compiles first would all be the same.
+            size = f"{done:,} of {total:,} after {time.monotonic() - begun:.0f} s" if total else ""
+            print(": ".join(filter(None, (title, size, remark))), file=sys.stderr, flush=True)
             if not total:
                 return
 

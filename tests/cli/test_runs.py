@@ -62,7 +62,11 @@ def test_runs_are_listed_filtered_and_sorted(longhaul: Any) -> None:
     assert names(longhaul, "?-s*", "pendulum") == ["c-swing"]
     assert names(longhaul, "done") == ["b-best"]
     assert names(longhaul, "nothing") == []
-    assert longhaul("runs", "nothing")[1] == "no run in runs\n"
+    assert longhaul("runs", "nothing")[1] == "no run in runs fits nothing\n"
+    Path("others").mkdir()
+    said = "no run in runs fits others; others is a folder: longhaul runs --runs-dir others\n"
+    assert longhaul("runs", "others")[1] == said
+    assert longhaul("runs", "--runs-dir", "others")[1] == "no run in others\n"
     assert_refused(longhaul("runs", "--sort", "lenght"), "--sort is 'lenght'; it must be one of newest")
 
 

@@ -226,6 +226,8 @@ def convert(
             raise ValueError(f"{name} is {kind!r}: choose from {', '.join(choices)}")
     settings = Settings(shard.VERSION, per_shard, agents, horizon, control, routes)
     inside = out.resolve()
+    if out.exists() and not out.is_dir():
+        raise BadData(f"{out}: a file is there: name the folder to write to last, after the logs")
     files = [path for path in readers.expand(given) if inside not in path.resolve().parents]
     if not files:
         raise BadData(f"{', '.join(given)}: no logs outside of {out}: name where the logs are")
