@@ -449,7 +449,9 @@ def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
 
 
 async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
-    """Object in a request's body. Raises Refused for a body that is too long, too slow, or no object."""
+    """Object in a request's body. Raises Refused for a body that is too long, too slow, cut off, or no object."""
+    from starlette.requests import ClientDisconnect
+
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, "the body must be JSON, with content-type: application/json")
@@ -465,6 +467,8 @@ async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
                     raise Refused(413, f"the body has more than {bounds.body:,} bytes")
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise Refused(499, "the client left") from None
     try:
         found = bounded_json.parse(bytes(data), WEIGHT * bounds.body)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import time
@@ -308,6 +309,23 @@ def test_what_cannot_be_answered_is_refused_in_one_line(asked: Any, body: Any, s
 def test_a_body_that_is_no_request_is_refused(asked: Any, given: dict[str, Any], status: int) -> None:
     found = asked.post("/v1/completions", **{"headers": {"content-type": "application/json"}} | given)
     assert found.status_code == status, found.text
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error(answers: http.Texts) -> None:
+    """Else the server would write a traceback for each of them, as many as a stranger likes."""
+    parts = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
+    sent = []
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"90")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    asyncio.run(http.application(answers, None, ("127.0.0.1",), BOUNDS, {})(scope, receive, send))
+    assert [each.get("status") for each in sent] == [499, None] and not any(parts)
 
 
 def test_a_conversation_without_a_template_or_with_odd_turns_is_refused(engine: Engine, asked: Any) -> None:
