@@ -103,7 +103,11 @@ def evaluate(words: Sequence[str]) -> int:
     parsed = shipped(flags.parse("evaluate", about, {"": FLAGS}, words).values)
     if parsed["RUN"] is None and parsed["policy"] not in ("run", "untrained"):
         parsed["RUN"] = hub.PRETRAINED  # whose settings a driver needs, no more
-    folder = folder_of(parsed, "longhaul evaluate RUN [--flags]: RUN first, or before --data", on_hub=True)
+    folder = folder_of(
+        parsed,
+        "longhaul evaluate RUN [--flags], RUN before --data; or --policy pretrained, which needs none",
+        on_hub=True,
+    )
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]

@@ -80,9 +80,6 @@ PUBLISHING = (
 )  # fmt: skip
 """Flags of publication: not part of a Run either."""
 
-NO_ENV = ("ppo", "bc")
-"""Recipes for any environment, which must be named."""
-
 SIDE_BY_SIDE = tuple(leaf.name.replace("_", "-") for leaf in config_fields.walk(Population()))
 """Flags that make many runs of one."""
 
@@ -156,6 +153,7 @@ MATTER = (
 
 FEW = 20
 
+
 def matter(flags: Mapping[str, Sequence[Flag]], run: Run) -> list[str]:
     """Names of the flags that matter for a recipe."""
     there = {flag.name for group in flags.values() for flag in group}
@@ -174,7 +172,7 @@ def table(run: Run) -> dict[str, list[Flag]]:
         group = leaf.setting.group or (leaf.path[0] if leaf.path[0] in GROUPS else "run")
         flag = flag_of(leaf, run)
         flag = flag._replace(aliases=tuple(name for name in flag.aliases if name not in own))
-        if flag.name == "env" and run.recipe in NO_ENV:
+        if flag.name == "env" and run.recipe in recipes.NO_ENV:
             flag = flag._replace(shown="needed")
         groups[f"{group}: {headings[group]}"].append(flag)
     groups[f"saving: {headings['saving']}"] += FOLDERS

@@ -93,7 +93,7 @@ def _train(words: Sequence[str]) -> int:
     few = run_flags.matter(table, recipe)
     command = f"train {recipe.recipe}"
     parsed = flags.parse(command, about, table, words[1:], few=few, answer=aliases.answer)
-    if recipe.recipe in run_flags.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
+    if recipe.recipe in recipes.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
         raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:
         raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")

@@ -596,6 +596,9 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
+NO_ENV = ("ppo", "bc")
+"""Recipes for any environment, which must be named."""
+
 GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_scaling}
 """Recipes of many runs."""
 

@@ -48,6 +48,9 @@ from longhaul.types import Environment, Key, Params, PyTree
 BEFORE = {"run.json", "run.json.partial", "publish.json", store.MARK, *(f"{name}.json" for name in tracking.KINDS)}
 """Files of a run that has not begun."""
 
+NO_RUN = "the run is a {}; give its name, its folder or the Result of its training"
+"""Error for what is no run, with its type."""
+
 
 def begin(
     run: Run,
@@ -194,8 +197,8 @@ def train(
     callback: Callback | None = None,
     **settings: Any,
 ) -> Result:
-    """Result of a new training run: of a recipe's name (`longhaul recipes` lists them; "ppo" if none is given), or of a
-    Run.
+    """Result of a new training run: of a recipe's name (`longhaul recipes` lists them; "ppo" if none is given, with
+    `env`), or of a Run.
 
     `env` is an environment's name, or the class or function that makes the user's own. `algorithm` is one in the
     recipe's place: a name, or the class of the user's own (docs/add-an-algorithm.md). `settings` are the flags of
@@ -208,6 +211,8 @@ def train(
     Raises RunError, one line with value, bound and remedy, before anything is compiled.
     """
     _check_callback(callback)
+    if isinstance(config, Mapping):
+        raise RunError("config is a dict; give a file's path, or its settings as keywords: train(RECIPE, **settings)")
     stored = {} if config is None else files.load(Path(config))
     name = recipe or stored.get("recipe") or "ppo"
     chosen = name if isinstance(name, Run) else recipes.recipe(name)
@@ -224,6 +229,8 @@ def train(
     if isinstance(given.get("init_from"), str | Path):
         given["init_from"] = init_from.located(str(given["init_from"]), Path(runs_dir))
     given = _held(chosen, given)
+    if name in recipes.NO_ENV and config is None and not {"env", "recorded"} & given.keys():
+        raise RunError(f"recipe {name} is for any environment; give env=NAME (longhaul envs lists them), or a class")
     run = resolve(changed(chosen, given))
     asked = {name: str(value) if isinstance(value, MeshShape) else value for name, value in given.items()}
     folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, prepare=prepare, callback=callback)
@@ -243,6 +250,8 @@ def resume(
     _check_callback(callback)
     beside, settings = _outlets(settings)
     where = beside.get("project"), beside.get("entity")
+    if not isinstance(run, str | Path | Result):
+        raise RunError(NO_RUN.format(type(run).__name__))
     folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
     before = load_run(folder)
     settings = aliases.canonical(before, settings)
@@ -285,6 +294,10 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
 def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a Run holds them: a function of the user's own by its name, 2 or "data=2" as a mesh, and
     {"lr": [1e-3, 1e-4]} as a sweep."""
+    numbers = {leaf.name for leaf in config_fields.walk(run) if isinstance(leaf.value, int | float)}
+    if wrong := [name for name, value in given.items() if callable(value) and name in numbers]:
+        hint = "; with anneal=True it falls to 0" if wrong[0] == "lr" else ""
+        raise RunError(f"{wrong[0]} is {given[wrong[0]]!r}; it must be a number, no function{hint}")
     plain = {name: _importable(name, value) if callable(value) else value for name, value in given.items()}
     if isinstance(plain.get("mesh"), int | str):
         plain["mesh"] = files.mesh(plain["mesh"])
@@ -313,6 +326,8 @@ def _importable(setting: str, value: Any) -> str:
 def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
     if isinstance(run, Result):
         return run.folder
+    if not isinstance(run, str | Path):
+        raise RunError(NO_RUN.format(type(run).__name__))
     if hub.is_address(str(run)):
         return hub.folder_of(str(run))
     return find_folder(Path(runs_dir), str(run))
@@ -497,7 +512,8 @@ def evaluate(
     """
     for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
         if word not in words and (name, word) != ("traffic", None):
-            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}")
+            own = f"; {word} is a run of its own: give it as run" if (name, word) == ("policy", hub.PRETRAINED) else ""
+            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}{own}")
     for name, number, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
             raise RunError(f"{name} is {number!r}; it must be a whole number, {least} at least")
@@ -548,7 +564,8 @@ def render(
     asked = [("policy", each, evaluation.POLICIES) for each in who or [""]]
     for name, word, words in (*asked, ("traffic", traffic, evaluation.TRAFFICS)):
         if word not in words and (name, word) != ("traffic", None):
-            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}")
+            own = f"; {word} is a run of its own: give it as run" if (name, word) == ("policy", hub.PRETRAINED) else ""
+            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}{own}")
     if not isinstance(episodes, int | np.integer) or episodes < 1:
         raise RunError(f"episodes is {episodes!r}; it must be a whole number, 1 at least")
     drawing.check_file(out)

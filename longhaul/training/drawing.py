@@ -46,7 +46,7 @@ def of_run(folder: Path | None, who: Sequence[str], member: int | None, step: in
     if folder is not None:
         return load_run(folder), lambda each: policy_of(folder, each, member, step)
     if {"run", "untrained"} & {*who}:
-        raise RunError("whose drive? give a RUN, or --policy pretrained, idm, log or constant")
+        raise RunError("whose drive? give a RUN (pretrained is one), or --policy idm, log or constant")
     driving = resolve(recipes.recipe("driving"))
     return driving, lambda each: (driving, None)
 

@@ -177,7 +177,7 @@ def _train(
         if run.total_steps < steps:
             raise RunError(f"--total-steps is {run.total_steps}, and {steps} are done; give more, or leave it out")
         if run.total_steps <= load_run(folder).total_steps:
-            _say(f"run {folder.name} is done already")
+            _say(f"run {folder.name} is done already; with more --total-steps it trains on")
             return result
         if process_group.index() == 0:  # it goes on to a later end
             done.replace(folder / f"result-{steps}.json")

@@ -147,6 +147,9 @@ def test_an_evaluation_takes_the_untrained_policy_and_earlier_ones(trained: long
         longhaul.evaluate(trained, step=3)
     with pytest.raises(ValueError, match="a loaded Policy is one policy"):
         longhaul.evaluate(trained.policy, policy="untrained")
+    for function in (longhaul.load, longhaul.evaluate, longhaul.resume):
+        with pytest.raises(ValueError, match="the run is a Run; give its name, its folder or the Result"):
+            function(trained.run)
 
 
 def test_an_evaluation_of_driving_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,7 +233,7 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
     [
         ("cartpol", {}, "no recipe is named 'cartpol'; did you mean cartpole"),
         ("ppo", {"num_env": 3}, "recipe ppo has no setting 'num_env'; did you mean num_envs"),
-        ("ppo", {"num_envs": 0}, "--num-envs is 0"),
+        ("cartpole", {"num_envs": 0}, "--num-envs is 0"),
         ("ppo", {"num_envs": "many"}, "--num-envs is 'many'; it must be a whole number"),
         ("driving", {"env": "cartpole"}, "env is 'cartpole', and recipe driving has none to choose"),
         ("ppo", {"env": lambda: own.Corridor()}, "give the class, or a function with a name"),
@@ -240,6 +243,13 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
         ("ppo", {"lr": [1e-3, 1e-4]}, r'it must be a number; runs with several values are sweep="lr=V1,V2"'),
         ("ppo", {"seed": [0, 1]}, "--seed is .*; it must be a whole number; runs with several seeds are seeds=N"),
         ("ppo", {"env": "cartpole", "sweep": {"lr": []}}, "sweep is 'lr='"),
+        (
+            "cartpole",
+            {"lr": own_network},
+            "lr is <function .*; it must be a number, no function; with anneal",
+        ),
+        ("ppo", {"total_steps": 9}, "recipe ppo is for any environment; give env=NAME"),
+        ("cartpole", {"config": {"lr": 1e-3}}, "config is a dict; give a file's path, or its settings as keywords"),
         ("cartpole", {"callback": "metrics"}, "callback is 'metrics'; give a function of one argument"),
         ("ppo", {"lr": np.ones(2)}, "--lr is .*; it must be a number; runs with several values are sweep"),
         ("ppo", {"env": "my_env.Corridor"}, "named 'my_env.Corridor'; one of your own is my_env:Corridor; there are"),
@@ -313,7 +323,7 @@ def test_a_run_at_an_address_is_trained_loaded_and_gone_on_with(
     assert there["params_sha256"] == whole.summary["params_sha256"] == trained.summary["params_sha256"]
     assert longhaul.load(f"{url}/first").run == trained.run
     with pytest.raises(ValueError, match="no store has the scheme 's4'"):
-        longhaul.train("ppo", runs_dir="s4://bucket/runs", **SMALL)
+        longhaul.train("cartpole", runs_dir="s4://bucket/runs", **SMALL)
 
 
 def test_a_run_whose_module_is_gone_says_so(trained: longhaul.Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_a_policy_is_drawn_as_its_film_shows_it(policy: longhaul.Policy, tmp_pat
         ({"out": "a.bmp"}, r"out is 'a.bmp'; its suffix must be one of .gif, .mp4, .html, .png"),
         ({"out": "a.gif"}, r"out is 'a.gif'; that is a folder"),
         ({"policy": "ppo"}, r"policy is 'ppo'; it must be one of run, untrained, idm, log, constant"),
+        ({"policy": "pretrained"}, r"it must be one of run, .*; pretrained is a run of its own: give it as run"),
         ({"policy": []}, r"policy is ''; it must be one of run"),
         ({"policy": "untrained"}, "a loaded Policy is one policy"),
         ({"traffic": "slow"}, r"traffic is 'slow'; it must be one of log, idm"),
