@@ -164,6 +164,29 @@ class ListCorridor(GymCorridor):
         return super().reset(seed=seed, options=options)
 
 
+class PlainCorridor(GymCorridor):
+    """Observations as lists of numbers."""
+
+    def see(self) -> Any:
+        return super().see().tolist()
+
+
+class OldCorridor(GymCorridor):
+    """Reset as gym had it before Gymnasium."""
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()[0]
+
+
+def fixed_vector(worlds: int = 2) -> Any:
+    """Vector that has two worlds, whatever is asked for."""
+    return gymnasium.vector.SyncVectorEnv([GymCorridor] * 2)
+
+
+def unasked_vector() -> Any:
+    return fixed_vector()
+
+
 class LyingCorridor(GymCorridor):
     def see(self) -> np.ndarray:
         return super().see()[:-1]

@@ -33,6 +33,7 @@ from longhaul.envs.host.vector import (
     no_state,
     seeds,
     slot,
+    stacked,
     take,
     typed,
     write,
@@ -263,7 +264,7 @@ class Loop:
         self._interval.check(out.truncated)
         if not ended:
             return HostStep(*out, self._none)
-        return HostStep(*out, Finals(np.asarray(ended, np.int32), typed(self.spec, _stack(lasts)), {}))
+        return HostStep(*out, Finals(np.asarray(ended, np.int32), stacked(self.spec, lasts), {}))
 
     def once(self, inner: Any, action: np.ndarray) -> tuple[Tree, float, bool, bool]:
         """(observation, reward, terminated, truncated) of one environment's step, which resets nothing."""
@@ -343,7 +344,12 @@ def single(
 
 def _check_first(name: str, inner: Any, spaces: Form) -> None:
     """Raises ValueError, naming the part, where a reset or a step does not return what the spaces say."""
-    begun = inner.reset(seed=0)
+    try:
+        begun = inner.reset(seed=0)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise ValueError(f"{name}: {error}; Gymnasium's is reset(self, *, seed=None, options=None)") from error
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise ValueError(f"{name}: reset returns {type(begun).__name__}; it must be (observation, info)")
     check_observation(f"{name}: the observation of reset", spaces, *begun)
@@ -387,7 +393,14 @@ def vector(
     truncation_interval: int | None = None, **options: Any,
 ) -> Vector:  # fmt: skip
     """Any Gymnasium vector environment: `name` is module:factory, called with the number of worlds and the options."""
-    worlds = load(name)(num_envs, **options)
+    try:
+        worlds = load(name)(num_envs, **options)
+    except TypeError as error:
+        if "positional argument" not in str(error):
+            raise
+        raise ValueError(f"{name}: {error}; it is called with the number of worlds: def make(num_envs)") from error
+    if worlds.num_envs != num_envs:
+        raise ValueError(f"{name} has made {worlds.num_envs} worlds, and {num_envs} were asked for")
     if "autoreset_mode" not in worlds.metadata:
         raise ValueError(f"{name} does not say in its metadata which autoreset_mode it has; Gymnasium asks for it")
     return _vector(worlds, None, truncation_interval, mask, action_bound)

@@ -23,7 +23,7 @@ from longhaul.envs.host.vector import (
     no_state,
     seeds,
     slot,
-    typed,
+    stacked,
 )
 from longhaul.runtime.user_modules import load
 from longhaul.spaces import Tree, mapped
@@ -88,8 +88,7 @@ class Parallel:
         self._interval.check(out.truncated)
         if not ended:
             return HostStep(*out, self._none)
-        last = mapped(lambda *parts: np.stack([np.asarray(part) for part in parts]), lasts[0], *lasts[1:])
-        return HostStep(*out, Finals(np.asarray(ended, np.int32), typed(self.spec, last), {}))
+        return HostStep(*out, Finals(np.asarray(ended, np.int32), stacked(self.spec, lasts), {}))
 
     state, restore = no_state, no_restore
 

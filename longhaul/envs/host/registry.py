@@ -88,6 +88,8 @@ def describe(name: str, **options: Any) -> Description:
     """
     path, written = with_options(name)
     kind, _, rest = path.partition("/")
+    if path in KINDS:
+        raise ValueError(f"{name!r} is a kind of environments on the host; write one of them: {KINDS[path].example}")
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
     return Description(kind, FORMER.get(rest, rest), tuple(sorted((written | options).items())))

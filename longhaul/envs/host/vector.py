@@ -23,6 +23,7 @@ Example, one column that resets in the same step, and one that does it in the ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -188,6 +189,13 @@ def check_action(spec: HostSpec, columns: int, action: Any) -> np.ndarray:
 def typed(spec: HostSpec, observation: Tree) -> Tree:
     """Observations with the types that the spec says."""
     return mapped(lambda leaf, value: np.asarray(value, leaf.dtype), spec.observation, observation)
+
+
+def stacked(spec: HostSpec, rows: Sequence[Tree]) -> Tree:
+    """Single observations as a batch of the spec's types. They may be lists of numbers where the spec has an array."""
+    return mapped(
+        lambda leaf, *parts: np.stack([np.asarray(part, leaf.dtype) for part in parts]), spec.observation, *rows
+    )
 
 
 class LostState(ValueError):

@@ -354,15 +354,34 @@ def test_an_algorithm_acts_on_what_a_vector_gives() -> None:
         seen = vector.step(np.asarray(action)).observation
 
 
+def test_observations_may_be_lists_of_numbers() -> None:
+    plain, arrays = (made(f"single/tests.helpers.own_environments:{name}Corridor") for name in ("Plain", "Gym"))
+    assert same(plain.reset(3), arrays.reset(3))
+    ended = 0
+    for _ in range(12):
+        steps = [vector.step(np.ones(3, np.int32)) for vector in (plain, arrays)]
+        assert same(*steps)
+        ended += len(steps[0].finals.columns)
+    assert ended and steps[0].finals.observation.dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
+        ("driving", {}, "'driving' is a kind of environments on the host; write one of them: driving/generated"),
         ("cartpole", {}, "'cartpole' is no environment on the host; write KIND/NAME, KIND one of gymnasium"),
         ("gym/CartPole-v1", {}, "KIND one of gymnasium"),
         ("gymnasium/CartPol-v1", {}, "CartPol-v1 can't be made"),
         ("gymnasium/CartPole-v1", {"wrong": 3}, "CartPole-v1 can't be made: .*wrong"),
         ("ale/pongg", {}, "pongg can't be made"),
         ("vector/json:nothing", {}, "json has no nothing"),
+        ("single/tests.helpers.own_environments:OldCorridor", {}, r"'seed'; Gymnasium's is reset\(self, \*, seed=None"),
+        (
+            "vector/tests.helpers.own_environments:unasked_vector",
+            {},
+            r"the number of worlds: def make\(num_envs\)",
+        ),
+        ("vector/tests.helpers.own_environments:fixed_vector", {}, "has made 2 worlds, and 3 were asked for"),
         ("numpy/nowhere:f", {}, "nowhere can't be imported"),
         ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", {"max_steps": 0}, "max_steps is 0"),
         ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", {"wrong": 0}, "unexpected keyword argument 'wrong'"),
