@@ -154,6 +154,12 @@ def _kind(name: str, object_: Any) -> str:
         return "brax"
     if _has(object_, GYMNASIUM):
         return "vector" if _has(object_, ("num_envs", "single_action_space")) else "single"
+    if {*OURS} <= {*dir(object_)}:  # a property that fails is not there for `hasattr`
+        try:
+            spec = object_.spec
+        except Exception as error:
+            raise ValueError(f"{name}: its spec can't be read: {_line(error)}") from error
+        raise ValueError(f"{name}: its spec is a {type(spec).__name__}; it must be a longhaul.types.Spec")
     raise ValueError(
         f"{name} is a {type(object_).__name__}, and no environment: it has neither {', '.join(OURS)} (Longhaul), "
         f"{', '.join(GYMNAX[:2])} (gymnax), {', '.join(BRAX[2:])} (Brax) nor {', '.join(GYMNASIUM[:2])} (Gymnasium)"
@@ -310,7 +316,9 @@ def _traced(what: str, function: Any, *given: Any) -> Any:
     except Exception as error:
         raise ValueError(f"{what} can't be traced by JAX: {_line(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"{what} returns {type(result).__name__}; it must be a pair")
+        returned = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        pair = "(state, longhaul.types.transition(...))" if what.endswith("step") else "(state, observation)"
+        raise ValueError(f"{what} returns {returned}; it must be a pair {pair}")
     return result
 
 

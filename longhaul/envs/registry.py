@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +68,9 @@ def make(name: str, **options: Any) -> Environment:
     options = behind | options
     known = [known_name for known_name, _ in names()]
     if name not in known:
-        module, dot, path = name.rpartition(".")
-        own = f"; one of your own is {module}:{path}" if dot and external.is_external(f"{module}:{path}") else ""
-        raise ValueError(f"no environment is named {name!r}{own}; {_suggest(name, known)}")
+        near, elsewhere = _suggest(name, known), _elsewhere(name)
+        hints = [elsewhere] if elsewhere and near.startswith("there are") else [near, elsewhere]
+        raise ValueError(f"no environment is named {name!r}; {'; '.join(filter(None, hints))}")
     maker = probes.PROBES[name.removeprefix(PROBE)] if name.startswith(PROBE) else TABLE[name][0]
     takes = list(inspect.signature(maker).parameters)
     for option in options:
@@ -108,6 +109,18 @@ def spec_stub(name: str) -> SpecStub:
         return SpecStub(name, dataclasses.replace(spec, agents=spec.agents or 1))
     finally:
         vector.close()
+
+
+def _elsewhere(name: str) -> str:
+    """Name to give for an environment of the user's, of Gymnasium or of Atari that is written otherwise; "" if none."""
+    module, _, path = name.rpartition(".")
+    if external.is_external(f"{module}:{path}"):
+        return f"one of your own is {module}:{path}"
+    if file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", name):
+        return f"one of your own is {file[1]}:{file[2]}, given in the folder of its file"
+    if atari := re.fullmatch(r"ALE/(\w+)-v\d+", name):
+        return f"Atari's is ale/{re.sub(r'(?<!^)(?=[A-Z])', '_', atari[1]).lower()}"
+    return f"Gymnasium's is gymnasium/{name}" if re.fullmatch(r"[\w./-]+-v\d+", name) else ""
 
 
 def _suggest(given: str, known: list[str]) -> str:

@@ -224,5 +224,24 @@ class PairCorridor:
 NOTHING = 3
 
 
+class WordySpec(Corridor):
+    def __init__(self) -> None:
+        self.spec: Any = "a corridor"
+
+
+class TypoSpec(Corridor):
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def spec(self) -> Any:  # type: ignore[override]
+        return self.lenght  # type: ignore[attr-defined]
+
+
+class FiveValues(Corridor):
+    def step(self, key: Any, state: Any, action: Any) -> Any:
+        return self.see(state[0]), state, 0.0, False, {}
+
+
 def broken() -> Corridor:
     raise RuntimeError("no map is loaded")

@@ -252,7 +252,7 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
         ("cartpole", {"config": {"lr": 1e-3}}, "config is a dict; give a file's path, or its settings as keywords"),
         ("cartpole", {"callback": "metrics"}, "callback is 'metrics'; give a function of one argument"),
         ("ppo", {"lr": np.ones(2)}, "--lr is .*; it must be a number; runs with several values are sweep"),
-        ("ppo", {"env": "my_env.Corridor"}, "named 'my_env.Corridor'; one of your own is my_env:Corridor; there are"),
+        ("ppo", {"env": "my_env.Corridor"}, "named 'my_env.Corridor'; one of your own is my_env:Corridor$"),
         ("ppo", {"env": "my_env.py:Corridor"}, "my_env.py is a file; write my_env:NAME"),
         (
             "ppo",
