@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -87,34 +88,13 @@ def assemble(
     """
     assert run.devices is not None
     mesh = mesh or meshes.make_mesh(*run.mesh)
-    parted = (
-        batch_shards.alone()
-        if run.many
-        else batch_shards.virtual(mesh)
-        if run.deterministic
-        else batch_shards.by_device(mesh)
-    )
+    parted = _shards(run, mesh)
     count = run.acting.actors if run.topology == "actors" and run.acting.actors else parted.number
     worlds = run.num_envs // count
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
-    sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
-
-    def mean(tree: PyTree) -> PyTree:
-        """Mean over shards, in its parameters' layout where they are split over `fsdp`."""
-        return partition.laid(parted.mean(tree), run.mesh) if run.fsdp else parted.mean(tree)
-
-    def make(values: Mapping[str, Any]) -> Algorithm:
-        config = dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != population.SCENARIOS})
-        done, split = origin.agent_steps / run.total_steps, run.mesh.parts > 1
-        context = RunContext(updates, mean, parted.apart, origin.updates, done, split, sizes=sizes)
-        context = context._replace(in_buckets=parted.in_buckets)
-        if run.fsdp:
-            context = context._replace(spread=meshes.spread)
-        scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
-        return registry.make(spec, dataclasses.replace(config, **scaled), context)
-
+    make = functools.partial(_algorithm, run, spec, _context(run, parted, origin, updates))
     siblings = members_of(run) if run.many else ()
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
@@ -138,27 +118,67 @@ def assemble(
             guide = Guide(advising(world, worlds), share)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
 
-    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
+    env_steps = run.num_envs * run.num_steps
     if run.topology == "actors":
-        if isinstance(run.environment, Named) and is_hosted(run.environment.env):
-            enter = host_rollout.entering(
-                run.environment.env, algorithm, host_rollout.Sizes(worlds, run.num_steps), count
-            )
-        else:
-            enter = acted.entering(collector_in, count)
-        own = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
-        enter = lambda key, context: acted.whole_carry(own(key, context), mesh)  # noqa: E731
-    if run.topology == "central":
-        enter = lambda key, context: ()  # noqa: E731  the actors hold the environments
-        if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
-            groups = run.acting.actors * run.central.slots
-            enter = served.entering(
-                run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
-            )
+        enter = _entering_actors(run, algorithm, collector_in, mesh, worlds, count, updates)
+    elif run.topology == "central":
+        enter = _entering_server(run, algorithm)
+    else:
+        enter = fused.entering(collector_in, mesh, parted)
     begin = populations.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
     )
+
+
+def _shards(run: Run, mesh: Mesh) -> batch_shards.Shards:
+    """Parts in which a run's batch is computed."""
+    if run.many:
+        return batch_shards.alone()
+    return batch_shards.virtual(mesh) if run.deterministic else batch_shards.by_device(mesh)
+
+
+def _context(run: Run, parted: batch_shards.Shards, origin: Origin, updates: int) -> RunContext:
+    """Context of a run's algorithm, whose means are over the shards of a batch."""
+
+    def mean(tree: PyTree) -> PyTree:
+        """Mean over shards, in its parameters' layout where they are split over `fsdp`."""
+        return partition.laid(parted.mean(tree), run.mesh) if run.fsdp else parted.mean(tree)
+
+    context = RunContext(
+        updates, mean, parted.apart, origin.updates, origin.agent_steps / run.total_steps, run.mesh.parts > 1,
+        in_buckets=parted.in_buckets,
+        sizes=Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps),
+    )  # fmt: skip
+    return context._replace(spread=meshes.spread) if run.fsdp else context
+
+
+def _algorithm(run: Run, spec: Spec, context: RunContext, values: Mapping[str, Any]) -> Algorithm:
+    """Algorithm of a run, with a member's `values` of its settings."""
+    config = dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != population.SCENARIOS})
+    scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
+    return registry.make(spec, dataclasses.replace(config, **scaled), context)
+
+
+def _entering_actors(
+    run: Run, algorithm: Algorithm, collector_in: fused.CollectorIn, mesh: Mesh, worlds: int, count: int, updates: int
+) -> fused.Enter:
+    """Function that begins the `worlds` worlds of each of `count` actors."""
+    if isinstance(run.environment, Named) and is_hosted(run.environment.env):
+        sizes = host_rollout.Sizes(worlds, run.num_steps)
+        enter = host_rollout.entering(run.environment.env, algorithm, sizes, count)
+    else:
+        enter = acted.entering(collector_in, count)
+    own = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
+    return lambda key, context: acted.whole_carry(own(key, context), mesh)
+
+
+def _entering_server(run: Run, algorithm: Algorithm) -> fused.Enter:
+    """Function that begins nothing where actors hold the environments, and their states where nothing is stale."""
+    if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
+        groups = run.acting.actors * run.central.slots
+        return served.entering(run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups)
+    return lambda key, context: ()
 
 
 def check_room(assembly: Assembly, context: PyTree, *, fused_too: bool) -> None:

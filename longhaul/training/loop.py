@@ -8,14 +8,13 @@ parameters, bit by bit, and a metrics file without gap or repeat.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +59,7 @@ from longhaul.training import population as members
 from longhaul.training import publish as publishing
 from longhaul.training.assemble import Assembly, assemble, check_room, decisions
 from longhaul.training.checkpoint import resume
-from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints, Found
 from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
@@ -72,8 +71,13 @@ STOPPED = 75
 """Exit code of a run that saved and stopped after a signal: it can be resumed."""
 
 
-PROGRAM = ("environment", "algorithm", "topology", "population", "num_envs", "num_steps", "devices", "model", "block")
+COMPILED_FROM = (
+    "environment", "algorithm", "topology", "population", "num_envs", "num_steps", "devices", "model", "block",
+)  # fmt: skip
 """Fields of a Run on which the time depends that its program takes to compile."""
+
+Program = fused.Program | actor_learner.CompiledActorLearner | inference_server.CompiledServer
+"""Compiled program of a run's topology."""
 
 
 class Outcome(NamedTuple):
@@ -97,7 +101,7 @@ def train(
     edited: bool = False,
     sole: bool = False,
 ) -> Outcome:
-    """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
+    """Training of the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
     `source` is the run's training data if already opened; `asked` are the settings that a resume's user gave, for
     run.json. `callback` is called with each record. With `edited` a run.json that was edited by hand is taken. All
@@ -113,19 +117,16 @@ def train(
         sole = sole and not process_group.together() and store.of(folder) is None
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
-            for turn in itertools.count():
+            attempt = Attempt(run, folder, stop, source, asked or {}, callback, edited, sole, resumed, detours)
+            while True:
                 try:
-                    result = _train(
-                        run, folder, stop, source, asked or {}, callback, resumed=resumed, turn=turn, detours=detours,
-                        edited=edited, sole=sole,
-                    )  # fmt: skip
-                    return Outcome(0, result)
+                    return Outcome(0, attempt.train())
                 except Poisoned as poisoned:
                     detours, line = process_group.share(
-                        f"detour {turn}", functools.partial(nan_rollback.keep, run, folder, poisoned)
+                        f"detour {attempt.number}", functools.partial(nan_rollback.keep, run, folder, poisoned)
                     )
                 _say(line)
-                source, resumed = None, True
+                attempt = replace(attempt, source=None, resumed=True, detours=detours, number=attempt.number + 1)
         except Stopped as stopped:
             _farewell(stop, folder, stopped.done)
         except KeyboardInterrupt:
@@ -155,110 +156,154 @@ def _mirrored(folder: Path, stop: Stop) -> AbstractContextManager[None]:
     return store.mirrored(folder, lambda: stop.asked, _say) if process_group.index() == 0 else nullcontext()
 
 
-def _train(
-    run: Run,
-    folder: Path,
-    stop: Stop,
-    source: Feed | None,
-    asked: Mapping[str, Any],
-    callback: Callback | None,
-    *,
-    resumed: bool,
-    turn: int,
-    detours: int,
-    edited: bool,
-    sole: bool,
-) -> dict[str, Any]:
-    """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
-    done = folder / "result.json"
-    if resumed and done.exists():
-        result = read_result(folder)
-        steps = result.get("agent_steps", 0)
-        if run.total_steps < steps:
-            raise RunError(f"--total-steps is {run.total_steps}, and {steps} are done; give more, or leave it out")
-        if run.total_steps <= load_run(folder).total_steps:
-            _say(f"run {folder.name} is done already; with more --total-steps it trains on")
+@dataclass(frozen=True)
+class Attempt:
+    """Attempt to train a run to its end, cut short by updates that are not finite."""
+
+    run: Run
+    folder: Path
+    stop: Stop
+    source: Feed | None  # training data, if already opened
+    asked: Mapping[str, Any]  # settings that a resume's user gave
+    callback: Callback | None
+    edited: bool  # a run.json that was edited by hand is taken
+    sole: bool  # a signal may end the process while all of its work is on disk
+    resumed: bool
+    detours: int  # rollbacks of the run before
+    number: int = 0  # attempts of this process before
+
+    def train(self) -> dict[str, Any]:
+        """Result of the run. Raises Stopped and Poisoned."""
+        run, folder, stop = self.run, self.folder, self.stop
+        if (result := self._earlier_result()) is not None:
             return result
-        if process_group.index() == 0:  # it goes on to a later end
-            done.replace(folder / f"result-{steps}.json")
-    # Other topologies wait for each program at once, or in a thread of their own.
-    prepare_devices(run.shown_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
-    saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
-    with closing(saving) as checkpoints, ExitStack() as closed:
-        clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))
-        found = checkpoints.newest() if resumed else None
-        edits = resume.edits(folder, found) if found is not None else {}
-        if found is not None and not edited:
-            resume.check_edits(folder, found, edits)
-        now = resume.standing(run, found)
-        origins = run_dir.sources(run)
-        if isinstance(run.environment, Named) and (module := external.source(run.environment.env)):
-            origins["env"] = module
-        with stop.at_once():
-            source = source or feed(run, now.origin)
-            if resumed:
-                stored = bounded_json.read(folder / "run.json")
-                feeds.check(run, source, stored, folder.name)
-                begun = {"env": stored.get("module"), **stored.get("modules", {})}
-                for flag, origin in origins.items():
-                    if line := user_modules.change(begun.get(flag), origin):
-                        _say(f"warning: {line}")
-            with screen.stage("preparing data"):
-                feeding, assembly, sooner = opened(run, source, now.origin, closed)
-        check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
-        shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
+        # Other topologies wait for each program at once, or in a thread of their own.
+        prepare_devices(run.shown_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
+        saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=self.number)
+        with closing(saving) as checkpoints, ExitStack() as closed:
+            clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))
+            found = checkpoints.newest() if self.resumed else None
+            edits = self._edits(found)
+            standing = resume.standing(run, found)
+            modules = _modules(run)
+            with stop.at_once():
+                source = self.source or feed(run, standing.origin)
+                if self.resumed:
+                    self._compare(source, modules)
+                with screen.stage("preparing data"):
+                    feeding, assembly, sooner = opened(run, source, standing.origin, closed)
+            check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
+            parameters, decided = self._describe(source, assembly, modules)
+            if self.sole:
+                stop.leave = _leaving(stop, folder, found.step if found is not None else 0)
+            progress = self._begin(assembly, feeding, clock, found)
+            untrained = _aside(run, assembly, progress.state)
+            _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
+            sums = Sums(len(assembly.members), found.metadata["pending"] if found is not None else None)
+            if found is not None:
+                clock.before = Seconds(**found.metadata["seconds"])
+                with stop.at_once():
+                    feeding.move(feeds.place(found.metadata["place"]))
+                progress = resume.restored(
+                    run, checkpoints, found, progress, standing, source, assembly, feeding.now.context
+                )
+            progress = nan_rollback.around(progress, found, self.detours, assembly.mesh)
+            if self.resumed and process_group.index() == 0:
+                known = {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(self.asked)}
+                resume.record(folder, run, standing, source, known, edits)
+            _look(stop, int(progress.updates), assembly)
+            if int(progress.updates) < assembly.updates:
+                try:
+                    progress = Loop(
+                        run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, self.resumed,
+                        about={"detours": self.detours} | resume.based(run), callback=self.callback,
+                    ).train(sooner)  # fmt: skip
+                except Poisoned as poisoned:
+                    poisoned.before = checkpoints.newest()
+                    raise
+            if self.sole:
+                stop.leave = _leaving(stop, folder, assembly.updates)
+            policy = _aside(run, assembly, progress.state)
+            if process_group.index() > 0:
+                return {}
+            _say("evaluating")
+            return finish(run, folder, assembly, policy, untrained, clock, stop)
+
+    def _earlier_result(self) -> dict[str, Any] | None:
+        """Result of a run that is done already; None where it trains, also on to a later end."""
+        done = self.folder / "result.json"
+        if not self.resumed or not done.exists():
+            return None
+        result = read_result(self.folder)
+        steps = result.get("agent_steps", 0)
+        if self.run.total_steps < steps:
+            raise RunError(f"--total-steps is {self.run.total_steps}, and {steps} are done; give more, or leave it out")
+        if self.run.total_steps <= load_run(self.folder).total_steps:
+            _say(f"run {self.folder.name} is done already; with more --total-steps it trains on")
+            return result
+        if process_group.index() == 0:
+            done.replace(self.folder / f"result-{steps}.json")
+        return None
+
+    def _edits(self, found: Found | None) -> dict[str, list[Any]]:
+        """Fields of run.json that were edited by hand since the checkpoint. Raises RunError unless that is taken."""
+        if found is None:
+            return {}
+        edits = resume.edits(self.folder, found)
+        if not self.edited:
+            resume.check_edits(self.folder, found, edits)
+        return edits
+
+    def _compare(self, source: Feed, modules: Mapping[str, user_modules.Source]) -> None:
+        """Comparison of a resumed run's data and modules with those that it began with. Raises RunError for the data;
+        warns of the modules."""
+        stored = bounded_json.read(self.folder / "run.json")
+        feeds.check(self.run, source, stored, self.folder.name)
+        before = {"env": stored.get("module"), **stored.get("modules", {})}
+        for flag, module in modules.items():
+            if line := user_modules.change(before.get(flag), module):
+                _say(f"warning: {line}")
+
+    def _describe(
+        self, source: Feed, assembly: Assembly, modules: Mapping[str, user_modules.Source]
+    ) -> tuple[int, list[str]]:
+        """(number of parameters, lines on derived settings), reported; and the run.json of a new run.
+
+        It is written here and not before, because bad data or sizes are an error and not a run.
+        """
+        run, algorithm = self.run, assembly.algorithm
+        shapes = jax.eval_shape(algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
-        policy = jax.eval_shape(lambda: assembly.algorithm.policy(assembly.algorithm.init(jax.random.key(0))))
+        policy = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
         parameters = actor_critic.count((policy.state if assembly.members else policy).params)
-        plain = {flag: origin._asdict() for flag, origin in origins.items()}
-        about = {"data": source.about, "parameters": parameters, "decisions": decided}
-        about |= {"module": plain.pop("env")} if "env" in plain else {}
-        about |= {"modules": plain} if plain else {}
-        if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
-            save_run(folder, run, provenance() | about | {"asked": run_dir.load_asked(folder)})
+        if not self.resumed and process_group.index() == 0:
+            about = {"data": source.about, "parameters": parameters, "decisions": decided}
+            others = {flag: module._asdict() for flag, module in modules.items()}
+            about |= {"module": others.pop("env")} if "env" in others else {}
+            about |= {"modules": others} if others else {}
+            save_run(self.folder, run, provenance() | about | {"asked": run_dir.load_asked(self.folder)})
         for line in decided:
             _say(line)
-        if sole:
-            stop.leave = _leaving(stop, folder, found.step if found is not None else 0)
+        return parameters, decided
+
+    def _begin(self, assembly: Assembly, feeding: Feeding, clock: Clock, found: Found | None) -> Progress:
+        """Progress before the first update; of a new run from the parameters of another, where it begins from them."""
         with screen.stage("making the networks and the first worlds"), clock.compiling():
-            progress = assembly.start(run.seed, feeding.now.context)
-            progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
-        if found is None and run.init_from is not None:
-            state, line = init_from.applied(run, assembly.spec, progress.state)
+            progress = assembly.start(self.run.seed, feeding.now.context)
+            progress = progress._replace(state=reasoning_setup.loaded(self.run, progress.state))
+        if found is None and self.run.init_from is not None:
+            state, line = init_from.applied(self.run, assembly.spec, progress.state)
             progress = progress._replace(state=state)
             _say(line)
-        untrained = _aside(run, assembly, progress.state)
-        _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
-        sums = Sums(len(assembly.members))
-        if found is not None:
-            clock.before = Seconds(**found.metadata["seconds"])
-            sums = Sums(len(assembly.members), found.metadata["pending"])
-            with stop.at_once():
-                feeding.move(feeds.place(found.metadata["place"]))
-            progress = resume.restored(run, checkpoints, found, progress, now, source, assembly, feeding.now.context)
-        progress = nan_rollback.around(progress, found, detours, assembly.mesh)
-        if resumed and process_group.index() == 0:
-            resume.record(
-                folder, run, now, source, {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(asked)},
-                edits,
-            )  # fmt: skip
-        _look(stop, int(progress.updates), assembly)
-        if int(progress.updates) < assembly.updates:
-            try:
-                progress = Loop(
-                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed,
-                    about={"detours": detours} | resume.based(run), callback=callback,
-                ).train(sooner)  # fmt: skip
-            except Poisoned as poisoned:
-                poisoned.before = checkpoints.newest()
-                raise
-        if sole:
-            stop.leave = _leaving(stop, folder, assembly.updates)
-        policy = _aside(run, assembly, progress.state)
-        if process_group.index() > 0:
-            return {}
-        _say("evaluating")
-        return finish(run, folder, assembly, policy, untrained, clock, stop)
+        return progress
+
+
+def _modules(run: Run) -> dict[str, user_modules.Source]:
+    """Modules of the user's own that a run imports, by the flag that names them."""
+    modules = run_dir.sources(run)
+    if isinstance(run.environment, Named) and (module := external.source(run.environment.env)):
+        modules["env"] = module
+    return modules
 
 
 def _say(line: str) -> None:
@@ -349,33 +394,11 @@ class Loop:
     out: Outlets = SILENT
 
     def train(self, sooner: Ahead | None) -> Progress:
-        """Run all updates. Raises Stopped and Poisoned."""
-        run, assembly, clock = self.run, self.assembly, self.clock
-        done, writes, stopping = int(self.progress.updates), process_group.index() == 0, False
+        """Progress after all updates. Raises Stopped and Poisoned."""
+        run, assembly, done, writes = self.run, self.assembly, int(self.progress.updates), process_group.index() == 0
         if writes:
             self._drop_records_after(done)
-        key = {name: value for name, value in to_dict(run).items() if name in PROGRAM}
-        began = time.perf_counter()
-        with screen.stage("compiling", before=compile_cache.seconds_before(key)):
-            program = _compiled(run, assembly, self.feeding, self.progress, clock, sooner)
-        if writes:
-            compile_cache.remember(key, time.perf_counter() - began)
-        seconds = clock.read()
-        # Printed by each process: all wait for the one that compiles.
-        print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
-              f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
-        if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
-            on_device = footprints.parts(assembly.algorithm, self.progress._replace(carry=()), ())
-            footprints.trim()
-            around = (
-                actor_learner.beside(run, assembly, program, self.progress.state)
-                if isinstance(program, actor_learner.CompiledActorLearner)
-                else {}
-            )
-            _weigh(self.folder, program.update, assembly.mesh, on_device, around)
-        else:
-            parts = footprints.parts(assembly.algorithm, self.progress, self.feeding.now.context)
-            _weigh(self.folder, program.executable, assembly.mesh, parts)
+        program = self._program(sooner)
         with ExitStack() as closed:
             if writes:
                 self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
@@ -384,19 +407,18 @@ class Loop:
             ))  # fmt: skip
             alone = not assembly.mesh.is_multi_process
             evaluations = Evaluations(run, self.folder, assembly.updates, done, alone=alone)
-            log = self._logger(evaluations)
+            records = Records(self, evaluations)
             _look(self.stop, done, assembly)
             ask = meshes.asking(assembly.mesh, late=True)
-            clock.train()
+            self.clock.train()
             saved_at = time.perf_counter()
-            waiting: tuple[int, int, Any] | None = None
+            stopping = False
             self.stop.ending, self.stop.leave = "saving after this call", None
             self.tell(heartbeat.WORKS)
             for self.progress, n, rows in closed.enter_context(closing(self._calls(program))):
-                publish(done + n, n, self.progress.state)
-                if waiting is not None:  # rows of the previous call: the device works meanwhile
-                    log(*waiting)
-                done, waiting = done + n, (done + n, n, rows)
+                done += n
+                publish(done, n, self.progress.state)
+                records.add(done, n, rows)
                 due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
                 if due:  # all processes learn of it, with several one call later
                     saved_at = time.perf_counter()
@@ -404,20 +426,16 @@ class Loop:
                 if run.save_interval is not None:
                     due = done // run.save_interval > (done - n) // run.save_interval
                 if evaluations.due(done, n) and not stopping and done < assembly.updates:
-                    log(*waiting)
-                    waiting = None
+                    records.flush()
                     self._evaluate(evaluations, done)
                 if due or stopping or done == assembly.updates:
-                    if waiting is not None:
-                        log(*waiting)
-                    waiting = None
+                    records.flush()
                     self._save(done, last=stopping or done == assembly.updates)
                 if stopping:
                     break
             if done < assembly.updates and not stopping:  # actors were left alone at their work
                 stopping = True
-                if waiting is not None:
-                    log(*waiting)
+                if records.flush():
                     self._save(done, last=True)
             self.tell(heartbeat.RESTS)
             with screen.stage("saving"):
@@ -428,6 +446,31 @@ class Loop:
         if writes:  # the other processes wait for this one
             self.stop.look(done)
         return self.progress
+
+    def _program(self, sooner: Ahead | None) -> Program:
+        """Program of the run's topology, reported with its seconds and its memory. Raises RunError if it cannot fit."""
+        run, assembly, clock, feeding = self.run, self.assembly, self.clock, self.feeding
+        key = {name: value for name, value in to_dict(run).items() if name in COMPILED_FROM}
+        began = time.perf_counter()
+        with screen.stage("compiling", before=compile_cache.seconds_before(key)):
+            program = _compiled(run, assembly, feeding, self.progress, clock, sooner)
+        if process_group.index() == 0:
+            compile_cache.remember(key, time.perf_counter() - began)
+        seconds = clock.read()
+        # Printed by each process: all wait for the one that compiles.
+        print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
+              f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
+        if isinstance(program, fused.Program):
+            parts = footprints.parts(assembly.algorithm, self.progress, feeding.now.context)
+            _weigh(self.folder, program.executable, assembly.mesh, parts)
+            return program
+        parts = footprints.parts(assembly.algorithm, self.progress._replace(carry=()), ())
+        footprints.trim()
+        around: dict[str, int] = {}
+        if isinstance(program, actor_learner.CompiledActorLearner):
+            around = actor_learner.beside(run, assembly, program, self.progress.state)
+        _weigh(self.folder, program.update, assembly.mesh, parts, around)
+        return program
 
     def _drop_records_after(self, done: int) -> None:
         metrics = self.folder / "metrics.jsonl"
@@ -479,12 +522,12 @@ class Loop:
             if process_group.index() == 0:
                 policy = jax.device_put(policy, jax.local_devices()[0])
                 try:
-                    evaluations.make(policy, self._counts(done))
+                    evaluations.make(policy, self.counts(done))
                 except OSError as error:
                     self.out.note(f"warning: the evaluation after update {done} is not kept: {error}")
         self.tell(heartbeat.WORKS)
 
-    def _counts(self, update: int) -> dict[str, Any]:
+    def counts(self, update: int) -> dict[str, Any]:
         """Counts of a record after this many updates."""
         assembly = self.assembly
         return {
@@ -521,46 +564,64 @@ class Loop:
             warn(error)
         self.tell(heartbeat.WORKS)
 
-    def _logger(self, evaluations: Evaluations) -> Callable[[int, int, Any], None]:
-        """(update, n, rows) -> count the n updates up to `update` and write a record when one is complete.
 
-        Waits for the updates. Raises Poisoned with `progress` if their numbers are not finite.
+class Records:
+    """Metrics of a loop's updates, written as records.
+
+    A call's rows are read when the next call is under way, or at `flush`: so the device never waits for the host.
+    """
+
+    def __init__(self, loop: Loop, evaluations: Evaluations) -> None:
+        self._loop, self._evaluations = loop, evaluations
+        self._runs = max(1, len(loop.assembly.members))
+        self._watch = members.Watch(self._runs, loop.out.note) if loop.run.many else None
+        self._waiting: tuple[int, int, Any] | None = None  # the call whose rows are not read yet
+        self._read_at = loop.clock.read().train  # seconds of training at the last record
+        self._fresh = 0  # updates since then
+
+    def add(self, update: int, n: int, rows: Any) -> None:
+        """Rows of a call, the n updates up to `update`; those of the call before are read."""
+        self.flush()
+        self._waiting = update, n, rows
+
+    def flush(self) -> bool:
+        """True if rows were left to read; waits for their updates.
+
+        Raises Poisoned, with the loop's progress, where their numbers are not finite.
         """
-        run, assembly, sums, clock = self.run, self.assembly, self.sums, self.clock
-        assert run.log_interval is not None
-        interval = run.log_interval
-        last = clock.read().train
-        fresh = 0  # updates since `last`
-        runs = max(1, len(assembly.members))
-        watched = members.Watch(runs, self.out.note) if run.many else None
+        if self._waiting is None:
+            return False
+        self._read(*self._waiting)
+        self._waiting = None
+        return True
 
-        def log(update: int, n: int, rows: Any) -> None:
-            nonlocal last, fresh
-            found = jax.device_get(rows)
-            sums.add(
-                n, watched.look(found, n, update) if watched else nan_rollback.look(found, n, update, self.progress)
-            )
-            self.tell(heartbeat.CALL)
-            clock.started()
-            fresh += n
-            if sums.updates < interval and update < assembly.updates:
-                return
-            now = clock.read().train
-            speed = fresh * runs * assembly.steps_per_update / max(now - last, 1e-9)
-            record = self._counts(update) | {"sps": speed} | sums.take() | evaluations.taken(update)
-            self.out.sink.write(record)
-            if self.callback is not None and self.callback(record):
-                self.stop.ask()
-            if run.many:
-                self.out.members.write(record | sums.each)
-            last, fresh = now, 0
-
-        return log
+    def _read(self, update: int, n: int, rows: Any) -> None:
+        """Sums with these updates, and a record where one is complete."""
+        loop, watch = self._loop, self._watch
+        assert loop.run.log_interval is not None
+        found = jax.device_get(rows)
+        sound = watch.look(found, n, update) if watch else nan_rollback.look(found, n, update, loop.progress)
+        loop.sums.add(n, sound)
+        loop.tell(heartbeat.CALL)
+        loop.clock.started()
+        self._fresh += n
+        if loop.sums.updates < loop.run.log_interval and update < loop.assembly.updates:
+            return
+        now = loop.clock.read().train
+        steps = self._fresh * self._runs * loop.assembly.steps_per_update
+        speed = {"sps": steps / max(now - self._read_at, 1e-9)}
+        record = loop.counts(update) | speed | loop.sums.take() | self._evaluations.taken(update)
+        loop.out.sink.write(record)
+        if loop.callback is not None and loop.callback(record):
+            loop.stop.ask()
+        if loop.run.many:
+            loop.out.members.write(record | loop.sums.each)
+        self._read_at, self._fresh = now, 0
 
 
 def _compiled(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: Ahead | None
-) -> fused.Program | actor_learner.CompiledActorLearner | inference_server.CompiledServer:
+) -> Program:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
@@ -632,7 +693,7 @@ def _weigh(
 def finish(
     run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
 ) -> dict[str, Any]:
-    """Evaluate, and write report.html and result.json. Raises Stopped."""
+    """Content of result.json, after the evaluation; report.html is written with it. Raises Stopped."""
     seconds = clock.read()
     both = jax.device_put((policy, untrained), jax.local_devices()[0])
     recordings: list[Recording] = []
