@@ -55,6 +55,7 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
     tower, sight, values = _values(spec, config)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
+        """Huber(Q(s, a) - r - gamma Q'(s', argmax Q(s', .))); without `double` the argmax is that of Q'."""
         seen, mask = sight.look(batch.observation)
         following, mask_next = sight.look(batch.successor)
         ahead = values(target["q"], following, mask_next)

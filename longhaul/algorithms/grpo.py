@@ -121,6 +121,7 @@ def shaped(config: GRPOConfig, data: Completions) -> jax.Array:
 def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:
     """(advantages, flag that the group teaches something), both [B], of rewards [B] with groups side by side.
 
+    A_i = r_i - mean(r), over the group; with `scaled` divided by its standard deviation (plus 1e-4), as GRPO's are.
     Equal rewards of a group are found by comparing the numbers, not by their deviation, which rounding makes non-zero.
     """
     groups = reward.reshape(-1, group)
@@ -157,6 +158,8 @@ def surrogate(
 ) -> tuple[jax.Array, jax.Array]:
     """(loss of each token, flag that its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling.
 
+    -min(rho A, clip(rho, 1 - low, 1 + high) A), where rho = pi / acting pi is the token's, or the sequence's geometric
+    mean (GSPO); with the clip "weight" -sg(clip(rho, 1 - low, 1 + high)) A log pi (CISPO), sg without gradient.
     A ratio above `cap` is truncated; with "mask" a token above it, or below 1 / cap, counts nothing.
     """
     log_ratio = jnp.where(taken, log_prob - acted, 0.0)
@@ -175,7 +178,7 @@ def surrogate(
     return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
 
 
-def reach(config: GRPOConfig, updates: jax.Array) -> jax.Array:
+def curriculum_share(config: GRPOConfig, updates: jax.Array) -> jax.Array:
     """Share of demonstrations, easier ones first, that a warm start uses after so many updates.
 
     The result of a sum depends on both its terms and on neither alone: among many other problems a model finds that out
@@ -305,17 +308,18 @@ def _over_rows(config: GRPOConfig, function: Callable[[packing.Row], Any], data:
     return packing.summed(function, to, data.prompt, data.token, room=room)
 
 
-def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
+def _batch(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     """Batch of one shard; `weight` is the mask of tokens that count."""
     advantage, informative = advantages(shaped(config, data), config.group, scaled=LOSSES[config.loss].scaled)
     if config.mask_truncated:
         informative &= ~data.cut
     counts = (informative | data.taught)[:, None] & data.taken
     nothing = jnp.zeros(data.token.shape)
-    return Batch(data, advantage, counts, _referred(config, data, counts, reference) if config.kl_coef else nothing)
+    referred = _reference_log_probs(config, data, counts, reference) if config.kl_coef else nothing
+    return Batch(data, advantage, counts, referred)
 
 
-def _referred(config: GRPOConfig, data: Completions, counts: jax.Array, reference: Params) -> jax.Array:
+def _reference_log_probs(config: GRPOConfig, data: Completions, counts: jax.Array, reference: Params) -> jax.Array:
     """Log-probabilities [B, N] by the reference, of the tokens that count [B, N] at least."""
     plain = dataclasses.replace(config.model, lora=0)
     assert config.num_minibatches is not None
@@ -334,7 +338,7 @@ def _referred(config: GRPOConfig, data: Completions, counts: jax.Array, referenc
     return piece(data) if pieces == 1 else jax.lax.map(piece, parts).reshape(data.token.shape)
 
 
-def _looked(
+def _gate_after(
     config: GRPOConfig, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
 ) -> tuple[gates.Gate, jax.Array]:
     """(gate after these completions, flag that nothing is learnt from them: a look at a closed gate, or too few own
@@ -351,13 +355,34 @@ def _looked(
     return after, ((count > 0.0) & ~after.open) | lacking
 
 
+def _orders(config: GRPOConfig, rows: int, key: Key) -> jax.Array:
+    """Numbers of completions, int32 [steps, rows of a minibatch], shuffled, by whole groups where they lie in such."""
+    assert config.num_minibatches is not None and config.update_epochs is not None
+    unit = config.group if grouped(config) else 1
+    keys = jax.random.split(key, config.update_epochs)
+    orders = jax.vmap(lambda each: jax.random.permutation(each, rows // unit))(keys)
+    return (orders[..., None] * unit + jnp.arange(unit)[None, None]).reshape(-1, rows // config.num_minibatches)
+
+
+def _metrics(
+    parts: Metrics, state: State, data: Completions, gate: gates.Gate, mean: Callable[[PyTree], PyTree]
+) -> tuple[Metrics, jax.Array]:
+    """(metrics of an update from the `parts` of its steps, share of its completions that were imitated)."""
+    own = parts.pop("own")[0]  # of the first step, whose parameters are those that were sent to the sampler
+    mismatch = parts.pop("mismatch")[0] / jnp.where(own > 0.0, own, 1.0)
+    metrics = jax.tree.map(jnp.mean, parts)
+    imitates = mean(jnp.mean(data.taught, dtype=jnp.float32))
+    metrics |= {"mismatch": mismatch, "taught": imitates, "gate_open": gate.open.astype(jnp.float32)}
+    metrics |= {"gate_visits": gate.visits.astype(jnp.float32), "gate_through": gate.through.astype(jnp.float32)}
+    metrics["staleness"] = mean(jnp.mean((state.updates - data.version).astype(jnp.float32)))
+    return metrics, imitates
+
+
 def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     """Learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
     updates, mean = context.updates, context.mean
-    assert config.num_minibatches is not None and config.update_epochs is not None
     loss = LOSSES[config.loss]
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(b2=config.adam_b2))
-    minibatches, epochs = config.num_minibatches, config.update_epochs
     total = objective(config)
 
     def init(key: Key) -> State:
@@ -372,7 +397,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED if config.gate.chains == "solver" else OWN)
         warm = state.updates < config.taught
         lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
-        share = jnp.where(warm, reach(config, state.updates), 1.0)
+        share = jnp.where(warm, curriculum_share(config, state.updates), 1.0)
         return Speaker(state.params, lesson, share, (looks & ~state.gate.open & ~warm).astype(jnp.int32))
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
@@ -383,9 +408,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         if config.kl_coef > 0.0 and not config.model.lora:
             fresh = state.updates == state.imitated
             reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
-        batch = _worths(config, data, rest or reference)
-        rows = batch.advantage.shape[0]
-        unit = config.group if grouped(config) else 1
+        batch = _batch(config, data, rest or reference)
         rate = _rate(config, state, data, updates, mean)
 
         def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
@@ -400,22 +423,14 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
             after = jax.tree.map(lambda x, move: x - lr * move, params, moved)
             return (after, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
 
-        keys = jax.random.split(key, epochs)
-        orders = jax.vmap(lambda each: jax.random.permutation(each, rows // unit))(keys)
-        orders = (orders[..., None] * unit + jnp.arange(unit)[None, None]).reshape(-1, rows // minibatches)
+        orders = _orders(config, batch.advantage.shape[0], key)
         before = own_params, state.opt_state
         learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
-        gate, held = _looked(config, state, data, mean)
+        gate, held = _gate_after(config, state, data, mean)
         if not grouped(config):  # else nothing is ever held, and the old parameters need no memory
             learnt = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
         params, opt_state = transformer.joined(learnt[0], rest), learnt[1]
-        own = parts.pop("own")[0]  # of the first step, whose parameters are those that were sent to the sampler
-        mismatch = parts.pop("mismatch")[0] / jnp.where(own > 0.0, own, 1.0)
-        metrics = jax.tree.map(jnp.mean, parts)
-        imitates = mean(jnp.mean(data.taught, dtype=jnp.float32))
-        metrics |= {"mismatch": mismatch, "taught": imitates, "gate_open": gate.open.astype(jnp.float32)}
-        metrics |= {"gate_visits": gate.visits.astype(jnp.float32), "gate_through": gate.through.astype(jnp.float32)}
-        metrics["staleness"] = mean(jnp.mean((state.updates - data.version).astype(jnp.float32)))
+        metrics, imitates = _metrics(parts, state, data, gate, mean)
         imitated = state.imitated + (imitates > 0.5)
         after = State(params, opt_state, reference, state.updates + 1, imitated, gate)
         return after, {f"grpo/{name}": value for name, value in metrics.items()}

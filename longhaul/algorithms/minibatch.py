@@ -11,7 +11,7 @@ with its moments, where one vector would bring all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,6 @@ from longhaul.algorithms.actor_critic import annealing
 from longhaul.algorithms.config import InMinibatches
 from longhaul.algorithms.run_context import RunContext, Spread
 from longhaul.types import Key, Metrics, Params, PyTree
-
-
-def _take(batch: Any, index: jax.Array, axis: int, spread: Spread) -> Any:
-    """Rows of a batch, or columns, by their index."""
-    rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
-    return spread(rows, axis)._replace(memory=spread(jax.tree.map(lambda x: x[index], batch.memory), 0))
 
 
 def optimiser_steps(
@@ -46,48 +40,21 @@ def optimiser_steps(
     `loss` takes (params, batch, entropy weight) to sums over rows of the loss and of its parts, whose names are
     `parts`. A batch is a NamedTuple of rows, `memory` and `weight` among them.
     """
-    mean, isolated, split, schedule = context.mean, context.isolated, context.split, annealing(context)
+    mean, isolated, split = context.mean, context.isolated, context.split
     working = optimiser if split else optax.flatten(optimiser)
-    rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
-    final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
-    entropy_weight = schedule(config.ent_coef, final)
+    scheduled = _schedules(config, context)
     axis = 1 if config.network.memory else 0
-
-    def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
-        """Gradient and parts summed over the rows index [chunks, rows]."""
-        params, back = jax.vjp(live, params)
-        grad = jax.grad(loss, has_aux=True)
-
-        def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(params, _take(batch, chunk, axis, context.spread), weight)), None
-
-        if index.shape[0] == 1:
-            total, parts = grad(params, _take(batch, index[0], axis, context.spread), weight)
-        else:
-            shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis, context.spread), weight)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            if context.overlaps(params):  # the last one stands outside of the loop, whose results are there at its end
-                total, parts = add(jax.lax.scan(add, zeros, index[:-1])[0], index[-1])[0]
-            else:
-                total, parts = jax.lax.scan(add, zeros, index)[0]
-        return back(total)[0], parts
+    gradient = _in_chunks(loss, live, axis, context)
 
     def optimise(
         params: Params, opt_state: optax.OptState, update: jax.Array, batch: Any, key: Key
     ) -> tuple[Params, optax.OptState, Metrics]:
         if not config.network.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
-        rows = shape[axis]
-        given = config.num_minibatches, config.update_epochs
-        minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
-        deep = 1 if axis == 0 else shape[0]
-        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, values.at_once(config.chunk) // deep))
+        cut = _cut(config, batch, axis)
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(isolated(jnp.mean)(batch.weight)), 1e-8)
-        norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
-        lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
-        if config.warmup:
-            lr = lr * jnp.minimum((update + 1).astype(jnp.float32) / config.warmup, 1.0)
+        norm = share * cut.size  # one for the whole batch: no minibatch weighs more
+        lr, weight = scheduled(update)
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
@@ -104,16 +71,16 @@ def optimiser_steps(
             return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
 
         def epoch(carried: Any, key: Key) -> tuple[Any, None]:
-            index = prng.permutation(key, rows).reshape(minibatches, -1, chunk)
+            index = prng.permutation(key, cut.rows).reshape(cut.minibatches, -1, cut.chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
         totals = {name: jnp.float32(0.0) for name in (*parts, "grad_norm")}
         begun = opt_state if split else pack(opt_state, params)
         carried = (params, begun, totals, jnp.bool_(False))
-        keys = jax.random.split(key, epochs)
+        keys = jax.random.split(key, cut.epochs)
         (params, ended, totals, _), _ = jax.lax.scan(epoch, carried, keys)
         opt_state = ended if split else unpack(ended, opt_state, params)
-        steps = epochs * minibatches
+        steps = cut.epochs * cut.minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
         if "policy_loss" in means:
             of_value = means.get("value_loss", jnp.float32(0.0))  # imitation has none
@@ -121,6 +88,78 @@ def optimiser_steps(
         return params, opt_state, means | {"lr": lr}
 
     return optimise
+
+
+def _schedules(config: InMinibatches, context: RunContext) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """Function of an update's number to its learning rate and its weight of the entropy."""
+    schedule = annealing(context)
+    rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
+    final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
+    entropy_weight = schedule(config.ent_coef, final)
+
+    def scheduled(update: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
+        if config.warmup:
+            lr = lr * jnp.minimum((update + 1).astype(jnp.float32) / config.warmup, 1.0)
+        return lr, weight
+
+    return scheduled
+
+
+class _Cut(NamedTuple):
+    """Division of a batch into minibatches, and of these into chunks."""
+
+    rows: int  # of the batch; with memory its columns
+    size: int  # rows [T x columns, with memory] of a minibatch
+    minibatches: int
+    epochs: int
+    chunk: int  # rows, or columns, whose gradient is computed at once
+
+
+def _cut(config: InMinibatches, batch: Any, axis: int) -> _Cut:
+    """Division of a batch of rows [rows, ...], or with memory of columns [T, columns, ...]."""
+    shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
+    rows, steps = shape[axis], 1 if axis == 0 else shape[0]
+    given = config.num_minibatches, config.update_epochs
+    minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
+    most = max(1, values.at_once(config.chunk) // steps)
+    chunk = chunk_of(rows // minibatches // (config.accumulate or 1), most)
+    return _Cut(rows, steps * rows // minibatches, minibatches, epochs, chunk)
+
+
+def _in_chunks(
+    loss: Callable[..., tuple[jax.Array, Metrics]], live: Callable[[Params], Params], axis: int, context: RunContext
+) -> Callable[[Params, Any, jax.Array, jax.Array], tuple[PyTree, Metrics]]:
+    """Function (params, batch, index [chunks, rows], entropy weight) -> gradient and parts of the loss, summed over
+    these rows."""
+    grad = jax.grad(loss, has_aux=True)
+
+    def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
+        params, back = jax.vjp(live, params)
+
+        def of(chunk: jax.Array) -> Any:
+            return grad(params, _take(batch, chunk, axis, context.spread), weight)
+
+        def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of(chunk)), None
+
+        if index.shape[0] == 1:
+            total, parts = of(index[0])
+            return back(total)[0], parts
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, index[0]))
+        if context.overlaps(params):  # the last one stands outside of the loop, whose results are there at its end
+            total, parts = add(jax.lax.scan(add, zeros, index[:-1])[0], index[-1])[0]
+        else:
+            total, parts = jax.lax.scan(add, zeros, index)[0]
+        return back(total)[0], parts
+
+    return gradient
+
+
+def _take(batch: Any, index: jax.Array, axis: int, spread: Spread) -> Any:
+    """Rows of a batch, or columns, by their index."""
+    rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
+    return spread(rows, axis)._replace(memory=spread(jax.tree.map(lambda x: x[index], batch.memory), 0))
 
 
 def chunk_of(n: int, most: int) -> int:

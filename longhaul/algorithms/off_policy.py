@@ -191,15 +191,12 @@ def algorithm(
     context: RunContext,
 ) -> Algorithm:
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
-    updates, mean, sizes = context.updates, context.mean, context.sizes
-    # Both have the same state, so that a run may continue with the other; only the second reads the gradients.
-    cut = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    rate = annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
-    optimiser = optax.chain(cut, optax.adam(rate, eps=config.adam_eps))
+    sizes, optimiser = context.sizes, _optimiser(config, context)
     store = None if sizes is None else replay.replay(
         spec, parts.kept, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
         prioritised=config.priority_exponent is not None,
     )  # fmt: skip
+    optimise = None if store is None or sizes is None else _steps(config, parts, context, store, optimiser)
 
     def init(key: Key) -> State:
         params = parts.init(key)
@@ -217,14 +214,38 @@ def algorithm(
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        assert store is not None and sizes is not None and isinstance(state.replay, Local), "no sizes: it can only act"
+        assert store is not None and optimise is not None and isinstance(state.replay, Local), "it can only act"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
-        rows = config.batch_size // sizes.shards
+        state, metrics = optimise(state._replace(cursor=cursor), ring, held(cursor), key)
+        return state, {f"{config.name}/{name}": value for name, value in metrics.items()}
+
+    return Algorithm(init, policy, lambda columns: (), act, learn)
+
+
+def _optimiser(config: OffPolicy, context: RunContext) -> optax.GradientTransformation:
+    # With and without a bound it has the same state, so that a run may continue with the other; only the bound reads
+    # the gradients.
+    cut = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    rate = annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
+    return optax.chain(cut, optax.adam(rate, eps=config.adam_eps))
+
+
+def _steps(
+    config: OffPolicy, parts: Parts, context: RunContext, store: replay.Replay, optimiser: optax.GradientTransformation
+) -> Callable[[State, Ring, jax.Array, Key], tuple[State, Metrics]]:
+    """Function (state, its ring, steps in the replay, key) -> (state, metrics) after all steps of the optimiser that an
+    update takes; there is none before `learning_starts`."""
+    mean, sizes = context.mean, context.sizes
+    assert sizes is not None
+    rows, prioritised = config.batch_size // sizes.shards, config.priority_exponent is not None
+
+    def optimise(state: State, ring: Ring, held: jax.Array, key: Key) -> tuple[State, Metrics]:
+        cursor = state.cursor
         key_samples, key_losses = jax.vmap(lambda each: prng.split(each, 2), out_axes=1)(
             prng.split(key, config.gradient_steps)
         )
-        passed = jnp.minimum(state.updates / updates, 1.0)
+        passed = jnp.minimum(state.updates / context.updates, 1.0)
         beta = config.importance_exponent + (1.0 - config.importance_exponent) * passed
 
         def choose(ring: Ring, key: Key) -> Chosen:
@@ -233,7 +254,7 @@ def algorithm(
         # Random numbers are drawn before the loop: inside, XLA would compute them again in each of a dozen uses. The
         # replay is read in the loop alone: outside, XLA would read the ring before the new row is written, and copy all
         # of it to write that row. The barrier hides from XLA that the loop returns the ring unchanged.
-        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if config.priority_exponent is None else None
+        ahead = None if prioritised else jax.vmap(functools.partial(choose, ring))(key_samples)
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
@@ -256,14 +277,13 @@ def algorithm(
                 ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** config.priority_exponent)
             return params, target, opt_state, ring, {name: sums.get(name, 0.0) + x for name, x in now.items()}
 
-        steps = jnp.where(held(cursor) >= config.learning_starts, config.gradient_steps, 0)
+        steps = jnp.where(held >= config.learning_starts, config.gradient_steps, 0)
         begun = state.params, state.target, state.opt_state, ring
         nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
         params, target, opt_state, ring, sums = jax.lax.fori_loop(0, steps, step, (*begun, nothing))
         metrics = {name: total / jnp.maximum(steps, 1) for name, total in sums.items()}
-        metrics["replay"] = held(cursor).astype(jnp.float32)
+        metrics["replay"] = held.astype(jnp.float32)
         rings = Local(jax.tree.map(lambda x: x[None], ring))
-        after = State(params, target, opt_state, rings, cursor, state.updates + 1)
-        return after, {f"{config.name}/{name}": value for name, value in metrics.items()}
+        return State(params, target, opt_state, rings, cursor, state.updates + 1), metrics
 
-    return Algorithm(init, policy, lambda columns: (), act, learn)
+    return optimise

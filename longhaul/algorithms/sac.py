@@ -67,6 +67,7 @@ def _twins(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTr
 
 
 Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
+"""(params, target, batch, noise) -> (loss, metrics, absolute error of the critics) of each row, [n] each."""
 
 
 def _temperature(config: SACConfig, params: dict[str, Params]) -> jax.Array:
@@ -106,8 +107,14 @@ def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Arr
 
 
 def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> Loss:
-    """Losses of Haarnoja et al.; noise is that of (current actions, next ones). Entropies are of actions within -1 to
-    1."""
+    """Losses of Haarnoja et al., summed: with a, a' drawn by the policy for s, s',
+
+        critics      1/2 sum_i (Q_i(s, a_stored) - r - gamma (min_i Q'_i(s', a') - alpha log pi(a' | s')))^2
+        actor        alpha log pi(a | s) - min_i Q_i(s, a)
+        temperature  log alpha (-log pi(a | s) - target entropy)
+
+    Noise is that of (a, a'). Actions lie within -1 to 1, and entropies are of these.
+    """
     policy, look = networks.policy, networks.sight.look
     moved = policy.moved
     assert moved is not None, "a vector's distribution has it"
@@ -146,7 +153,7 @@ def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> Loss:
 
 
 def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
-    """Losses of Christodoulou, with legal choices only."""
+    """Losses of Christodoulou: those of `_of_vectors` with expectations over the legal choices in place of draws."""
     look = networks.sight.look
 
     def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -51,6 +51,7 @@ def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
         return {"actor": actor.init(first), "critics": tuple(map(critic.init, rest))}
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: jax.Array) -> Any:
+        """1/2 sum_i (Q_i(s, a) - r - gamma min_i Q'_i(s', a'))^2 - Q_1(s, mu(s)); a' is mu'(s') plus clipped noise."""
         seen, following = sight.look(batch.observation)[0], sight.look(batch.successor)[0]
         action = jnp.tanh(actor.apply(target["actor"], following))
         moved = jnp.clip(config.target_noise * noise, -config.noise_clip, config.noise_clip)

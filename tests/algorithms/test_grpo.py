@@ -204,7 +204,7 @@ def test_packed_completions_have_the_probabilities_of_the_sampler() -> None:
 
 def test_completions_that_teach_nothing_are_in_no_row() -> None:
     _, data = completions()  # the second group's rewards are equal
-    batch = grpo._worths(config(pack=32), data, ())
+    batch = grpo._batch(config(pack=32), data, ())
     row = grpo._over_rows(config(pack=32), lambda row: row.here.astype(jnp.int32), data, batch.weight)
     assert row.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
@@ -322,9 +322,9 @@ def test_sizes_that_can_not_work_are_named(changes: dict[str, Any], words: str) 
 
 def test_a_warm_start_comes_from_the_easiest_quarter_to_all() -> None:
     settings = config(taught=100, curriculum=0.6)
-    shares = [float(grpo.reach(settings, jnp.int32(u))) for u in (0, 20, 40, 60, 99)]
+    shares = [float(grpo.curriculum_share(settings, jnp.int32(u))) for u in (0, 20, 40, 60, 99)]
     assert shares == pytest.approx([0.25, 0.25, 0.625, 1.0, 1.0])
-    assert float(grpo.reach(config(taught=100, curriculum=0.0), jnp.int32(1))) == 1.0
+    assert float(grpo.curriculum_share(config(taught=100, curriculum=0.0), jnp.int32(1))) == 1.0
 
 
 def test_the_rate_falls_to_a_tenth_in_the_last_third() -> None:
@@ -372,7 +372,7 @@ def test_long_completions_lose_reward_and_cut_ones_can_be_left_out() -> None:
     np.testing.assert_allclose(data.reward - light, np.array([2, 6, 3, 4, 5, 6, 1, 6]) / 10, atol=1e-6)
     data = data._replace(cut=jnp.arange(ROWS) == 1)
     kept, left = (
-        grpo._worths(config(mask_truncated=flag), data, ()).weight.any(axis=1).tolist() for flag in (False, True)
+        grpo._batch(config(mask_truncated=flag), data, ()).weight.any(axis=1).tolist() for flag in (False, True)
     )
     assert (kept[1], left[1], left[0]) == (True, False, True)
 

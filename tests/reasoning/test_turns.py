@@ -72,7 +72,7 @@ def test_a_reply_stands_behind_each_mark_and_is_not_the_policys() -> None:
     zeros, count = jnp.zeros(ROWS), jnp.zeros(ROWS, jnp.int32)
     reward = jnp.arange(ROWS, dtype=jnp.float32) % 4
     data = Completions(jnp.asarray(prompt), *map(jnp.asarray, whole), reward, zeros, count, count, count, zeros > 0)  # type: ignore[arg-type]
-    batch = grpo._worths(config, data, params)
+    batch = grpo._batch(config, data, params)
     weighed = batch._replace(weight=grpo.weights(batch.weight, jnp.any(batch.weight, axis=1), "token", lambda x: x))
     reads = grpo.log_probs
 
