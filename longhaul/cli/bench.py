@@ -10,6 +10,37 @@ from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, Flag
 LANE = choice(("shm", "grpc", "tcp", "folder"))
 
 
+SIZES = (
+    Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True),
+    Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
+    Flag("batch", INT, None, "likewise: worlds; of replay and sac: steps of a sample", shown="256"),
+    Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
+    Flag("agents", INT, (), "of driving-env: controlled agents at most, a figure for each", True, "1"),
+    Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
+    Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
+    Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
+    Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo, sac", shown="fp32"),
+    Flag("env", TEXT, (), "of actors, central and sac: environments, a figure for each", True, "its own"),
+    Flag("actors", INT, None, "likewise: how many", shown="2"),
+    Flag("worlds", INT, None, "of central: worlds of each group of an actor", shown="256"),
+    Flag("slots", INT, None, "likewise: groups of an actor", shown="2"),
+    Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
+    Flag("staleness", INT, None, "of actors", shown="1"),
+    Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
+    Flag("model", TEXT, None, "of sync: whose parameters, by its name", shown="qwen3-0.6b"),
+    Flag("receivers", INT, None, "of sync: processes", shown="2"),
+    Flag("lane", LANE, (), "a figure for each: shm, grpc of central; shm, tcp, folder of sync", True, "the first 2"),
+    Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
+    Flag("recipe", TEXT, (), "of train: recipes, a figure for each", True, "cartpole"),
+    Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
+    Flag("size", INT, None, "of replay, and of sac in --env: steps that it holds", shown="1000000, 65536"),
+    Flag("fill", FLOAT, None, "of sac in --env: the share of its replay that is full", shown="0"),
+    Flag("gradient_steps", INT, (), "likewise: steps of the optimiser, a figure for each", True, "1, 16"),
+    Flag("peer_python", PATH, None, "the Python that has flashbax (of replay), Brax (of sac) or transformers"),
+)
+"""Flags of the sizes of benchmarks, each of some of them alone."""
+
+
 def bench(words: Sequence[str]) -> int:
     """`longhaul bench NAME [--json FILE]`."""
     if words and words[0] == "hackmatrix":
@@ -18,37 +49,7 @@ def bench(words: Sequence[str]) -> int:
         return bench_hackmatrix.run(words[1:])
     name = Flag("NAME", TEXT, None, "which; without: lists them")
     out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too")
-    driving = [
-        Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True),
-        Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
-        Flag("batch", INT, None, "likewise: worlds; of replay and sac: steps of a sample", shown="256"),
-        Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
-        Flag("agents", INT, (), "of driving-env: controlled agents at most, a figure for each", True, "1"),
-        Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
-        Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
-        Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
-        Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo, sac", shown="fp32"),
-        Flag("env", TEXT, (), "of actors, central and sac: environments, a figure for each", True, "its own"),
-        Flag("actors", INT, None, "likewise: how many", shown="2"),
-        Flag("worlds", INT, None, "of central: worlds of each group of an actor", shown="256"),
-        Flag("slots", INT, None, "likewise: groups of an actor", shown="2"),
-        Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
-        Flag("staleness", INT, None, "of actors", shown="1"),
-        Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
-        Flag("model", TEXT, None, "of sync: whose parameters, by its name", shown="qwen3-0.6b"),
-        Flag("receivers", INT, None, "of sync: processes", shown="2"),
-        Flag(
-            "lane", LANE, (), "a figure for each: shm, grpc of central; shm, tcp, folder of sync", True, "the first 2"
-        ),
-        Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
-        Flag("recipe", TEXT, (), "of train: recipes, a figure for each", True, "cartpole"),
-        Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
-        Flag("size", INT, None, "of replay, and of sac in --env: steps that it holds", shown="1000000, 65536"),
-        Flag("fill", FLOAT, None, "of sac in --env: the share of its replay that is full", shown="0"),
-        Flag("gradient_steps", INT, (), "likewise: steps of the optimiser, a figure for each", True, "1, 16"),
-        Flag("peer_python", PATH, None, "the Python that has flashbax (of replay), Brax (of sac) or transformers"),
-    ]
-    groups = {"": [name, out, DEBUG], "sizes": driving}
+    groups = {"": [name, out, DEBUG], "sizes": SIZES}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
     about += "--num-steps --precision --devices --repeats --json --page; see longhaul bench hackmatrix --help."
     parsed = flags.parse("bench", about, groups, words).values
@@ -61,7 +62,7 @@ def bench(words: Sequence[str]) -> int:
     if parsed["NAME"] not in harness.BENCHMARKS:
         hint = flags.suggestion(parsed["NAME"], list(harness.BENCHMARKS), f"there are {', '.join(harness.BENCHMARKS)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
-    sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
+    sizes = {f.name: parsed[f.name] for f in SIZES if parsed[f.name] not in (None, (), [])}
     compared = ("replay", "sac", "reasoning")
     known = {*harness.BENCHMARKS[parsed["NAME"]].sizes, *(["peer_python"] if parsed["NAME"] in compared else [])}
     unknown = [name for name in sizes if name not in known]

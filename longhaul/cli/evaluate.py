@@ -108,6 +108,35 @@ def evaluate(words: Sequence[str]) -> int:
         "longhaul evaluate RUN [--flags], RUN before --data; or --policy pretrained, which needs none",
         on_hub=True,
     )
+    _check_flags(parsed)
+    process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
+    if parsed["devices"] is not None or process_group.together():
+        prepare_devices(parsed["devices"] or process_group.count())
+        jax.devices()  # what the run asks for changes nothing any more
+    run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
+    run = checked(run, parsed["safety"], folder)
+    if parsed["cross-play"]:
+        return _cross_play(folder, parsed, run, acting)
+    if (result := _scored(folder, parsed, run, acting)) is None:
+        return 0
+    if "-" not in (parsed["json"], parsed["csv"]):
+        _print(result)
+    if parsed["csv"] is not None:
+        rows, text = _entries(result), io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(files.finite(row) for row in rows)
+        tables.write_text(parsed["csv"], text.getvalue())
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], _report(folder.name, parsed, result))
+    if parsed["worst"]:
+        where = parsed["worst-dir"] or ("worst" if hub.is_address(parsed["RUN"]) else folder / "worst")
+        _draw_worst(result, acting, parsed, Path(where))
+    return 0
+
+
+def _check_flags(parsed: dict[str, Any]) -> None:
+    """Raises FlagError where flags of `evaluate` do not go together."""
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
@@ -125,22 +154,20 @@ def evaluate(words: Sequence[str]) -> int:
             raise FlagError(
                 f"--policy is {parsed['policy']!r}; with --cross-play the ego is a run's policy; leave it out"
             )
-    process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
-    if parsed["devices"] is not None or process_group.together():
-        prepare_devices(parsed["devices"] or process_group.count())
-        jax.devices()  # what the run asks for changes nothing any more
-    run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
-    run = checked(run, parsed["safety"], folder)
-    if parsed["cross-play"]:
-        return _cross_play(folder, parsed, run, acting)
+
+
+def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Result | None:
+    """Scores of the policy `acting`; None in a process other than the first one, which has those of all."""
+    drives = real = None
     if isinstance(run.environment, Driving):
         who = drawing.driver_of(parsed["policy"])
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
         scores, _ = drives.play(acting, who)
         if process_group.index() > 0:
-            return 0
+            return None
         drives = drives._replace(share=(0, 1))
-        real = evaluate_driving.score(drives, acting, who, parsed["rollouts"]) if parsed["realism"] else None
+        if parsed["realism"]:
+            real = evaluate_driving.score(drives, acting, who, parsed["rollouts"])
     else:
         if process_group.together():
             raise FlagError(f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}")
@@ -149,26 +176,8 @@ def evaluate(words: Sequence[str]) -> int:
                 what = named_task(run)
                 raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
         count = parsed["episodes"] or run.evaluation_episodes or 100
-        scores, drives, real = evaluation.scorer(run, count)(acting)[0], None, None
-    result = Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()), drives, real)
-    if "-" not in (parsed["json"], parsed["csv"]):
-        _print(result)
-    if parsed["csv"] is not None:
-        rows, text = _entries(result), io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(files.finite(row) for row in rows)
-        tables.write_text(parsed["csv"], text.getvalue())
-    if parsed["json"] is not None:
-        tables.write_json(parsed["json"], _report(folder.name, parsed, result))
-    if parsed["worst"]:
-        _draw_worst(
-            result,
-            acting,
-            parsed,
-            Path(parsed["worst-dir"] or ("worst" if hub.is_address(parsed["RUN"]) else folder / "worst")),
-        )
-    return 0
+        scores, _ = evaluation.scorer(run, count)(acting)
+    return Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()), drives, real)
 
 
 def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> int:

@@ -61,20 +61,10 @@ def _follow() -> None:
 
 
 def _train(words: Sequence[str]) -> int:
-    if len(words) > 1 and words[0] == "--config" and (name := files.load(Path(words[1])).get("recipe")):
-        words = [str(name), *words]
-    if len(words) > 1 and words[0] == "--resume":
-        stored = find_folder(Path(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
-        words = [load_run(stored).recipe, *words]
+    words = _beginning_with_recipe(words)
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
-            print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
-            tables.listing((f"  {name}", about) for name, about in recipes.described())
-            print(
-                "\nlonghaul train RECIPE --help shows the flags that matter with their defaults, --help-all shows all; "
-                "longhaul train RECIPE --resume ID goes on."
-                "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
-            )
+            _help()
             return 0
         there = ", ".join(name for name, _ in recipes.described())
         raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {there}")
@@ -87,22 +77,50 @@ def _train(words: Sequence[str]) -> int:
     if process_group.together() and on_cpu():
         _start_together(words)
     recipe = run_flags.learning(recipes.recipe(words[0]), words)
-    about = recipes.about(recipe.recipe)
+    parsed = _parsed(recipe, words[1:])
+    if parsed.values["print-config"]:
+        print(files.render(_asked(recipe, parsed)[0]), end="")
+        return 0
+    return _dry(recipe, parsed) if parsed.values["dry-run"] else _run(recipe, parsed)
+
+
+def _beginning_with_recipe(words: Sequence[str]) -> Sequence[str]:
+    """Words that begin with the recipe, also where --config or --resume comes first and names it."""
+    if len(words) > 1 and words[0] == "--config" and (name := files.load(Path(words[1])).get("recipe")):
+        return [str(name), *words]
+    if len(words) > 1 and words[0] == "--resume":
+        stored = find_folder(Path(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
+        return [load_run(stored).recipe, *words]
+    return words
+
+
+def _help() -> None:
+    print("usage: longhaul train RECIPE [--flags]\n\nTrains, and prints the run's folder first. The recipes:\n")
+    tables.listing((f"  {name}", about) for name, about in recipes.described())
+    print(
+        "\nlonghaul train RECIPE --help shows the flags that matter with their defaults, --help-all shows all; "
+        "longhaul train RECIPE --resume ID goes on."
+        "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
+    )
+
+
+def _parsed(recipe: Run, words: Sequence[str]) -> flags.Parsed:
+    """Flags of `longhaul train RECIPE`. Raises FlagError where they do not go together."""
     table = run_flags.table(recipe)
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
-    few = run_flags.matter(table, recipe)
-    command = f"train {recipe.recipe}"
-    parsed = flags.parse(command, about, table, words[1:], few=few, answer=aliases.answer)
+    parsed = flags.parse(
+        f"train {recipe.recipe}", recipes.about(recipe.recipe), table, words, few=run_flags.matter(table, recipe),
+        answer=aliases.answer,
+    )  # fmt: skip
     if recipe.recipe in recipes.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
         raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")
     if parsed.values["config"] is not None and parsed.values["resume"] is not None:
         raise FlagError("--config and --resume are both given; a run that goes on has its settings, leave --config out")
-    if parsed.values["print-config"]:
-        print(files.render(_asked(recipe, parsed)[0]), end="")
-        return 0
-    if parsed.values["dry-run"]:
-        return _dry(recipe, parsed)
+    return parsed
 
+
+def _run(recipe: Run, parsed: flags.Parsed) -> int:
+    """Training of the run that is asked for, new or gone on with; -> the exit code."""
     with screen.stage("importing", plain=False):
         from longhaul.training import api, loop, publish, store
 
@@ -114,21 +132,21 @@ def _train(words: Sequence[str]) -> int:
         tables.progress(line)
     announce(run.shown_devices, run.threads)
     process_group.tell("run", to_dict(run))
+
+    def prepare(of: Path) -> None:
+        tracking.save(of, tracked)
+        publish.save(of, published)
+
+    asked = run_flags.asked(run, parsed)
     if folder is None:
-
-        def prepare(new: Path) -> None:
-            tracking.save(new, tracked)
-            publish.save(new, published)
-
         folder, outcome = api.begin(
             run, Path(parsed.values["runs-dir"]), name=parsed.values["run-name"], suffix=parsed.values["run-suffix"],
-            asked=run_flags.asked(run, parsed), prepare=prepare, sole=True,
+            asked=asked, prepare=prepare, sole=True,
         )  # fmt: skip
     else:
-        tracking.save(folder, tracked)
-        publish.save(folder, published)
+        prepare(folder)
         print(store.shown(folder), flush=True)
-        asked, edited = run_flags.asked(run, parsed), parsed.values["take-edits"]
+        edited = parsed.values["take-edits"]
         outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited, sole=True)
     if outcome.result is not None:
         with screen.outlasting(folder):

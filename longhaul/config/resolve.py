@@ -69,6 +69,27 @@ def _resolved(run: Run) -> Run:
     siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
+    _check_shares(run, devices, runs)
+    run = _imported(run, devices, fused=run.topology == "fused")
+    acting = _acting(run, devices)
+    _check_layout(run, devices)
+    steps = run.num_envs * agents(run) * run.num_steps
+    algorithm = _checked_algorithm(run, devices, siblings)
+    updates = _updates(run, steps)
+    log_interval, block = _intervals(run, updates, steps * runs)
+    together = run.population.together or (1 if on_cpu() else runs // devices)
+    many = dataclasses.replace(run.population, together=together) if run.many else run.population
+    task = _found_again(run, siblings)
+    episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
+    return dataclasses.replace(
+        run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
+        threads=run.threads or default_threads(-(-devices * run.model // processes)) * processes,
+        log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
+    )  # fmt: skip
+
+
+def _check_shares(run: Run, devices: int, runs: int) -> None:
+    """Raises RunError where devices can't share the runs, or the worlds, evenly."""
     if run.many and runs % devices:
         raise RunError(
             f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
@@ -78,8 +99,10 @@ def _resolved(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
         )
-    run = _imported(run, devices, fused=run.topology == "fused")
-    acting = _acting(run, devices)
+
+
+def _check_layout(run: Run, devices: int) -> None:
+    """Raises RunError for settings that the layout on the mesh excludes, or a batch too large for a device."""
     if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
         raise RunError(odd)
     if run.deterministic and run.model > 1:
@@ -100,45 +123,53 @@ def _resolved(run: Run) -> Run:
                 "--deterministic does not go with --bank-by-host: scenarios then follow from the number of processes; "
                 "leave one out"
             )
-    columns = run.num_envs // parts(run, devices) * agents(run)
-    if columns * run.num_steps > MOST:
-        raise RunError(
-            f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
-        )
-    steps = run.num_envs * agents(run) * run.num_steps
-    algorithm = _learning(run, steps, columns)
-    sizes = Sizes(parts(run, devices), columns, run.num_steps)
-    if run.lr_rule != "none" and "lr" not in config_fields.values(algorithm):
-        raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
-    for values in ({}, *(member.algorithm for member in siblings if run.population.sweep)):
-        registry.check(config_fields.replaced(algorithm, **values), sizes)
-    if run.many and run.evaluation_interval:
-        raise FieldError("evaluation_interval", run.evaluation_interval, "a population is evaluated at its end; give 0")
+    here = _columns(run, devices) * run.num_steps
+    if here > MOST:
+        raise RunError(f"--num-envs x agents x --num-steps is {here} on a device; it must be at most {MOST}")
+
+
+def _columns(run: Run, devices: int) -> int:
+    """Columns of a device's batch: worlds x agents."""
+    return run.num_envs // parts(run, devices) * agents(run)
+
+
+def _updates(run: Run, steps: int) -> int:
+    """Updates of a run, of `steps` agent steps each. Raises RunError where there is none, or there are too many."""
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
             f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
             f"(--num-envs x agents x --num-steps); give {steps} to {steps * MOST}"
         )
-    log_interval, block = _intervals(run, updates, steps * runs)
-    together = run.population.together or (1 if on_cpu() else runs // devices)
-    many = dataclasses.replace(run.population, together=together) if run.many else run.population
-    task = run.environment
+    return updates
+
+
+def _checked_algorithm(run: Run, devices: int, siblings: Sequence[Member]) -> AlgorithmConfig:
+    """Algorithm's config with its passes over a batch decided, checked with the values of each member of a sweep."""
+    columns = _columns(run, devices)
+    algorithm = _learning(run, run.num_envs * agents(run) * run.num_steps, columns)
+    if run.lr_rule != "none" and "lr" not in config_fields.values(algorithm):
+        raise FieldError("lr_rule", run.lr_rule, f"{external_algorithms.title(algorithm)} has no lr; leave it out")
+    sizes = Sizes(parts(run, devices), columns, run.num_steps)
+    for values in ({}, *(member.algorithm for member in siblings if run.population.sweep)):
+        registry.check(config_fields.replaced(algorithm, **values), sizes)
+    if run.many and run.evaluation_interval:
+        raise FieldError("evaluation_interval", run.evaluation_interval, "a population is evaluated at its end; give 0")
     if files := registry.recorded(algorithm):
         assert isinstance(algorithm, BCConfig)
         algorithm = dataclasses.replace(algorithm, recorded=absolute(files))
-    if isinstance(task, Driving) and SCENARIOS in siblings[0].values:  # the members share the first ones
+    return algorithm
+
+
+def _found_again(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reasoning:
+    """Task of a run, whose data are found again from wherever the run is gone on with."""
+    task = run.environment
+    if not isinstance(task, Driving):
+        return task
+    if SCENARIOS in siblings[0].values:  # the members share the first ones
         task = dataclasses.replace(task, scenarios=int(max(member.values[SCENARIOS] for member in siblings)))
-    if isinstance(task, Driving):  # found again from wherever the run is gone on with
-        task = dataclasses.replace(
-            task, data=absolute(task.data), bank_updates=_bank_updates(task, run.num_envs * run.num_steps)
-        )
-    episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
-    return dataclasses.replace(
-        run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
-        threads=run.threads or default_threads(-(-devices * run.model // processes)) * processes,
-        log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
-    )  # fmt: skip
+    updates = _bank_updates(task, run.num_envs * run.num_steps)
+    return dataclasses.replace(task, data=absolute(task.data), bank_updates=updates)
 
 
 def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
