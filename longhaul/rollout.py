@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import prng
-from longhaul.environment import Advise, Worlds, WorldsState
+from longhaul.environment import Advise, Tally, Worlds, WorldsState
 from longhaul.spaces import Measure
 from longhaul.types import (
     ENVIRONMENT,
@@ -137,12 +137,17 @@ def collector(
             observation, action, reward, terminated, truncated, valid, extras,
             Successors(after.observation, kept), carry.memory, version,
         )  # fmt: skip
-        sums = {f"episode/{name}": jnp.sum(total) for name, total in tally.sums.items()}
-        counts = {f"episodes/{name}": jnp.sum(count) for name, count in tally.counts.items()}
-        peaks = {f"peak/{name}": jnp.max(peak) for name, peak in tally.peaks.items()}
-        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts | peaks
+        return after, data, _metrics(tally)
 
     return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
+
+
+def _metrics(tally: Tally) -> Metrics:
+    """Metrics of a rollout from the sums of its columns."""
+    sums = {f"episode/{name}": jnp.sum(total) for name, total in tally.sums.items()}
+    counts = {f"episodes/{name}": jnp.sum(count) for name, count in tally.counts.items()}
+    peaks = {f"peak/{name}": jnp.max(peak) for name, peak in tally.peaks.items()}
+    return {"episodes": jnp.sum(tally.episodes)} | sums | counts | peaks
 
 
 def pathwise(

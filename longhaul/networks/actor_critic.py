@@ -289,46 +289,30 @@ def actor_critic(
         return ActorCritic(mlp.init, plain, lambda _: (), plain, mlp.live)
     assert live is None, "live is given for a network that `takes_live` excludes"
     trunk = _torso(observation, torso, sizes, activation, dtype, remat, init, norm)
-    attends, apart = torso in ENCODERS, not (memory or shared or torso in ENCODED or is_named(torso))
+    apart = not (memory or shared or torso in ENCODED or is_named(torso))
     towers = ("actor", "critic") if apart else ("torso",)
+    heads = _heads(memory or trunk.width, outputs, sizes[0] if torso in ENCODERS else None, free, dtype, init)
+    step = rematerialised(layers.gru, remat)
 
     def init_params(key: Key) -> Params:
-        root, width = NamedKey(key), memory or trunk.width
+        root = NamedKey(key)
         params = {name: trunk.init(root.child(name)) for name in towers}
         if memory:
             params["memory"] = layers.init_gru(root.child("memory"), trunk.width, memory)
-        for head, size, scale in (("policy", outputs, POLICY_SCALE), ("value", 1, VALUE_SCALE)):
-            if attends:
-                params[f"{head}_hidden"] = _dense(root.child(f"{head}_hidden"), width, sizes[0], HIDDEN_SCALE, init)
-            params[head] = _dense(root.child(head), sizes[0] if attends else width, size, scale, init)
-        return params | ({"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {})
-
-    def heads(params: Params, features: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Policy parameters and value of the actor's and the critic's features, or of those that they share."""
-        hidden = []
-        for name, own in (("policy", features[0]), ("value", features[-1])):
-            own = jax.nn.gelu(layers.dense(params[f"{name}_hidden"], own, dtype)) if attends else own
-            hidden.append(layers.dense(params[name], own))
-        parameters, value = hidden[0], hidden[1][..., 0]
-        if free:
-            extra = jnp.broadcast_to(params["log_std"], (*parameters.shape[:-1], free))
-            parameters = jnp.concatenate([parameters, extra], axis=-1)
-        return parameters, value
-
-    step = rematerialised(layers.gru, remat)
+        return params | heads.init(root)
 
     def apply(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         features = [trunk.apply(params[name], observed) for name in towers]
         if memory:
             carried, output = step(params["memory"], carried, features[0].astype(jnp.float32))
             features = [output]
-        return (*heads(params, features), carried)
+        return (*heads.apply(params, features), carried)
 
     def both(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         """Both towers as one twice as wide: half as many kernels, each of which takes a GPU as long to start."""
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), params["actor"], params["critic"])
         features = jax.vmap(lambda own: trunk.apply(own, observed))(stacked)
-        return (*heads(params, (features[0], features[1])), carried)
+        return (*heads.apply(params, (features[0], features[1])), carried)
 
     return ActorCritic(
         init_params,
@@ -336,6 +320,39 @@ def actor_critic(
         lambda batch: jnp.zeros((batch, memory), jnp.float32) if memory else (),
         both if apart and platform() != "cpu" else apply,
     )
+
+
+class _Heads(NamedTuple):
+    """Heads of actor and critic, beside a torso."""
+
+    init: Callable[[NamedKey], Params]
+    apply: Callable[[Params, Sequence[jax.Array]], tuple[jax.Array, jax.Array]]
+    #     (params, features of the actor and of the critic, or those that they share) -> (policy parameters, value)
+
+
+def _heads(width: int, outputs: int, hidden: int | None, free: int, dtype: Any, init: str) -> _Heads:
+    """Heads on `width` features, each with a hidden layer of its own where `hidden` is its width."""
+
+    def init_params(root: NamedKey) -> Params:
+        params: Params = {}
+        for head, size, scale in (("policy", outputs, POLICY_SCALE), ("value", 1, VALUE_SCALE)):
+            if hidden is not None:
+                params[f"{head}_hidden"] = _dense(root.child(f"{head}_hidden"), width, hidden, HIDDEN_SCALE, init)
+            params[head] = _dense(root.child(head), width if hidden is None else hidden, size, scale, init)
+        return params | ({"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {})
+
+    def apply(params: Params, features: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        read = []
+        for name, own in (("policy", features[0]), ("value", features[-1])):
+            own = own if hidden is None else jax.nn.gelu(layers.dense(params[f"{name}_hidden"], own, dtype))
+            read.append(layers.dense(params[name], own))
+        parameters, value = read[0], read[1][..., 0]
+        if free:
+            extra = jnp.broadcast_to(params["log_std"], (*parameters.shape[:-1], free))
+            parameters = jnp.concatenate([parameters, extra], axis=-1)
+        return parameters, value
+
+    return _Heads(init_params, apply)
 
 
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:
