@@ -104,6 +104,9 @@ TRIES = 60
 PLAIN, CUTTER, OBSTACLE, FIRST = range(4)
 """Roles of vehicles: PLAIN; one that cuts in before the ego; one that stands in the lane; the ego."""
 
+GREEN, RED_GREEN, GREEN_RED, RED = range(4)
+"""Phases that the lights show to the ego while its log lasts."""
+
 
 class Scene(NamedTuple):
     """One draw of traffic; the ego is vehicle 0."""
@@ -112,9 +115,7 @@ class Scene(NamedTuple):
     kind: np.ndarray  # int8 [N]
     size: np.ndarray  # [N, 3]
     wave: np.ndarray  # [N, 3]: how far each strays from its path's middle, m; radians a metre; phase
-    shift: (
-        np.ndarray
-    )  # [N, 3]: how far each is beside its path at first, m; where it begins to close up; within what, m
+    shift: np.ndarray  # [N, 3]: m beside its path at first; arc length where it begins to close up; metres that takes
     lights: np.ndarray | None  # int8 [legs, T]
     walkers: Bystanders  # who cross
     least: float  # m that the ego must go
@@ -144,8 +145,43 @@ def generate(seed: int) -> Log:
     raise RuntimeError(f"no clean log in {TRIES} draws for seed {seed}, density {density}: choose another seed")
 
 
+class Placed(NamedTuple):
+    """Vehicles at the first step, the ego first, and what is about to happen."""
+
+    path: np.ndarray  # int [N]
+    s: np.ndarray  # [N]: arc length, m
+    role: np.ndarray  # int [N]
+    lights: np.ndarray | None  # int8 [legs, T]
+    phase: int  # that the lights show to the ego: GREEN, RED_GREEN, GREEN_RED or RED
+    aside: np.ndarray  # [K]: lanes beside the ego's, m to the left; none where nobody changes its lane
+    stands: bool  # the ego, throughout
+    queues: bool  # the ego, before a red light
+    jams: bool
+    changes: bool  # the ego, its lane
+
+
 def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, level: float) -> Scene:
     """Traffic at the first step, the lights' programme, and who walks and stands beside the road."""
+    placed = draw_places(rng, world, net, level)
+    kind, size = draw_sizes(rng, placed.role)
+    cars, shift = draw_intents(rng, net, placed, kind, size[:, 0])
+    count = len(placed.path)
+    spread = float(rng.uniform(*WANDER))
+    amount = np.clip(rng.normal(0.0, spread, count), -2.5 * spread, 2.5 * spread)
+    wave = np.stack([amount, 2.0 * np.pi / rng.uniform(*WAVE, count), rng.uniform(0.0, 2.0 * np.pi, count)], -1)
+    walkers = bystanders.draw_crossing(rng, world, placed.lights, level, STEPS)
+    if placed.stands or placed.phase == RED:
+        least = 0.0
+    elif placed.jams:
+        least = 4.0
+    else:
+        least = 10.0 if OBSTACLE in placed.role else 25.0 if placed.lights is None else 12.0
+    manner = traffic.Manner(*(float(rng.uniform(*bounds)) for bounds in MANNERS))
+    return Scene(cars, kind, size, wave, shift, placed.lights, walkers, least, manner)
+
+
+def draw_places(rng: np.random.Generator, world: World, net: traffic.Network, level: float) -> Placed:
+    """Places of the ego and of those within NEAR metres, with their roles; of MOST vehicles the nearest."""
     turns = np.array([p.turn for p in world.paths])
     weight = np.choose(turns + 1, (1.8, 1.0, 2.6)) * np.where(net.priority < net.priority.max(), 1.2, 1.0)
     ego = roads.draw_index(rng, tuple((weight / weight.sum()).tolist()))
@@ -153,9 +189,9 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
         ego_s = net.bound[ego, 0] - float(rng.uniform(6.0, 36.0))
     else:
         ego_s = float(rng.uniform(20.0, 110.0))
-    lights, mode = draw_lights(rng, world, net.leg[ego])
+    lights, phase = draw_lights(rng, world, net.leg[ego])
     stands, jams = rng.random() < STANDS, level > 0.0 and rng.random() < JAMS
-    queues = not stands and mode in (RED_GREEN, RED) and rng.random() < QUEUES
+    queues = not stands and phase in (RED_GREEN, RED) and rng.random() < QUEUES
     if queues:
         ego_s = net.bound[ego, 0] - 2.7 - float(rng.uniform(0.3, 4.0))
     lane_s = place_traffic(rng, world, net, level, ego, ego_s, jams)
@@ -181,54 +217,44 @@ def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, lev
     away = np.hypot(*(traffic.pose(net, path, s)[:, :2] - start).T)
     count = min(MOST, int((away < NEAR).sum()))
     keep = np.sort(np.argsort(np.where(away < NEAR, away, np.inf), kind="stable")[:count])
-    path, s, role = path[keep], s[keep], role[keep]
-    kind, size = draw_sizes(rng, role)
-    length = size[:, 0]
+    return Placed(path[keep], s[keep], role[keep], lights, phase, aside, stands, queues, jams, changes)
+
+
+def draw_intents(
+    rng: np.random.Generator, net: traffic.Network, placed: Placed, kind: np.ndarray, length: np.ndarray
+) -> tuple[traffic.Vehicles, np.ndarray]:
+    """(vehicles with the speeds that they have and want, their `Scene.shift`)."""
+    path, s, role, lights = placed.path, placed.s, placed.role, placed.lights
     urge = np.repeat(np.clip(rng.normal(0.92, 0.12, (len(path), 1)), 0.6, 1.15), STEPS, 1)
     if rng.random() < SLOW:
         urge *= float(rng.uniform(0.45, 0.9))
     provoke(rng, path, s, urge)
     urge[kind == log.CYCLIST] *= float(rng.uniform(0.25, 0.5))
-    if jams:
+    if placed.jams:
         urge *= jam(rng, len(path))
     joins, shift = np.full(len(path), -np.inf), np.tile([0.0, -np.inf, 1.0], (len(path), 1))
     speed = first_speeds(net, path, s, length, urge[:, 0].copy(), lights, role == CUTTER)
     speed *= np.where(rng.random(len(path)) < 0.2, rng.uniform(0.0, 1.0, len(path)), 1.0)  # some are just setting off
     urge[role == OBSTACLE], speed[role == OBSTACLE] = 0.0, 0.0
-    top = float(net.speed[ego, int(s[0])] * urge[0].max())
-    if stands:
+    top = float(net.speed[path[0], int(s[0])] * urge[0].max())
+    if placed.stands:
         urge[0], speed[0] = 0.0, 0.0
-    elif queues and lights is not None:
-        queue = (net.lane[path, 0] == net.lane[ego, 0]) & (s >= s[0])
+    elif placed.queues and lights is not None:
+        queue = (net.lane[path, 0] == net.lane[path[0], 0]) & (s >= s[0])
         speed[queue] = 0.0
-        urge[queue] *= lights[net.leg[ego]] == log.LIGHT_GO
-    elif changes and len(aside):
-        shift[0] = change_lane(rng, float(aside[rng.integers(len(aside))]), s[0], speed[0], (-1.0, 3.0), top)
+        urge[queue] *= lights[net.leg[path[0]]] == log.LIGHT_GO
+    elif placed.changes and len(placed.aside):
+        lane = float(placed.aside[rng.integers(len(placed.aside))])
+        shift[0] = change_lane(rng, lane, s[0], speed[0], (-1.0, 3.0), top)
     elif rng.random() < SETTLES:
         shift[0] = change_lane(rng, float(rng.normal(0.0, 0.7)), s[0], speed[0], (-1.5, 0.5), top)
     for i in np.flatnonzero(role == CUTTER):
         speed[i] = max(float(speed[0]) * float(rng.uniform(0.6, 1.3)), 1.0)
-        shift[i] = change_lane(rng, float(aside[rng.integers(len(aside))]), s[i], speed[i], (0.2, 5.0), speed[i])
+        lane = float(placed.aside[rng.integers(len(placed.aside))])
+        shift[i] = change_lane(rng, lane, s[i], speed[i], (0.2, 5.0), speed[i])
         joins[i] = shift[i, 1] + 0.3 * shift[i, 2]
     shift[kind == log.CYCLIST, :2] = -0.9, np.inf  # they keep right
-    spread = float(rng.uniform(*WANDER))
-    amount = np.clip(rng.normal(0.0, spread, len(path)), -2.5 * spread, 2.5 * spread)
-    wave = np.stack([amount, 2.0 * np.pi / rng.uniform(*WAVE, len(path)), rng.uniform(0.0, 2.0 * np.pi, len(path))], -1)
-    cars = traffic.Vehicles(path, s, speed, length, urge, joins)
-    walkers = bystanders.draw_crossing(rng, world, lights, level, STEPS)
-    moves = 25.0 if lights is None else 12.0
-    least = 0.0 if stands or mode == RED else 4.0 if jams else min(moves, 10.0) if OBSTACLE in role else moves
-    return Scene(
-        cars,
-        kind,
-        size,
-        wave,
-        shift,
-        lights,
-        walkers,
-        least,
-        traffic.Manner(*(float(rng.uniform(*bounds)) for bounds in MANNERS)),
-    )
+    return traffic.Vehicles(path, s, speed, length, urge, joins), shift
 
 
 def draw_beside(rng: np.random.Generator, world: World, scene: Scene, start: np.ndarray) -> Bystanders:
@@ -293,10 +319,6 @@ def jam(rng: np.random.Generator, count: int) -> np.ndarray:
     return float(rng.uniform(0.15, 0.5)) * np.clip(0.6 + 0.9 * wave, 0.0, 1.0)
 
 
-GREEN, RED_GREEN, GREEN_RED, RED = range(4)
-"""Phases that the lights show to the ego while its log lasts."""
-
-
 def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.ndarray | None, int]:
     """States [legs, T] of a cycle, and what it shows to the ego's leg, one of GREEN, RED_GREEN, GREEN_RED and RED."""
     if world.signals is None:
@@ -305,14 +327,16 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.nd
     count = int(groups.max()) + 1
     green, yellow, clear = float(rng.uniform(8.0, 15.0)), 3.0, 1.5
     period = count * (green + yellow + clear)
-    mode = roads.draw_index(rng, (0.38, 0.32, 0.18, 0.12))
+    phase_shown = roads.draw_index(rng, (0.38, 0.32, 0.18, 0.12))
     # where in its own group's green the ego's leg is at the first step
-    low, high = ((0.0, max(green - 8.0, 1.0)), (-5.0, -1.5), (green - 3.0, green + 2.0), (-period / 2, -9.0))[mode]
+    low, high = ((0.0, max(green - 8.0, 1.0)), (-5.0, -1.5), (green - 3.0, green + 2.0), (-period / 2, -9.0))[
+        phase_shown
+    ]
     own = float(rng.uniform(low, high)) - groups[leg] * (-green - yellow - clear)
     time = np.arange(STEPS) * DT
     phase = (time[None] + own - groups[:, None] * (green + yellow + clear)) % period
     state = np.where(phase < green, log.LIGHT_GO, np.where(phase < green + yellow, log.LIGHT_CAUTION, log.LIGHT_STOP))
-    return state.astype(np.int8), mode
+    return state.astype(np.int8), phase_shown
 
 
 def place_traffic(

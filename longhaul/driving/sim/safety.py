@@ -170,24 +170,28 @@ Others = tuple[jax.Array, jax.Array]
 """Indices [K] of the others that are looked at, and whether each counts."""
 
 
-def keep_safe(
-    features: Features,
-    here: Scene,
-    agent: Agent,
-    drive: Drive,
-    limits: Limits,
-    road: Field,
-    dt: jax.Array,
-    count: int,
-    easy: tuple[jax.Array, jax.Array],
-) -> tuple[Drive, jax.Array]:
-    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration; and
-    whether the command was unsafe, a bool.
+class View(NamedTuple):
+    """An agent, and what it perceives before a step of `dt` seconds."""
 
-    `features` and `here` are what it perceives before the step, `count` of the others are looked at; `easy` are the
-    lowest and highest acceleration that jolt nobody (`metrics.gentle`).
-    """
-    now = agent.drive
+    agent: Agent
+    features: Features
+    here: Scene
+    others: Others
+    limits: Limits
+    road: Field
+    dt: jax.Array
+
+
+def see(agent: Agent, features: Features, here: Scene, limits: Limits, road: Field, dt: jax.Array, count: int) -> View:
+    """View of an agent that looks at `count` of the others."""
+    return View(agent, features, here, relevant(features, count), limits, road, dt)
+
+
+def keep_safe(view: View, drive: Drive, easy: tuple[jax.Array, jax.Array]) -> tuple[Drive, jax.Array]:
+    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration; and
+    whether the command was unsafe, a bool. `easy` are the lowest and highest acceleration that jolt nobody
+    (`metrics.gentle`)."""
+    now, limits, dt = view.agent.drive, view.limits, view.dt
     before = now.acceleration
     low, high = jnp.maximum(easy[0], GENTLE[0]), jnp.minimum(easy[1], GENTLE[1])
     most = jnp.maximum(before + PUSHING_JERK * dt, RELEASED)
@@ -195,12 +199,11 @@ def keep_safe(
     eased = jnp.maximum(before + EASING, low)
     choices = jnp.concatenate([smooth[None], eased, low[None], jnp.asarray(ACCELERATIONS)])
     choices = jnp.maximum(choices, -limits.braking)
-    others = relevant(features, count)
-    soft, free = time_to_conflict(features, here, agent, choices, jnp.maximum(low, SLOWING), limits, dt, others)
+    soft, free = time_to_conflict(view, choices, jnp.maximum(low, SLOWING))
     safe, gentle = free >= HORIZON, soft >= HORIZON
     # those after which gentle braking is enough first, the nearest to what was wanted; then those after which the
     # brakes are, the nearest to gentle braking; else the latest conflict: if it is near, the hardest braking
-    crowding = jnp.maximum(CALM - contact_after(features, agent, choices, limits, dt, others), 0.0)
+    crowding = jnp.maximum(CALM - contact_after(view, choices), 0.0)
     crowding = jnp.where(choices > smooth, jnp.maximum(crowding, crowding[0]), crowding)
     near = -jnp.abs(choices - smooth) - PRICE * crowding
     last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
@@ -210,17 +213,15 @@ def keep_safe(
     chosen = jnp.where(jnp.max(free[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
     chosen = jnp.where(gentle[0] & (crowding[0] <= 0.0), smooth, chosen)
     grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
-    curvature, steered = keep_clear(features, here, agent, drive.curvature, road, others)
+    curvature, steered = keep_clear(view, drive.curvature)
     return arc(now, chosen, jnp.clip(curvature, -grip, grip), limits, dt), ~gentle[0] | steered
 
 
-def contact_after(
-    features: Features, agent: Agent, choices: jax.Array, limits: Limits, dt: jax.Array, looked_at: Others
-) -> jax.Array:
+def contact_after(view: View, choices: jax.Array) -> jax.Array:
     """Seconds [C] to a contact with somebody ahead if all went on as they are after each of `choices` [C]."""
-    chosen, there = looked_at
-    others, speed = features.others, agent.drive.motion.speed
-    after = travel(speed, choices, dt, limits.speed)[1][:, None]
+    chosen, there = view.others
+    others, speed = view.features.others, view.agent.drive.motion.speed
+    after = travel(speed, choices, view.dt, view.limits.speed)[1][:, None]
     x, y, cos, sin, vx, vy, length, width = (
         pick(values, chosen)[None]
         for values in (others.x, others.y, others.cos, others.sin, others.vx, others.vy, *others.half)
@@ -231,12 +232,10 @@ def contact_after(
     return jnp.where(after[:, 0] < STOPPED, FREE, contact)
 
 
-def keep_clear(
-    features: Features, here: Scene, agent: Agent, curvature: jax.Array, road: Field, looked_at: Others
-) -> tuple[jax.Array, jax.Array]:
+def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`curvature`, 1/m, or that which follows the route where this leads over the road's edge or into others; and
     whether it was replaced, a bool."""
-    x, y, heading, speed = agent.drive.motion
+    features, (x, y, heading, speed) = view.features, view.agent.drive.motion
     reach = jnp.maximum(PURSUIT[0], PURSUIT[1] * speed)
     aim_x, aim_y, _ = on_route(features, features.s + reach)
     aim_x, aim_y = into(aim_x - x, aim_y - y, jnp.cos(heading), jnp.sin(heading))
@@ -257,9 +256,9 @@ def keep_clear(
     half_length, half_width = features.others.own
     box_x, box_y = (value[None, None] for value in corners(half_length, half_width))
     dx, dy = out_of(box_x, box_y, cos, sin)
-    over = jnp.max(clearance(road, x + dx, y + dy), axis=(1, 2)) + EDGE
+    over = jnp.max(clearance(view.road, x + dx, y + dy), axis=(1, 2)) + EDGE
     over = jnp.where(features.kind == PEDESTRIAN, -OPEN, over)
-    boxes = others_at(features, here, agent, STEERED, looked_at)
+    boxes = others_at(view, STEERED)
     gap = gaps((x, y, cos, sin), (half_length, half_width), boxes)
     gap = jnp.min(jnp.where(boxes.least[None, None] > -FREE, gap, FREE), axis=(1, 2))
     over = jnp.maximum(over, SIDE - jnp.maximum(gap, 0.0))
@@ -267,23 +266,15 @@ def keep_clear(
     return jnp.where(replaced, choices[1], curvature), replaced
 
 
-def time_to_conflict(
-    features: Features,
-    here: Scene,
-    agent: Agent,
-    choices: jax.Array,
-    slowing: jax.Array,
-    limits: Limits,
-    dt: jax.Array,
-    looked_at: Others,
-) -> tuple[jax.Array, jax.Array]:
+def time_to_conflict(view: View, choices: jax.Array, slowing: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre
     but FIRM braking, and the best of all; HORIZON where there is none. `slowing` is the braking that is enough before a
     bend."""
+    features, limits, dt, speed = view.features, view.limits, view.dt, view.agent.drive.motion.speed
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
-    way = distances(agent.drive.motion.speed, choices, times, limits, dt)  # [C, F, T]
+    way = distances(speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
-    others = others_at(features, here, agent, times, looked_at, turns=True)
+    others = others_at(view, times, turns=True)
     mine, boxes = lax.optimization_barrier((poses(features, way), others))
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
@@ -293,13 +284,13 @@ def time_to_conflict(
     x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, 1]
     gap = gaps((x, y, cos, sin), own, boxes, forward)  # [C, F, T, K]
     stop = features.light_distance
-    stoppable = jnp.square(agent.drive.motion.speed) < 2.0 * limits.braking * stop
+    stoppable = jnp.square(speed) < 2.0 * limits.braking * stop
     red = (features.light_state == RED) & stoppable
     hit = jnp.any(gap < boxes.least[None, None, None], axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
     before = (times - np.float32(STEP)).reshape(1, 1, -1)
     each = jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1)
     bend = bend_speed(features.route[2, BEHIND:], ROUTE_SPACING, np.arange(AHEAD, dtype=np.float32), BEND)
-    fast = (travel(agent.drive.motion.speed, choices, dt, limits.speed)[1] > bend) & (choices > slowing)
+    fast = (travel(speed, choices, dt, limits.speed)[1] > bend) & (choices > slowing)
     each = jnp.where(fast[:, None], jnp.minimum(each, HORIZON - STEP), each)
     return jnp.max(each[:, 1:], axis=-1), jnp.max(each, axis=-1)
 
@@ -395,13 +386,11 @@ def arrival(distance: jax.Array, speed: jax.Array) -> jax.Array:
     return (jnp.sqrt(jnp.square(speed) + 2.0 * SETTING_OFF * distance) - speed) / SETTING_OFF
 
 
-def others_at(
-    features: Features, here: Scene, agent: Agent, times: np.ndarray, looked_at: Others, turns: bool = False
-) -> Boxes:
+def others_at(view: View, times: np.ndarray, turns: bool = False) -> Boxes:
     """Boxes of the others at `times` [T], as the agent keeps clear of them; with `turns`, those before whom it goes
     brake from now on."""
-    speed = agent.drive.motion.speed
-    chosen, there = looked_at
+    features, here, speed = view.features, view.here, view.agent.drive.motion.speed
+    chosen, there = view.others
     known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
     apart = pick(features.separation, chosen)
@@ -422,7 +411,7 @@ def others_at(
     if turns:
         fast = jnp.maximum(jnp.hypot(vx, vy), 1e-3)[None]
         ended = jnp.minimum(time, fast / OTHERS_BRAKE)
-        yields = goes_first(agent, features.others.own[0], chosen, (x, y, cos, sin, vx, vy, half_length, kind))
+        yields = goes_first(view.agent, features.others.own[0], chosen, (x, y, cos, sin, vx, vy, half_length, kind))
         gone = jnp.where(yields, ended - 0.5 * OTHERS_BRAKE * ended * ended / fast, time)
     braked = jnp.minimum(time, jnp.maximum(pace, 0.0)[None] / OTHERS_BRAKE)
     slowing = pace[None] * braked - 0.5 * OTHERS_BRAKE * braked * braked

@@ -55,7 +55,7 @@ from longhaul.driving.sim.observation import (
     view_limit,
     waypoint_offsets,
 )
-from longhaul.driving.sim.reward import Events
+from longhaul.driving.sim.reward import Events, Ride
 from longhaul.driving.sim.road_lookup import describe, pieces
 from longhaul.driving.sim.traffic import Partners, Reactive, Scene
 from longhaul.spaces import Measure
@@ -185,18 +185,7 @@ class Simulator:
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
         last = tables.steps[state.scenario] - 1
         state, held = self._put_back(state)
-        checked = config.safety and config.driver == "policy"
-        if config.driver == "idm" or state.reactive is not None or checked:
-            before = self._scene(state)
-        drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
-        unsafe = None
-        if checked:
-            drive, unsafe = self._check(state, before, drive, dt, key)
-        if held is not None:
-            drive = hold(held, state.motion, drive)
-        reactive = state.reactive
-        if reactive is not None:
-            reactive = traffic.react(tables, state.scenario, state.t, before, reactive, state.partners)
+        drive, unsafe, reactive = self._advance(key, state, action, held, dt)
         after = state.moved(drive)._replace(t=state.t + 1, reactive=reactive)
         here = self._scene(after)
         features = self._features(after, here)
@@ -209,29 +198,13 @@ class Simulator:
             counts = counts & present & self._logged(state.scenario, state.t)[1]
         events = self._spared(state, events)
         ride = reward.feel(state.drive, drive, state.t == 0, dt)
-        happened, furthest = state.tally.happened, state.tally.furthest
-        if state.goals is not None:  # who begins anew is paid for each goal
-            happened = happened._replace(goal=jnp.zeros_like(happened.goal))
         mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
         divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
         if state.goals is not None:  # who begins anew has left its log
             present = present & (state.goals == 0)
         course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
-        if config.reward is None:
-            conduct = metrics.conduct(state.tally, features, ride, course) if config.weights.conduct else None
-            pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length, conduct)
-            if unsafe is not None:
-                pay = pay + config.weights.unsafe * unsafe
-        else:
-            metres = reward.covered(furthest, features, length)
-            pay = reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
-        failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
-        for name in config.terminations:
-            failed = failed | getattr(events, name) if name != "goal" else failed
-        terminated = failed | arrived
-        if config.goal == "respawn":
-            arrived = arrived & (length >= reward.STILL)
-            terminated = failed | (terminated & ~arrived)
+        pay = self._pay(state, events, features, ride, course, length, unsafe)
+        failed, arrived, terminated = self._ends(state, events, length)
         after = after._replace(
             s=features.s,
             tally=metrics.score(state.tally, counts, events, features, ride, course),
@@ -246,6 +219,52 @@ class Simulator:
         truncated = state.playing & ~terminated & over
         observation = self._observe(after, here, features, key)
         return after, transition(observation, jnp.where(paid, pay, 0.0), terminated, truncated)
+
+    def _advance(
+        self, key: Key, state: State, action: jax.Array, held: jax.Array | None, dt: jax.Array
+    ) -> tuple[Drive, jax.Array | None, Reactive | None]:
+        """(next motion of the controlled agents; bool [A]: whose command was unsafe, None unchecked; the reactive
+        vehicles). Who is `held` stays."""
+        config, reactive = self.config, state.reactive
+        checked = config.safety and config.driver == "policy"
+        if config.driver == "idm" or reactive is not None or checked:
+            before = self._scene(state)
+        drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
+        unsafe = None
+        if checked:
+            drive, unsafe = self._check(state, before, drive, dt, key)
+        if held is not None:
+            drive = hold(held, state.motion, drive)
+        if reactive is not None:
+            reactive = traffic.react(self.tables, state.scenario, state.t, before, reactive, state.partners)
+        return drive, unsafe, reactive
+
+    def _pay(
+        self, state: State, events: Events, features: Features, ride: Ride, course: Course, length: jax.Array,
+        unsafe: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """Reward [A] of a step from `state`, by `Config.weights` or the user's own `Config.reward`."""
+        config, happened, furthest = self.config, state.tally.happened, state.tally.furthest
+        if state.goals is not None:  # who begins anew is paid for each goal
+            happened = happened._replace(goal=jnp.zeros_like(happened.goal))
+        if config.reward is not None:
+            metres = reward.covered(furthest, features, length)
+            return reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
+        conduct = metrics.conduct(state.tally, features, ride, course) if config.weights.conduct else None
+        pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length, conduct)
+        return pay if unsafe is None else pay + config.weights.unsafe * unsafe
+
+    def _ends(self, state: State, events: Events, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """bool [A] each: who failed, who arrived, whose episode is over by either (`Config.terminations`)."""
+        config = self.config
+        failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
+        for name in config.terminations:
+            failed = failed | getattr(events, name) if name != "goal" else failed
+        terminated = failed | arrived
+        if config.goal == "respawn":
+            arrived = arrived & (length >= reward.STILL)
+            terminated = failed | (terminated & ~arrived)
+        return failed, arrived, terminated
 
     def active(self, state: State) -> jax.Array:
         """bool [A]: who still plays."""
@@ -401,7 +420,8 @@ class Simulator:
         def one(agent: Agent, drive: Drive, limits: Limits, easy: Any, key: Key | None) -> tuple[Drive, jax.Array]:
             seen = here if config.perfect else perceive(config, here, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
-            return safety.keep_safe(features, seen, agent, drive, limits, road, dt, config.neighbours, easy)
+            view = safety.see(agent, features, seen, limits, road, dt, config.neighbours)
+            return safety.keep_safe(view, drive, easy)
 
         road = device_bank.field(self.tables, state.scenario)
         keys = prng.split(key, config.agents) if config.draws else None
