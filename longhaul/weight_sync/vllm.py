@@ -22,6 +22,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from longhaul.runtime import bounded_json
 from longhaul.weight_sync.consumers import torch_tensor
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver, follow
@@ -32,6 +33,9 @@ them makes no token meanwhile."""
 
 PATIENCE = 60.0
 """Seconds that a worker waits for the announced version."""
+
+MOST = 1 << 20
+"""Bytes of an engine's answer, at most."""
 
 BACKEND = "longhaul"
 
@@ -266,6 +270,30 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         yield begin, len(sizes)
 
 
+class Routes:
+    """Routes of an engine's server at `url`; `token` is that of its `--api-key`."""
+
+    def __init__(self, url: str, seconds: float, token: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address of a server; write http://HOST:PORT")
+        self.url, self._seconds = url.rstrip("/"), seconds
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    def post(self, route: str, body: dict[str, Any]) -> Any:
+        """Answer of a route, parsed; None where it is no JSON. Raises EngineError."""
+        asked = urllib.request.Request(f"{self.url}/{route}", json.dumps(body).encode(), self._headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
+                text = answer.read(MOST)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(4096).decode(errors="replace").split())
+            raise EngineError(f"{self.url}/{route} failed with {error.code}: {said}") from None
+        try:
+            return bounded_json.parse(text) if text.strip() else None
+        except ValueError:
+            return None  # a word in plain text
+
+
 class Http:
     """vLLM's routes of the same names, which its server has in development mode (VLLM_SERVER_DEV_MODE=1).
 
@@ -273,60 +301,47 @@ class Http:
     """
 
     def __init__(self, url: str, seconds: float = 300.0, token: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no address of a server; write http://HOST:PORT")
-        self._url, self._seconds = url.rstrip("/"), seconds
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._routes = Routes(url, seconds, token)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
+        self._routes.post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Starts an update; one that a trainer left open, which was killed, is given up first."""
         try:
-            self._post("start_weight_update", {})
+            self._routes.post("start_weight_update", {})
         except EngineError as error:
             if "already active" not in str(error):
                 raise
             with suppress(EngineError):  # vLLM forgets an update when this fails, and by nothing else
                 self.update_weights(Announced(-1, "", 0, 0, True, 0.0)._asdict())
-            self._post("start_weight_update", {})
+            self._routes.post("start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("update_weights", {"update_info": update_info})
+        self._routes.post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version})
+        self._routes.post("finish_weight_update", {"weight_version": weight_version})
         self._forget()
 
     def reload(self, folder: str, weight_version: str) -> None:
         """Loads a version's folder by vLLM's own loader, without this package at the server."""
-        self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        self._post("update_weight_version", {"new_version": weight_version})
+        self._routes.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        self._routes.post("update_weight_version", {"new_version": weight_version})
         self._forget()
 
     def _forget(self) -> None:
         """Drops all keys and values, which are of the version before. Requests under way are computed again with the
         new weights, and their tokens stay; vLLM 0.32 does so at a pause, too."""
-        told = self._post("reset_prefix_cache?reset_running_requests=true", {})
+        told = self._routes.post("reset_prefix_cache?reset_running_requests=true", {})
         if isinstance(told, dict) and told.get("success") is False:
-            raise EngineError(f"{self._url} keeps the cached values of the version before: {told!r:.200}")
+            raise EngineError(f"{self._routes.url} keeps the cached values of the version before: {told!r:.200}")
 
     def pause(self) -> None:
-        self._post("pause?mode=keep", {})
+        self._routes.post("pause?mode=keep", {})
 
     def resume(self) -> None:
-        self._post("resume", {})
-
-    def _post(self, route: str, body: dict[str, Any]) -> Any:
-        asked = urllib.request.Request(f"{self._url}/{route}", json.dumps(body).encode(), self._headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
-                text = answer.read(1 << 20)
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read(4096).decode(errors="replace").split())
-            raise EngineError(f"{self._url}/{route} failed with {error.code}: {said}") from None
-        return json.loads(text) if text.startswith(b"{") else None
+        self._routes.post("resume", {})
 
 
 class InProcess:

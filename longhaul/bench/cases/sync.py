@@ -6,6 +6,7 @@ same processes. Both then meet the same load of the machine, which `limit_ratio`
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -141,89 +142,111 @@ def sync(model: str, receivers: int, lane: str, learning_rate: float | None = No
     The trainer's tensors are in its own memory, and are copied once. With `learning_rate` only the changes that
     `Trained` makes are sent, where they are worth it.
     """
-    forms = model_shapes.forms(model)
-    _, size = layout(forms)
-    tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
-    trained = None if learning_rate is None else Trained(tensors, learning_rate)
-    random = np.random.default_rng(0)
-    for array in () if trained else tensors.values():
-        array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
-    limit = Block(size, 0)
-    assert limit.map is not None
-    source = np.frombuffer(limit.map, np.uint8)
-    source[:] = 1
-    folder = tempfile.mkdtemp(prefix="longhaul-sync-")
-    where = {"shm": f"shm:{folder}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{folder}/versions"}
-    opened = serve(where[lane])
-    places = PLACES + (2 if trained else 0)  # the version before stays; and room for changes
-    settings, changes = Settings(lease=60.0), trained is not None
-    sender = Publisher("bench", transports=[opened], settings=settings, budget=places * size, send_changes=changes)
-    images = 3 if trained else 2  # and room for changes
-    children = [Child(opened.address, size, limit.descriptor, folder, images) for _ in range(receivers)]
-    versions = iter(range(1 << 30))
-    sample = Sample(min(size, LARGEST_SAMPLE), cores())
-    rates = [sample.rates()]
+    transfer = Transfer(model, receivers, lane, learning_rate)
+    transfer.warm_up()
+    config = {"model": model, "tensors": len(transfer.tensors), "image_bytes": transfer.size, "receivers": receivers}
+    config |= {"lane": lane, "verify": "once" if lane == "shm" else "always"}
+    config |= {} if learning_rate is None else {"learning_rate": learning_rate}
+    return Prepared(config, receivers * transfer.size, "bytes", 0.0, lambda number: np.zeros(0), transfer.repeat)
 
-    def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
-        version = next(versions)
-        share = trained.step() if trained else None
-        for array in () if trained else tensors.values():
+
+class Transfer:
+    """Trainer with a sender, and receivers in processes of their own."""
+
+    def __init__(self, model: str, receivers: int, lane: str, learning_rate: float | None) -> None:
+        forms = model_shapes.forms(model)
+        self.lane, self.receivers, self.size = lane, receivers, layout(forms)[1]
+        self.tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
+        self.trained = None if learning_rate is None else Trained(self.tensors, learning_rate)
+        random = np.random.default_rng(0)
+        for array in () if self.trained else self.tensors.values():
+            array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
+        self.limit = Block(self.size, 0)
+        assert self.limit.map is not None
+        self.source = np.frombuffer(self.limit.map, np.uint8)
+        self.source[:] = 1
+        folder = tempfile.mkdtemp(prefix="longhaul-sync-")
+        where = {"shm": f"shm:{folder}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{folder}/versions"}
+        opened = serve(where[lane])
+        changes = self.trained is not None
+        self.places = PLACES + (2 if changes else 0)  # the version before stays; and room for changes
+        self.sender = Publisher(
+            "bench", transports=[opened], settings=Settings(lease=60.0), budget=self.places * self.size,
+            send_changes=changes,
+        )  # fmt: skip
+        self.images = 3 if changes else 2  # of a receiver, and room for changes
+        self.children = [
+            Child(opened.address, self.size, self.limit.descriptor, folder, self.images) for _ in range(receivers)
+        ]
+        self._versions = itertools.count()
+        self.sample = Sample(min(self.size, LARGEST_SAMPLE), cores())
+        self.rates = [self.sample.rates()]
+
+    def warm_up(self) -> None:
+        """First versions, which touch every image's pages."""
+        if self.trained:  # the first has no base
+            self.sender.publish(next(self._versions), self.tensors)
+            together(self.children, "wait 0")
+        for _ in range(PLACES):
+            self.publish()
+
+    def publish(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(seconds of a new version by stage, with the share and the ratio of changes; answers of the receivers)."""
+        version, sender = next(self._versions), self.sender
+        share = self.trained.step() if self.trained else None
+        for array in () if self.trained else self.tensors.values():
             array.reshape(-1).view(np.uint16)[0] = version
         began = time.monotonic()
-        if not sender.publish(version, tensors):
+        if not sender.publish(version, self.tensors):
             raise RuntimeError("no image was free")
         returned = time.monotonic() - began
-        found = together(children, f"wait {version}")
+        found = together(self.children, f"wait {version}")
         if not sender.wait(version, 60) or {each["root"] for each in found} != {sender.status()["root"]}:
             raise RuntimeError(f"version {version} is not what was sent")
         stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
         if share is not None:
-            sent = sender.sent_changes(version) or size  # all of it, where changes are not worth it
-            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / sent}
+            sent = sender.sent_changes(version) or self.size  # all of it, where changes are not worth it
+            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": self.size / sent}
         return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
 
-    def work(_: Any) -> dict[str, float]:
-        before = [each["cpu"] for each in together(children, "cpu")]
+    def repeat(self, _: Any) -> dict[str, float]:
+        """Figures of a version, beside the machine's limits right after it."""
+        before = [each["cpu"] for each in together(self.children, "cpu")]
         used = time.process_time()
-        took, found = publish()
+        took, found = self.publish()
         about = {name: took.pop(name) for name in ("changed", "ratio") if name in took}
         used = time.process_time() - used
-        after = [each["cpu"] for each in together(children, "cpu")]
-        copied = together(children, "copy")
+        after = [each["cpu"] for each in together(self.children, "cpu")]
+        copied = together(self.children, "copy")
         copies = max(each["at"] for each in copied) - min(each["began"] for each in copied)
-        bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
+        bare, bare_cpu = _streamed(self.children, self.source) if self.lane == "tcp" else (0.0, 0.0)
         bound = bare or copies
-        rates.append(sample.rates())
-        predicted = {}
-        if lane != "folder" and not trained:  # by the rates right before and after this repeat
-            around = [cost_model.local(size, receivers, cores(), each, lane).pipelined for each in rates[-2:]]
-            seconds = statistics.fmean(around)
-            predicted = {"model_seconds": seconds, "model_error": seconds / took["wall"] - 1.0}
+        own = 0 if self.lane == "shm" else self.images * self.receivers  # images that receivers have for themselves
         return {
             "wall_seconds": took["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
-            "gather_seconds": sender.seconds["gather"],
+            "gather_seconds": self.sender.seconds["gather"],
             **{f"{stage}_seconds": seconds for stage, seconds in took.items() if stage != "wall"},
             **{name: float(value) for name, value in about.items()},
-            "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
-            "budget_bytes": float(size * (places + (0 if lane == "shm" else images * receivers))),
+            "peak_bytes": float(self.sender.peak_bytes + sum(each["peak"] for each in found)),
+            "budget_bytes": float(self.size * (self.places + own)),
             "memcpy_seconds": copies,
             "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
             "limit_seconds": bound,
-            **predicted,
+            **self._forecast(took["wall"]),
             "limit_ratio": took["wall"] / bound,
         }
 
-    if trained:  # the first has no base
-        sender.publish(next(versions), tensors)
-        together(children, "wait 0")
-    for _ in range(PLACES):  # touches every image's pages
-        publish()
-    config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
-    config |= {"lane": lane, "verify": "once" if lane == "shm" else "always"}
-    config |= {"learning_rate": learning_rate} if trained else {}
-    return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), work)
+    def _forecast(self, wall: float) -> dict[str, float]:
+        """The cost model's seconds, by the rates right before and after a repeat; nothing where it has none."""
+        self.rates.append(self.sample.rates())
+        if self.lane == "folder" or self.trained:
+            return {}
+        around = [cost_model.local(self.size, self.receivers, cores(), each, self.lane).pipelined
+                  for each in self.rates[-2:]]  # fmt: skip
+        seconds = statistics.fmean(around)
+        return {"model_seconds": seconds, "model_error": seconds / wall - 1.0}
 
 
 class Sample:

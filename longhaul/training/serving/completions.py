@@ -11,7 +11,6 @@ request joins.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -138,7 +137,9 @@ class Programs(NamedTuple):
 
 def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> Programs:
     """Programs of a model for batches of at most `slots` slots."""
-    tops = min(TOPS, config.vocabulary)
+
+    def prepare(params: Params) -> decode.Kernels:
+        return decode.prepare(config, params, slots)
 
     def read(params: Params, tokens: jax.Array, lengths: jax.Array) -> tuple[transformer.KeyValue, jax.Array]:
         room = tokens.shape[1]
@@ -147,33 +148,54 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
         assert kept is not None
         return kept, transformer.unembed(config, params, hidden[:, -1])
 
-    def join(
-        state: State, kept: transformer.KeyValue, logits: jax.Array, lengths: jax.Array, joining: Joining
-    ) -> State:
-        column, source, cache = joining.column, joining.source, state.cache
-        room = kept[0].shape[2]
-        first = cache.place - room
+    def run(kernels: decode.Kernels, state: State, live: jax.Array) -> tuple[State, Drawn]:
+        return _run(config, ends, pad, kernels, state, live)
 
-        def placed(old: jax.Array, new: jax.Array) -> jax.Array:
-            part = jax.lax.dynamic_slice_in_dim(old, first, room)
-            part = part.at[..., column].set(jnp.transpose(new[source], (1, 2, 3, 0)), mode="drop")
-            return jax.lax.dynamic_update_slice_in_dim(old, part, first, 0)
+    return Programs(
+        jax.jit(prepare), jax.jit(read), jax.jit(_join, donate_argnums=0), jax.jit(run, donate_argnums=1),
+        jax.jit(_grow, static_argnums=1),
+    )  # fmt: skip
 
-        key, value = (tuple(map(placed, olds, news)) for olds, news in zip((cache.key, cache.value), kept, strict=True))
-        own = lengths[source]
-        lengths, owns = (old.at[column].set(own, mode="drop") for old in (cache.lengths, cache.own))
-        cache = decode.Cache(key, value, cache.asked, lengths, owns, cache.place)
 
-        def put(old: jax.Array, new: Any) -> jax.Array:
-            return old.at[column].set(new, mode="drop")
+def _join(state: State, kept: transformer.KeyValue, logits: jax.Array, lengths: jax.Array, joining: Joining) -> State:
+    """State with prompts that were read, by their keys and values `kept`, in the columns of the rows that join."""
+    column, source, cache = joining.column, joining.source, state.cache
+    room = kept[0].shape[2]
+    first = cache.place - room
 
-        return State(
-            cache, state.logits.at[:, column].set(logits[source].T, mode="drop"), put(state.key, joining.key),
-            put(state.drawn, 0), put(state.most, joining.most), put(state.temperature, joining.temperature),
-            put(state.top_p, joining.top_p), put(state.wanted, joining.wanted), put(state.active, True),
-        )  # fmt: skip
+    def placed(old: jax.Array, new: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(old, first, room)
+        part = part.at[..., column].set(jnp.transpose(new[source], (1, 2, 3, 0)), mode="drop")
+        return jax.lax.dynamic_update_slice_in_dim(old, part, first, 0)
 
-    def one(kernels: decode.Kernels, at: tuple[jax.Array, State, Drawn]) -> tuple[jax.Array, State, Drawn]:
+    key, value = (tuple(map(placed, olds, news)) for olds, news in zip((cache.key, cache.value), kept, strict=True))
+    own = lengths[source]
+    lengths, owns = (old.at[column].set(own, mode="drop") for old in (cache.lengths, cache.own))
+    cache = decode.Cache(key, value, cache.asked, lengths, owns, cache.place)
+
+    def put(old: jax.Array, new: Any) -> jax.Array:
+        return old.at[column].set(new, mode="drop")
+
+    return State(
+        cache, state.logits.at[:, column].set(logits[source].T, mode="drop"), put(state.key, joining.key),
+        put(state.drawn, 0), put(state.most, joining.most), put(state.temperature, joining.temperature),
+        put(state.top_p, joining.top_p), put(state.wanted, joining.wanted), put(state.active, True),
+    )  # fmt: skip
+
+
+def _run(
+    config: ModelConfig, ends: Sequence[int], pad: int, kernels: decode.Kernels, state: State, live: jax.Array
+) -> tuple[State, Drawn]:
+    """(state, tokens) after at most STEPS tokens of each row that is `live`; fewer where all rows have ended."""
+    rows, tops = live.shape[0], min(TOPS, config.vocabulary)
+    state = state._replace(active=state.active & live)
+    whole, alternatives = (STEPS, rows), (STEPS, tops, rows)
+    blank = Drawn(
+        jnp.zeros(whole, jnp.int32), jnp.zeros(whole), jnp.zeros(whole, bool), jnp.zeros(alternatives, jnp.int32),
+        jnp.zeros(alternatives),
+    )  # fmt: skip
+
+    def one(at: tuple[jax.Array, State, Drawn]) -> tuple[jax.Array, State, Drawn]:
         step, state, drawn = at
         token, log_prob, top, top_log_prob = draw(state, pad, tops)
         row = Drawn(token, log_prob, state.active, top, top_log_prob)
@@ -187,36 +209,26 @@ def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> 
         cache = cache._replace(own=jnp.where(active, cache.own, 0))
         return step + 1, state._replace(cache=cache, logits=logits, drawn=count, active=active), drawn
 
-    def run(kernels: decode.Kernels, state: State, live: jax.Array) -> tuple[State, Drawn]:
-        rows = live.shape[0]
-        state = state._replace(active=state.active & live)
-        whole, alternatives = (STEPS, rows), (STEPS, tops, rows)
-        blank = Drawn(
-            jnp.zeros(whole, jnp.int32), jnp.zeros(whole), jnp.zeros(whole, bool), jnp.zeros(alternatives, jnp.int32),
-            jnp.zeros(alternatives),
-        )  # fmt: skip
-        _, state, drawn = jax.lax.while_loop(
-            lambda at: (at[0] < STEPS) & jnp.any(at[1].active), functools.partial(one, kernels),
-            (jnp.int32(0), state, blank),
-        )  # fmt: skip
-        return state, drawn
+    def goes_on(at: tuple[jax.Array, State, Drawn]) -> jax.Array:
+        return (at[0] < STEPS) & jnp.any(at[1].active)
 
-    def grow(state: State, rows: int) -> State:
-        def padded(x: jax.Array, axis: int = -1) -> jax.Array:
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (0, rows - x.shape[axis])
-            return jnp.pad(x, widths)
+    _, state, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, blank))
+    return state, drawn
 
-        cache = state.cache
-        key, value = (tuple(map(padded, each)) for each in (cache.key, cache.value))
-        asked, lengths, own = map(padded, (cache.asked, cache.lengths, cache.own))
-        cache = decode.Cache(key, value, asked, lengths, own, cache.place)
-        return State(cache, padded(state.logits), padded(state.key, 0), *map(padded, state[3:]))
 
-    return Programs(
-        jax.jit(lambda params: decode.prepare(config, params, slots)), jax.jit(read),
-        jax.jit(join, donate_argnums=0), jax.jit(run, donate_argnums=1), jax.jit(grow, static_argnums=1),
-    )  # fmt: skip
+def _grow(state: State, rows: int) -> State:
+    """State with room for `rows` rows."""
+
+    def padded(x: jax.Array, axis: int = -1) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, rows - x.shape[axis])
+        return jnp.pad(x, widths)
+
+    cache = state.cache
+    key, value = (tuple(map(padded, each)) for each in (cache.key, cache.value))
+    asked, lengths, own = map(padded, (cache.asked, cache.lengths, cache.own))
+    cache = decode.Cache(key, value, asked, lengths, own, cache.place)
+    return State(cache, padded(state.logits), padded(state.key, 0), *map(padded, state[3:]))
 
 
 def blank(config: ModelConfig, slots: int, rows: int, index: int) -> State:
@@ -327,7 +339,7 @@ class Engine:
         return sum(len(job.rows) - job.joined for job in list(self._waiting))
 
     def submit(self, job: Job) -> None:
-        """Takes a job, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
+        """Job for the queue, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
         with self._changed:
             if self._closing:
                 raise RuntimeError("the server ends")
@@ -337,13 +349,13 @@ class Engine:
             self._changed.notify()
 
     def offer(self, version: str, params: Params) -> None:
-        """Takes newer weights, which serve after the batch that is decoded; of several that wait, the last."""
+        """Newer weights, which serve after the batch that is decoded; of several that wait, the last."""
         with self._changed:
             self._offered = (version, params)
             self._changed.notify()
 
     def close(self) -> None:
-        """Decodes what was submitted, and ends."""
+        """End, after what was submitted is decoded."""
         with self._changed:
             self._closing = True
             self._changed.notify()
