@@ -185,7 +185,7 @@ def test_it_is_the_papers_sum(numbers: tuple[float, ...]) -> None:
         np.testing.assert_allclose(found.advantage, advantage, rtol=3e-5, atol=1e-4)
 
 
-def test_fixed_numbers() -> None:
+def test_vtrace_gives_numbers_worked_out_by_hand() -> None:
     """Five steps worked out by hand; the third ends the first episode, and the last is cut by the stream's end.
 
     Ratios 2, 1/2, 1, 4, 1/4; gamma 1/2; rewards 1 to 5; all values 1, those after the third and last step 8 and 2.

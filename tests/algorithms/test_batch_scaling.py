@@ -88,7 +88,7 @@ def test_with_memory_columns_are_divided() -> None:
     assert (run.algorithm.num_minibatches, run.algorithm.update_epochs) == (10, 2)  # of 300 columns; wanted: 8
 
 
-def test_learning_rates() -> None:
+def test_learning_rates_scale_by_their_rule() -> None:
     assert batch_scaling.lr_factor("none", 262_144, 32_768) == 1.0
     assert batch_scaling.lr_factor("linear", 262_144, 32_768) == 8.0
     assert batch_scaling.lr_factor("sqrt", 262_144, 32_768) == pytest.approx(math.sqrt(8))

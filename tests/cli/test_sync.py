@@ -216,5 +216,5 @@ def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9B/s", 1e9)])
-def test_rates(word: str, rate: float) -> None:
+def test_rates_are_read_in_bits_and_in_bytes(word: str, rate: float) -> None:
     assert sync.RATE.read(word) == pytest.approx(rate)

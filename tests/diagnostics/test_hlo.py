@@ -178,7 +178,7 @@ def test_who_meets_in_a_collective_is_read(groups: str, first: tuple[int, ...], 
     assert found.over_shards(1)
 
 
-def test_sizes_of_types() -> None:
+def test_a_type_has_the_bytes_of_its_elements() -> None:
     assert hlo.size("(f32[4]{0}, pred[], /*index=2*/bf16[2,3]{1,0:T(8,128)(2,1)})") == 16 + 1 + 12
     assert hlo.size("f8e4m3fn[10]") == 10
     assert hlo.size("(s4[3], token[], u32[])") == 2 + 4

@@ -210,7 +210,7 @@ def measured(texts: list[str]) -> dict[str, list[float]]:
     return {name: np.asarray(value).tolist() for name, value in found._asdict().items()}
 
 
-def test_quality_by_hand() -> None:
+def test_quality_is_what_a_hand_counts() -> None:
     found = measured(["3+4=2;2-2=0;>0$", ">1$", ">1$", "3+4=2;", ">4$", "1+1=2;>2$", ">2$", ">0$"])
     assert found["pass_at_1"] == [0.25, 0.5]
     assert found["pass_at_k"] == [1.0, 1.0]

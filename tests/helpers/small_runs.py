@@ -91,6 +91,18 @@ COMMON = Named("cartpole"), Named("tests.helpers.own_environments:Corridor")
 NUMBERS = itertools.count()
 
 
+def quick_programs(*, evaluated: bool) -> Any:
+    """Fixture of a module in which `make_quick` holds."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def programs() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            make_quick(patch, evaluated=evaluated)
+            yield
+
+    return programs
+
+
 def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
     """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end,
     unless they are to be `evaluated`.

@@ -161,7 +161,7 @@ def test_questions_are_read_and_their_solutions_are_right(file: Path) -> None:
         (f"{__name__}:always", "no", 0.0),
     ],
 )
-def test_checkers(check: str, completion: str, wanted: float) -> None:
+def test_checkers_judge_answers(check: str, completion: str, wanted: float) -> None:
     assert tasks.checker(check)(Problem("what?", "1,050"), completion) == wanted
 
 

@@ -49,7 +49,7 @@ COLUMNS, ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
         ("params torso layer_0 kernel", (8, 256), 1, WHOLE),
     ],
 )
-def test_the_rule(path: str, shape: tuple[int, ...], model: int, wanted: PartitionSpec) -> None:
+def test_kernels_are_split_by_the_rule(path: str, shape: tuple[int, ...], model: int, wanted: PartitionSpec) -> None:
     assert partition.spec(tuple(path.split()), shape, model) == wanted
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from longhaul.training import api
 from longhaul.training.checkpoint import resume
 from tests.helpers import own_environments as own
 from tests.helpers.drawn_policies import drawn
-from tests.helpers.small_runs import make_quick
+from tests.helpers.small_runs import quick_programs
 
 HERE = "tests.helpers.own_environments"
 SMALL: dict[str, Any] = {
@@ -37,11 +36,7 @@ def own_network(observation: Any, width: int) -> Any:
     """Network of a user's, which is not made here."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch, evaluated=True)
-        yield
+_programs = quick_programs(evaluated=True)
 
 
 @pytest.fixture(scope="module")

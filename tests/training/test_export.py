@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from longhaul.runtime.errors import RunError
 from longhaul.training import export, init_from, onnx_program
 from tests.helpers import own_environments as own
 from tests.helpers.drawn_policies import drawn
-from tests.helpers.small_runs import make_quick
+from tests.helpers.small_runs import quick_programs
 from tests.training.test_api import SMALL
 
 pytest.importorskip("flatbuffers")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    """Those of test_api.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch, evaluated=True)
-        yield
+_programs = quick_programs(evaluated=True)
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,14 @@ from longhaul.config.run import Driving
 from longhaul.training import export, hub, model_card
 from tests.helpers import hub_server
 from tests.helpers.hub_server import Hub
-from tests.helpers.small_runs import make_quick
+from tests.helpers.small_runs import quick_programs
 from tests.training.test_init_from import SMALL
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own, by its client
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch, evaluated=True)
-        yield
+_programs = quick_programs(evaluated=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,14 @@ from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
 from longhaul.training import hub, init_from, loop
 from longhaul.training.checkpoint.resume import restore_policy
-from tests.helpers.small_runs import make_quick
+from tests.helpers.small_runs import quick_programs
 
 SMALL: dict[str, Any] = {
     "num_envs": 4, "num_steps": 8, "total_steps": 8 * 16, "evaluation_episodes": 4, "block": 1, "log_interval": 1,
     "hidden_dim": 8, "save_interval": 2, "keep": 9, "normalise_observation": True, "seed": 3,
 }  # fmt: skip
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch, evaluated=True)
-        yield
+_programs = quick_programs(evaluated=True)
 
 
 @pytest.fixture(scope="module")

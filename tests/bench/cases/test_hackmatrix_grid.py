@@ -169,7 +169,7 @@ def test_shares_sum_to_one_even_where_clocks_lie(seconds: Sequence[float], expec
 
 
 @pytest.mark.slow
-def test_a_real_cell() -> None:
+def test_a_measured_cell_has_all_fields_and_they_agree() -> None:
     found = hackmatrix_grid.figure(Cell("cartpole", 4, 8, "fp32", 1))
     assert [field for field in found if field in FIELDS] == FIELDS
     assert json.loads(json.dumps(found)) == found

@@ -47,7 +47,7 @@ def test_places_that_the_proj_library_knows(
     np.testing.assert_allclose(found, (easting, northing), rtol=0, atol=1e-4)
 
 
-def test_snyders_example() -> None:
+def test_the_projection_gives_snyders_example() -> None:
     """Snyder, "Map projections: a working manual", USGS 1395, 1987, p. 269: UTM on Clarke's ellipsoid of 1866."""
     flattening = 1 - np.sqrt(1 - 0.00676866)
     x, y = transverse_mercator(np.radians(1.5), np.radians(40.5), 6378206.4, flattening)
@@ -105,7 +105,7 @@ def test_shapes_come_back(big: bool, z: bool) -> None:
                     geopackage.shapes(data[:cut])
 
 
-def test_odd_shapes() -> None:
+def test_odd_shapes_are_read_or_refused() -> None:
     flags = bytearray(fixture.blob(fixture.wkb(2, LINE)))
     flags[3] |= 0x10
     assert geopackage.shapes(bytes(flags)) == []  # marked as empty
@@ -301,7 +301,7 @@ def test_where_maps_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         nuplan.find_map(path, ["../../etc", "/etc", ".", ""])
 
 
-def test_counts(tmp_path: Path) -> None:
+def test_a_log_is_counted_by_kinds(tmp_path: Path) -> None:
     path = fixture.write(made.make_log(), tmp_path)
     report = inspect_logs.inspect([str(tmp_path)])
     assert [(each["path"], each["format"], each["error"]) for each in report["files"]] == [(str(path), "nuplan", None)]

@@ -37,7 +37,7 @@ def outcome(files: damaged_inputs.Files, scratch: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", damaged_inputs.KINDS)
-def test_damaged_inputs(sources: damaged_inputs.Sources, kind: str, tmp_path: Path) -> None:
+def test_damaged_inputs_are_read_or_refused(sources: damaged_inputs.Sources, kind: str, tmp_path: Path) -> None:
     """Bytes and values, of TFRecords inside their frames: checksums would find every damage."""
     found = {outcome(sources.make(kind, np.random.default_rng((7, i))), tmp_path / "in") for i in range(40)}
     assert found >= {"read", "refused"}  # some damage is to values alone, and most is found

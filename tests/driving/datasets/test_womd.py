@@ -138,6 +138,6 @@ def test_messages_that_are_none(name: str, data: str) -> None:
         encode(1, encode(1, encode(1, b"a") + encode(2, encode(3, encode(1, b"\xff"))))),
     ],
 )
-def test_no_example(payload: bytes) -> None:
+def test_what_is_no_example_is_refused(payload: bytes) -> None:
     with pytest.raises(Malformed):
         womd.parse_example(payload)

@@ -165,7 +165,7 @@ def test_a_bank_that_is_empty_or_too_large_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 16), (16, 16), (17, 32), (129, 256)])
-def test_buckets(count: int, size: int) -> None:
+def test_a_size_is_rounded_up_to_a_power_of_two(count: int, size: int) -> None:
     assert bucket(count) == size
 
 

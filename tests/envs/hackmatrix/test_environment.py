@@ -268,7 +268,7 @@ def test_case_25_step() -> None:
     assert g.at == (1, 1) and [e[1:3] for e in g.enemies] == [(4, 0), (0, 0)]
 
 
-def test_other_programs() -> None:
+def test_programs_have_their_effect_and_end() -> None:
     g = World((0, 0), credits=2, energy=4).own(w.CALM, w.SHOW)
     g.do(w.CALM)
     assert bool(g.state.calm) and w.CALM not in g.legal()

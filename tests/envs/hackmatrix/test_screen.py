@@ -110,7 +110,7 @@ def text(lines: list[screen.Line]) -> str:
     return "\n".join(plain(line) for line in lines)
 
 
-def test_the_start() -> None:
+def test_the_start_is_drawn_as_it_is_kept() -> None:
     assert text(screen.screen(made(), title="HackMatrix")) == START
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longhaul.runtime.launch.process import DROP, PIPE, Process, Restarts
+from tests.helpers.alive import lives
 
 ECHO = [sys.executable, "-c", "import sys; data = sys.stdin.read(); print(data); print(len(data), file=sys.stderr)"]
 
@@ -57,9 +58,9 @@ def test_a_child_ends_with_a_parent_that_is_killed(stopped: bool) -> None:
         os.kill(child, signal.SIGSTOP)
     parent.end()
     deadline = time.monotonic() + 20.0
-    while _lives(child) and time.monotonic() < deadline:
+    while lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _lives(child)
+    assert not lives(child)
 
 
 IMPORTING = """
@@ -81,16 +82,9 @@ def test_an_actor_ends_with_its_learner_while_it_imports(tmp_path: Path) -> None
         time.sleep(0.02)
     parent.end()
     deadline = time.monotonic() + 20.0
-    while _lives(child) and time.monotonic() < deadline:
+    while lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _lives(child)
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+    assert not lives(child)
 
 
 def test_pauses_double_up_to_a_bound_and_progress_starts_them_again() -> None:

@@ -30,6 +30,7 @@ from longhaul.topologies.actor_process import ActorError
 from longhaul.topologies.staleness import Rule
 from longhaul.training import actor_learner
 from tests.helpers import fake_actors
+from tests.helpers.alive import lives
 from tests.helpers.fake_actors import Plan
 
 UPDATES = 12
@@ -225,16 +226,9 @@ def test_a_learner_that_is_killed_takes_its_actors_along(tmp_path: Path) -> None
         os.kill(actors[0], signal.SIGSTOP)  # who is stopped ends, too
         learner.kill()
         deadline = time.monotonic() + 20.0
-        while any(_lives(actor) for actor in actors) and time.monotonic() < deadline:
+        while any(lives(actor) for actor in actors) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not any(_lives(actor) for actor in actors)
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+        assert not any(lives(actor) for actor in actors)
 
 
 def test_an_actor_that_was_silent_for_too_long_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ def test_warp_to_the_exit() -> None:
 
 
 @pytest.mark.parametrize(("fixes", "stage"), [((), 64), pytest.param(ALL, 100, marks=pytest.mark.slow)])
-def test_victory(fixes: tuple[str, ...], stage: int) -> None:
+def test_victory_pays_stage_and_score(fixes: tuple[str, ...], stage: int) -> None:
     """Case 15 [S]: the number of the stage stays, and the seventh stage's reward is paid for the eighth."""
     g = World((5, 4), stage=8, score=10, fixes=fixes).enemy(w.VIRUS, 0, 0)
     assert same(g.do(w.RIGHT)) == pytest.approx(-0.01 + stage + 1500 + 0.05)
@@ -336,7 +336,7 @@ def test_victory(fixes: tuple[str, ...], stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(1, -1.06), (4, -4.56), (8, -64.56)])
-def test_death(stage: int, expected: float) -> None:
+def test_death_ends_a_game_at_the_cost_of_its_stage(stage: int, expected: float) -> None:
     """Cases 13 and 28."""
     g = World((0, 0), energy=1, hp=1, stage=stage).own(w.WAIT).enemy(w.VIRUS, 1, 0)
     assert same(g.do(w.WAIT)) == expected
@@ -471,7 +471,7 @@ def test_row_and_column_use_the_attack_damage(action: int, places: Any) -> None:
     assert g.stunned() == [True, False]
 
 
-def test_the_bomb() -> None:
+def test_the_bomb_hurts_and_stuns_who_is_near() -> None:
     """Case 21."""
     g = World((3, 3), credits=3).own(w.D_BOM).enemy(w.DAEMON, 5, 5).enemy(w.DAEMON, 4, 5, 1).enemy(w.VIRUS, 4, 4)
     assert same(g.do(w.D_BOM)) == pytest.approx(-0.01 + 0.3 - 0.15)
@@ -498,7 +498,7 @@ def test_viruses_blocks_and_siphoned_cells() -> None:
     assert w.HACK not in World((3, 3), blocks=blocks, credits=2, energy=2).own(w.HACK).legal()
 
 
-def test_buying() -> None:
+def test_programs_cost_and_pay_what_the_cases_say() -> None:
     """Cases 16 to 18, 23 and 26 [S]; w.SIPH+ is no data siphon that was walked on, w.ATK+ has no upper bound."""
     g = World((0, 0), credits=5).own(w.SIPH)
     assert same(g.do(w.SIPH)) == -0.26
