@@ -346,7 +346,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Prepares the case in its arguments, then repeats it for every line that comes in.
+    """Worker that prepares the case in its arguments, then repeats it for every line that comes in.
 
     Its end may be an error: no thread that a figure has begun outlives it.
     """

@@ -180,7 +180,7 @@ def of_group(
     name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], words: Sequence[str],
     answer: Callable[[str], str | None] = lambda word: None,
 ) -> int:  # fmt: skip
-    """Runs one of the commands `longhaul NAME ...`; `usage` has a line of each. -> its exit code.
+    """Exit code of one of the commands `longhaul NAME ...`; `usage` has a line of each.
 
     `answer` gives a sentence on a command that other programs have.
     """

@@ -114,7 +114,7 @@ LONGEST = 600
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command; -> its exit code. `words` default to those of the process, which then ends with it."""
+    """Exit code of one command. `words` default to those of the process, which then ends with it."""
     own, words = words is None, list(sys.argv[1:] if words is None else words)
     end_with_parent()  # before what is heavy is imported, which takes a while
     debug = "--debug" in words

@@ -210,7 +210,7 @@ def _measured(
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `planned` found."""
+    """Tables of what `planned` found."""
     about = found["measured"]
     collectives = sum(each["runs"] for each in about["collectives"])
     moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])

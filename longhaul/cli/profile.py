@@ -32,7 +32,7 @@ def profile(words: Sequence[str]) -> int:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what `profile.profile` found."""
+    """Tables of what `profile.profile` found."""
     roof, operations, moved = found["roofline"], found["operations_per_step"], found["bytes_per_step"]
     speed, update = found["agent_steps_per_second"], found["seconds_per_update"]
     shares = [f"{roof[f'share_of_peak_{name}']:.1%} of the {name}" for name in ("operations", "bytes")]

@@ -96,7 +96,7 @@ def show_result(result: dict[str, Any]) -> None:
 
 
 def show_live(folder: Path) -> None:
-    """Prints the state of a run's actors: staleness, queue, waits, bottleneck; nothing where none are at work."""
+    """State of a run's actors, printed: staleness, queue, waits, bottleneck; nothing where none are at work."""
     try:
         state: dict[str, Any] = bounded_json.read(folder / LIVE)
         _show_actors(state)

@@ -399,7 +399,7 @@ def check(model: str, out: str | None) -> int:
 
 
 def show(of: Setting, found: Sequence[Cost]) -> None:
-    """Prints assumptions, the stages of each kind, and the sums."""
+    """Tables of assumptions, of the stages of each kind, and of the sums."""
     tables.listing(cost_model.assumptions(of))
     for each in found:
         print()

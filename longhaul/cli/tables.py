@@ -26,18 +26,18 @@ FAILED, BAD_INPUT, STOPPED = 1, 2, 75
 
 
 def progress(line: str) -> None:
-    """Prints a line beside a command's results."""
+    """Line beside a command's results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def say(line: str, code: int) -> int:
-    """Prints an error's line, without what could control a terminal; -> the exit code."""
+    """Exit code of an error, whose line is printed without what could control a terminal."""
     progress(f"longhaul: error: {clean(line)}")
     return code
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
-    """Prints rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.
+    """Table of rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.
 
     On a terminal that is wide enough by rich, in bold unless NO_COLOR is set; elsewhere as plain lines of any width.
     """
@@ -70,7 +70,7 @@ def _rich(lines: Sequence[Sequence[str]], has_footer: bool) -> None:
 
 
 def listing(rows: Iterable[tuple[str, str]]) -> None:
-    """Prints a name and one line about it a row."""
+    """List of names, each with one line about it."""
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     for name, line in rows:
@@ -78,7 +78,7 @@ def listing(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def scores(means: dict[str, dict[str, Any]]) -> None:
-    """Prints a table of an evaluation: policy -> means by metric and `episodes`."""
+    """Table of an evaluation: policy -> means by metric and `episodes`."""
     names = columns((name for scored in means.values() for name in scored if name != "episodes"), most=MOST)
     header = ["policy", *names, "episodes"]
     table(header, [[policy, *(number(scored.get(name)) for name in header[1:])] for policy, scored in means.items()])
@@ -111,7 +111,7 @@ def clean(text: str) -> str:
 
 
 def report(path: str | None, value: Any, show: Callable[[], None]) -> None:
-    """Shows a result to people, unless stdout is for JSON, and writes it to `path` where that is given."""
+    """Report of a result to people, unless stdout is for JSON, and to `path` where that is given."""
     if path != "-":
         show()
     if path is not None:
@@ -119,12 +119,12 @@ def report(path: str | None, value: Any, show: Callable[[], None]) -> None:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
+    """File of a JSON value, written at once or not at all; "-" is stdout. What is not finite becomes null."""
     write_text(path, json.dumps(files.finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file at once or not at all; "-" is stdout."""
+    """File of a text, written at once or not at all; "-" is stdout."""
     if path == "-":
         sys.stdout.write(text)
         return
@@ -132,5 +132,5 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_line(value: Any) -> None:
-    """Prints a JSON object as one line of stdout."""
+    """One line of stdout for a JSON object."""
     print(json.dumps(files.finite(value), allow_nan=False), flush=True)

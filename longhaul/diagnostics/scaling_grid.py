@@ -111,7 +111,7 @@ def run_of(grid: Grid, job: Job) -> Run:
 
 
 def check(grid: Grid) -> None:
-    """Raise RunError, one line, if the grid cannot run."""
+    """Check of a grid. Raises RunError, one line, if it cannot run."""
     task = grid.base.environment
     if not isinstance(task, Driving) or task.data:
         raise RunError("a grid over numbers of scenarios is of generated driving; leave --data out")
@@ -148,12 +148,12 @@ def load_grid(folder: Path) -> Grid:
 
 
 def share_devices() -> None:
-    """Let several processes share a device's memory, of which JAX by default takes three quarters; before it starts."""
+    """Share of a device's memory for each of several processes, set before JAX starts, which takes three quarters."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def run_grid(folder: Path, grid: Grid, at_once: int = 1) -> int:
-    """Train what is unfinished, `at_once` jobs at a time, and write the results as each ends; -> the exit code."""
+    """Training of what is unfinished, `at_once` jobs at a time; results are written as each ends. -> The exit code."""
     with alone(folder):
         todo = [job for job in jobs(grid) if not (folder / job.name / "result.json").exists()]
         code = _one_by_one(folder, grid, todo) if at_once == 1 else _side_by_side(folder, grid, todo, at_once)
@@ -260,7 +260,7 @@ def _say(line: str) -> None:
 
 
 def write(folder: Path, grid: Grid) -> dict[str, Any]:
-    """Write scaling.json and scaling.html; -> the content of scaling.json."""
+    """Content of scaling.json, which is written with scaling.html."""
     found = summary(folder, grid)
     write_json(folder / "scaling.json", found)
     files.write(folder / "scaling.html", page(folder.name, found))

@@ -305,7 +305,7 @@ class Store:
         return found
 
     def save(self, first: int, scenarios: Sequence[Scenario | None]) -> None:
-        """Keeps a block that was made."""
+        """Storage of a block that was made."""
         if self._complained:
             return
         path = self.path(first)

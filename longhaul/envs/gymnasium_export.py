@@ -257,7 +257,7 @@ def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
 
 
 def register() -> list[str]:
-    """Makes our names known to Gymnasium -> the ids: gymnasium.make("longhaul/cartpole-v0"), make_vec likewise."""
+    """Ids of our environments, made known to Gymnasium: gymnasium.make("longhaul/cartpole-v0"), make_vec likewise."""
     import gymnasium as gym
 
     from longhaul.envs import registry

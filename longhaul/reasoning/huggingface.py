@@ -300,7 +300,7 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     source: Path | str | None = None,
 ) -> None:
-    """Writes config.json and the weights, in files of about `shard_bytes`; LoRA's factors are merged.
+    """Folder of config.json and the weights, in files of about `shard_bytes`; LoRA's factors are merged.
 
     The tokeniser, the chat template and the tokens that begin and end a text are copied from the model at `source`.
     """
@@ -348,7 +348,7 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_adapters(folder: Path | str, config: ModelConfig, params: Params, *, base: str) -> None:
-    """Writes LoRA's factors alone, for the model at `base`, as PEFT loads them."""
+    """Folder of LoRA's factors alone, for the model at `base`, as PEFT loads them."""
     from safetensors.numpy import save_file
 
     folder = Path(folder)

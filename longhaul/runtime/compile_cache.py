@@ -185,7 +185,7 @@ def seconds_before(program: Any) -> float | None:
 
 
 def remember(program: Any, seconds: float) -> None:
-    """Keep the seconds for the next time."""
+    """Record of the seconds for the next time."""
     file, known = _times()
     if file is not None:
         known.pop(_digest(program), None)

@@ -134,7 +134,7 @@ def self_signed(host: str) -> Credentials:
 
 
 def check_bind(address: str, credentials: Credentials) -> None:
-    """Raise ValueError if a server may not listen there."""
+    """Check of an address: ValueError if a server may not listen there."""
     try:
         host, _ = split(address)
     except ValueError as error:

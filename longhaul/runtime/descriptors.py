@@ -14,7 +14,7 @@ RESERVE = 64
 
 
 def raise_limit() -> int:
-    """Raises the soft limit of open descriptors to the hard one, at most to MOST; returns the limit."""
+    """Soft limit of open descriptors, raised to the hard one, at most to MOST."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = MOST if hard == unlimited else min(hard, MOST)

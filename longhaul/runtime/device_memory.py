@@ -179,7 +179,7 @@ def resident() -> int:
 
 
 def trim() -> None:
-    """Gives memory that was freed, as by the compiler, back to the machine, where the C library can."""
+    """Return of freed memory, as by the compiler, to the machine, where the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

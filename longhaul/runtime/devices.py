@@ -98,7 +98,7 @@ _announced = False
 
 
 def announce(devices: int, threads: int | None) -> None:
-    """Sends the devices of process 0 to the other processes' `prepare_announced`: JAX starts in all of them at once.
+    """Message of process 0's devices to the others' `prepare_announced`: JAX starts in all of them at once.
 
     The first call counts.
     """
@@ -111,7 +111,7 @@ def announce(devices: int, threads: int | None) -> None:
 
 
 def prepare_announced() -> None:
-    """Starts JAX with the devices that process 0 announces."""
+    """Start of JAX with the devices that process 0 announces."""
     import jax
 
     from longhaul.runtime import process_group
@@ -122,7 +122,7 @@ def prepare_announced() -> None:
 
 
 def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
-    """Make the CPU show `devices` devices with `threads` in all. Call it before JAX starts; later it changes nothing.
+    """Preparation of the CPU to show `devices` devices, with `threads` in all. After JAX's start it changes nothing.
 
     `devices` counts both axes of the mesh; several processes share them evenly. With `inline` the CPU's programs run in
     the calling thread: handing small ones to a thread of JAX's and waiting costs as much as their computation.

@@ -28,7 +28,7 @@ def finite(value: Any) -> Any:
 
 
 def write(path: Path | str, content: str | bytes) -> None:
-    """Write a file atomically: a reader sees the old one or the new one. Missing folders are made."""
+    """Atomic write of a file: a reader sees the old one or the new one. Missing folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -42,7 +42,7 @@ def write(path: Path | str, content: str | bytes) -> None:
 
 
 def sync(path: Path | str) -> None:
-    """Make a file's content, or the names in a folder, outlast a loss of power."""
+    """Flush of a file's content, or of the names in a folder, which then outlast a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,7 +51,7 @@ def sync(path: Path | str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove an entry of a folder: a folder with its content, a file, or a link without its target."""
+    """Removal of an entry of a folder: a folder with its content, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -103,7 +103,7 @@ class Guard:
         atexit.register(self.end)  # a thread within C++ must not outlive the interpreter
 
     def end(self) -> None:
-        """Ends the thread, and closes its descriptors of the listeners."""
+        """End of the thread, whose descriptors of the listeners are closed."""
         atexit.unregister(self.end)
         self._over.set()
         self._thread.join(5.0)

@@ -89,7 +89,7 @@ class Listener:
             self._silence = self._silence._replace(at=now, longest=longest, resting=resting)
 
     def see(self, stopped: bool, now: float) -> None:
-        """Record if the process is stopped now."""
+        """Note of whether the process is stopped now."""
         self._silence = self._silence.stopped(stopped, now)
 
     def forgive(self, now: float) -> None:

@@ -113,7 +113,7 @@ def shares(tree: PyTree, model: int, fsdp: int = 1) -> Shares:
 
 
 def check(tree: PyTree, mesh: MeshShape) -> None:
-    """Raise ValueError if a mesh shall split an algorithm's state (its shapes), and no leaf can be split."""
+    """Check of a mesh: ValueError if it shall split an algorithm's state (its shapes), and no leaf can be split."""
     if mesh.parts == 1:
         return
     for axis, model, fsdp in ((f"--mesh is {mesh}", mesh.model, 1), (f"--fsdp with --mesh {mesh}", 1, mesh.fully)):

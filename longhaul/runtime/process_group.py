@@ -191,7 +191,7 @@ def on_tpu(environment: Mapping[str, str]) -> bool:
 
 
 def start(hosts: Hosts) -> None:
-    """Join the processes, before JAX runs; does nothing for a single one. Raises HostsError."""
+    """Meeting of the processes, before JAX runs; nothing for a single one. Raises HostsError."""
     end_with_parent()
     if hosts.count == 1:
         return
@@ -320,7 +320,7 @@ def share(name: str, make: Callable[[], T]) -> T:
 
 
 def tell(name: str, value: Any) -> None:
-    """Send a message from process 0 to the others' `hear`; each name is used once. Elsewhere, or alone: nothing."""
+    """Message from process 0 to the others' `hear`; each name is used once. Elsewhere, or alone: nothing."""
     if together() and index() == 0:
         _tell(name, {"value": value})
 
@@ -347,7 +347,7 @@ END, BAD_INPUT, STOPPED = "end", 2, 75
 
 
 def lead(work: Callable[[], int]) -> int:
-    """Run `work` in process 0; -> its exit code, which is sent to the others in any case. Alone: just `work`."""
+    """Exit code of `work` in process 0, which is sent to the others in any case. Alone: just `work`."""
     code = 1
     try:
         code = work()
@@ -363,7 +363,7 @@ def lead(work: Callable[[], int]) -> int:
 
 
 def follow(work: Callable[[], object]) -> int:
-    """Run `work` in another process; -> the exit code of process 0, once that has ended.
+    """Exit code of process 0, once it has ended, after `work` in another process.
 
     If process 0 ends first, for which `work` may wait in vain, this process ends too: at once if process 0 failed, else
     `GRACE` seconds later.

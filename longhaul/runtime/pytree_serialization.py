@@ -73,7 +73,7 @@ def is_stored(entry: Entry) -> bool:
 
 
 def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool = False) -> None:
-    """Raise ValueError with the leaf's name if the table does not fit the named leaves of `like`.
+    """Check of a table: ValueError with the leaf's name if the table does not fit the named leaves of `like`.
 
     With `part` the table may have more.
     """

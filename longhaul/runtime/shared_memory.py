@@ -168,7 +168,7 @@ class Wakeup:
             os.set_blocking(writes, False)
 
     def wake(self) -> None:
-        """Wake the waiting side; does nothing if the pipe is full or the other side is gone."""
+        """Wake-up of the waiting side; nothing if the pipe is full or the other side is gone."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self.writes, b"!")
 

@@ -81,7 +81,7 @@ class Stop:
         return self._told or self.signal is not None
 
     def ask(self) -> None:
-        """Stop as after a signal."""
+        """Request to stop, as after a signal."""
         self._told = True
 
     def who(self) -> str:
@@ -91,7 +91,7 @@ class Stop:
         return "the callback asked to stop" if self._told else "another process was stopped"
 
     def look(self, done: int) -> None:
-        """Raise Stopped if a signal came; `done` updates are saved."""
+        """Check for a signal: Stopped if one came; `done` updates are saved."""
         if self.asked:
             raise Stopped(done)
 

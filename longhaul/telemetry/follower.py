@@ -33,7 +33,7 @@ QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 
 
 def follow(path: Path, words: BinaryIO, tracker: Tracker) -> str:
-    """Pass every record of the growing file `path` that the tracker lacks on, until `words` end; -> the last word,
+    """Transfer of the records of the growing file `path` that the tracker lacks, until `words` end; -> the last word,
     "killed" if there is none."""
     end, before, read, rest = "killed", None, 0, b""
     while True:

@@ -128,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] | None:
-    """Drop the records after `update` and a torn last line; -> the last record kept, or None.
+    """Removal of the records after `update` and of a torn last line; -> the last record kept, or None.
 
     The file is replaced atomically, so that a kill here changes nothing. A missing file stays missing.
     """

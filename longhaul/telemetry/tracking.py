@@ -246,7 +246,7 @@ class Follower:
         self._process = self._start()
 
     def say(self, words: bytes) -> None:
-        """Pass words on to the process, and its lines to the run."""
+        """Exchange of words to the process and its lines to the run."""
         if self._lost or self._process is None:
             return
         alive = self._process.say(words)
@@ -260,7 +260,7 @@ class Follower:
             self._note(f"{self._title} has ended ({self._log} says why); {rest}")
 
     def hang_up(self, last: bytes) -> None:
-        """Pass the last words on."""
+        """End of the words to the process."""
         self.say(last)
         if self._process is not None:
             self._process.hang_up()

@@ -38,7 +38,7 @@ class ActorHandle(Protocol):
         """End it at once, if possible, without waiting."""
 
     def end(self, within: float = 0.0) -> None:
-        """Wait up to `within` seconds for its end, then kill it. It writes nothing afterwards."""
+        """End of it: up to `within` seconds to end by itself, then a kill. It writes nothing afterwards."""
 
 
 class _Seat(NamedTuple):
@@ -62,7 +62,7 @@ class Actors:
         self._seats = [_Seat(RESTARTS) for _ in range(count)]
 
     def look(self, now: float) -> list[tuple[int, str]]:
-        """Start the actors that are due; -> (actor, reason) of those that ended."""
+        """Start of the actors that are due; -> (actor, reason) of those that ended."""
         gone = []
         for actor, seat in enumerate(self._seats):
             if seat.handle is None:
@@ -80,7 +80,7 @@ class Actors:
         return handle is not None
 
     def failed(self, actor: int, why: str, *, progress: bool) -> float:
-        """Record the end of an actor; -> seconds until its successor starts. ActorError after too many failures in a
+        """Record of an actor's end; -> seconds until its successor starts. ActorError after too many failures in a
         row without progress."""
         seat = self._seats[actor]
         if seat.handle is not None:

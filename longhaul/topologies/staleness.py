@@ -142,7 +142,7 @@ def _unfinished(book: Book, actor: int) -> int:
 
 
 def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
-    """Mark the oldest unfinished ticket of an actor as finished; -> that ticket. ValueError if it has none."""
+    """(book, ticket): the oldest unfinished ticket of an actor is finished. ValueError if it has none."""
     given, done = book.given[actor], book.done[actor]
     if done == len(given):
         raise ValueError(f"actor {actor} finished a rollout that nobody asked for")
@@ -151,7 +151,7 @@ def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
 
 
 def lose(book: Book, actor: int) -> tuple[Book, bool]:
-    """Return the unfinished tickets of an actor, to be started again; -> whether it had any."""
+    """(book with the unfinished tickets of an actor returned, to be started again; flag that it had any)."""
     given, done = book.given[actor], book.done[actor]
     lost = given[done:]
     if not lost:
@@ -166,7 +166,7 @@ def lose(book: Book, actor: int) -> tuple[Book, bool]:
 
 
 def learnt(book: Book) -> Book:
-    """Mark the next update as finished. ValueError if its batch was incomplete."""
+    """Book after the next update. ValueError if its batch was incomplete."""
     if not book.whole:
         raise ValueError(f"batch {book.version} was learnt before it was whole")
     over = [sum(t.batch == book.version for t in given) for given in book.given]

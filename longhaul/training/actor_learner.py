@@ -54,7 +54,7 @@ class CompiledActorLearner(NamedTuple):
 
 
 def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> CompiledActorLearner:
-    """Compile the learner for a run whose state looks like `progress`."""
+    """Learner compiled for a run whose state looks like `progress`."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
@@ -167,7 +167,7 @@ def opened(
     closed: ExitStack,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Opened:
-    """Start the actors of the run in `folder`; closing `closed` stops them. Once `leaving`, calls end instead of
+    """Actors of the run in `folder`, started; closing `closed` stops them. Once `leaving`, calls end instead of
     waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     assert run.acting.actors is not None

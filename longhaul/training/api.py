@@ -108,7 +108,7 @@ class Curve:
         return f"<style>{pages.asset('curves.css')}</style>{self._figure}"
 
     def save(self, path: str | Path) -> Path:
-        """Writes a page that any browser shows, .html; missing folders are made. RunError for another suffix."""
+        """Page that any browser shows, an .html, whose missing folders are made. RunError for another suffix."""
         file = Path(path)
         if file.suffix.lower() not in (".html", ".htm"):
             raise RunError(f"the curve's file is {str(path)!r}; it is a page, so name it .html")
@@ -424,7 +424,7 @@ class Policy:
         return Policy(self.run, self.params._replace(params=mixed))
 
     def export(self, folder: str | Path, to: str = "jax") -> list[Path]:
-        """Writes the policy to `folder`; -> the files.
+        """Files of the policy, written to `folder`.
 
         `to` is jax or onnx (a program that needs JAX or an ONNX runtime alone, checked in a process of its own),
         safetensors or npz.

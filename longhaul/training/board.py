@@ -98,7 +98,7 @@ class Folder:
         self.all: list[runs.Summary] = []
 
     def look(self) -> None:
-        """Read what is new, if the last look is a period ago."""
+        """Update by what is new, if the last look is a period ago."""
         with self._lock:
             if time.monotonic() - self._looked < self.period:
                 return
@@ -222,7 +222,7 @@ class Pictures:
         return max(self._dir.glob(f"{self._number(name)}-*.html"), key=lambda path: path.stat().st_mtime, default=None)
 
     async def make(self, name: str) -> str:
-        """Make the page of a run's newest checkpoint; -> the reason if it can't be made, or ""."""
+        """Reason for which the page of a run's newest checkpoint can't be made; "" where it is made."""
         folder = self._folder.of(name)
         if self._folder.remote:
             return f"longhaul render {self._folder.where}/{name} --out drive.html makes it on a machine of the run's"

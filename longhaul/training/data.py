@@ -309,7 +309,7 @@ def digest(scenarios: Sequence[Scenario]) -> str:
 
 
 def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
-    """Raise RunError if `source` differs from the data that run.json (`about`) of run `name` records."""
+    """Check of the data: RunError if `source` differs from what run.json (`about`) of run `name` records."""
     before, now = about.get("data"), source.about
     if before is None or now is None or before == now:
         return

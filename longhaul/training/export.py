@@ -81,7 +81,7 @@ np.savez(sys.argv[3], **dict(zip([x.name for x in session.get_outputs()], result
 
 
 def save(policy: Policy, kind: str, folder: Path, name: str = "policy") -> list[Path]:
-    """Writes a policy to `folder`; -> the files. Raises RunError where an export does not give the policy's actions."""
+    """Files of a policy, written to `folder`. Raises RunError where an export does not give the policy's actions."""
     if kind not in KINDS:
         raise RunError(f"--to is {kind!r}; choose one of {', '.join(KINDS)}")
     folder.mkdir(parents=True, exist_ok=True)

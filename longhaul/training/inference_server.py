@@ -56,7 +56,7 @@ def description(run: Run) -> Description:
 
 
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> CompiledServer:
-    """Compile the programs for a run whose state looks like `progress`."""
+    """Programs compiled for a run whose state looks like `progress`."""
     serving = serves(run, assembly, progress)
     data = serving.store.batch(serving.book.version)[0]
     return CompiledServer(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)

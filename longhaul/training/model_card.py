@@ -38,7 +38,7 @@ TERMS = (
 
 
 def write(policy: api.Policy, source: Path, folder: Path, address: Address, licence: str | None = None) -> None:
-    """Writes what `longhaul push` uploads of a run's folder `source`. Raises RunError where a part can't be made."""
+    """Folder of what `longhaul push` uploads of a run's folder `source`. Raises RunError where a part can't be made."""
     for kind in ("safetensors", "jax"):
         export.save(policy, kind, folder)
     try:

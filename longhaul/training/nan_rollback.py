@@ -79,7 +79,7 @@ def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) ->
 
 
 def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
-    """Keep the evidence and record one more detour; -> (number of detours, message).
+    """(number of detours with this one, message), after the evidence is kept and the detour recorded.
 
     Raises RunError after `run.rollbacks` detours.
     """

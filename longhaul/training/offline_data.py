@@ -49,7 +49,7 @@ class Recorded(NamedTuple):
 
 
 def save(path: Path | str, observation: PyTree, action: Any) -> None:
-    """Write steps in `read`'s format: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
+    """File of steps in `read`'s format: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
     seen, mask = observation if isinstance(observation, Masked) else (observation, None)
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in _leaves(seen).items()}
     arrays |= {"action": np.asarray(action)} | ({} if mask is None else {"mask": np.asarray(mask)})

@@ -67,7 +67,7 @@ class Evaluations:
         return self._by_time and self._recorded > 0 and late and done - self._last >= self._least
 
     def make(self, policy: Params, counts: Mapping[str, Any]) -> None:
-        """Evaluate the policy and write the line; `counts` are the counts of a record."""
+        """Evaluation of the policy, written as a line; `counts` are the counts of a record."""
         began, first = time.perf_counter(), self._play is None
         self._play = self._play or player(self._run)
         scores, chains = self._play(policy)

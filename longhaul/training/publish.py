@@ -120,7 +120,7 @@ def load(folder: Path) -> Publishing | None:
 
 
 def save(folder: Path, publishing: Publishing | None) -> None:
-    """Saves the publication of the run in `folder`."""
+    """Record of the publication of the run in `folder`."""
     if publishing is not None:
         files.write(folder / FILE, json.dumps(publishing._asdict(), indent=2) + "\n")
     else:

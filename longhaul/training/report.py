@@ -97,7 +97,7 @@ def write_report(
     findings: Sequence[Finding] = (),
     runs: str = "",
 ) -> None:
-    """Write `path` atomically.
+    """Report at `path`, written atomically.
 
     `run` is run.json: `id`, `recipe`, `command` and the fields of `PROVENANCE` are read at its top or within
     `provenance`, all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in
@@ -217,7 +217,7 @@ MATRIX = "<!--cross-play-->", "<!--/cross-play-->"
 
 
 def draw_cross_play(folder: Path) -> None:
-    """Draw the matrix of a run's folder in its report, where there is one."""
+    """Drawing of the matrix of a run's folder in its report, where there is one."""
     page = folder / "report.html"
     if page.is_file():
         before, _, rest = page.read_text().partition(MATRIX[0])

@@ -59,10 +59,10 @@ class Updates(Protocol):
     """Way in which versions reach servers; `load` may be called for several servers at once."""
 
     def offer(self, version: int, export: Callable[[], Tensors], label: str) -> None:
-        """Takes a version that `load` brings to a server."""
+        """New version, which `load` brings to a server."""
 
     def load(self, server: Server) -> float:
-        """Brings the newest version to a server; returns the seconds for which it was paused."""
+        """Seconds for which a server was paused to get the newest version."""
 
     def close(self) -> None: ...
 
@@ -157,7 +157,7 @@ class Fleet:
     def bring(
         self, version: int, params: PyTree, oldest: int = 0, beat: Callable[[], object] = lambda: None
     ) -> tuple[float, float]:
-        """Brings a version to all servers that work, unless they have it; -> (seconds, longest pause).
+        """(seconds, longest pause) of bringing a version to all servers that work, unless they have it.
 
         A server that follows the run, and has none from `oldest` on yet, gets no requests until it has.
         """

@@ -41,7 +41,7 @@ UNDECIDED = "what it leaves open was decided in the run that wrote it"
 
 
 def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = None) -> Path:
-    """Create the folder of a new run, in a store's staging folder where `runs_dir` is its address. Raises RunError if
+    """Folder of a new run, created; in a store's staging folder where `runs_dir` is its address. Raises RunError if
     `name` is taken or malformed, or the store can't be written to.
 
     Without a name it is called after recipe, time and `suffix`.
@@ -148,7 +148,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write atomically; non-finite numbers become null, since JSON cannot hold them."""
+    """Atomic write; non-finite numbers become null, since JSON cannot hold them."""
     partial_path = path.with_name(path.name + ".partial")
     with files.naming(path):
         with open(partial_path, "w") as file:

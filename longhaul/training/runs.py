@@ -283,7 +283,7 @@ class Curves:
         """The last records."""
 
     def update(self) -> bool:
-        """Read new records; True if the file is another one than before, as after a resume: all is new then."""
+        """True if all records are new: the file is another one than before, as after a resume. New ones are read."""
         if not self._path.is_file():
             anew = self.count > 0
             self._clear()

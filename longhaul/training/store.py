@@ -88,7 +88,7 @@ class Objects(Protocol):
     def has(self, name: str) -> bool: ...
 
     def put(self, name: str, path: Path, size: int) -> int:
-        """Copy the first `size` bytes of a file there, more where it has grown; bytes of the object then."""
+        """Bytes of the object that gets the first `size` bytes of a file, more where it has grown."""
         ...
 
     def get(self, name: str, path: Path) -> None: ...
@@ -440,7 +440,7 @@ class Mirror:
         self._thread.start()
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Send what is left. Raises RunError if the store stays out of reach for `patience` seconds."""
+        """Transfer of what is left. Raises RunError if the store stays out of reach for `patience` seconds."""
         self._ending.set()
         self._thread.join()
         deadline, pause = time.monotonic() + patience, PAUSES[0]
@@ -475,7 +475,7 @@ class Mirror:
             pause, away = 0.0, False
 
     def once(self, *, last: bool = False) -> None:
-        """Send what is new: first all files, then each new checkpoint, its manifest last; then drop what is gone."""
+        """Transfer of what is new: all files, then checkpoints, each manifest last; what is gone is dropped last."""
         if self._there is None:
             sizes = {path.removeprefix(f"{self._name}/"): size for path, size in self._store.sizes(self._name).items()}
             self._sent = {name: state for name, state in self._sent.items() if sizes.get(name) == state[0]}

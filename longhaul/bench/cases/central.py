@@ -137,7 +137,7 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
 
 
 def answered(lane: Transport, staging: np.ndarray | None, action: np.ndarray) -> int:
-    """Copies each step that has arrived to `staging`, if any, and answers it; -> their number."""
+    """Number of steps that have arrived; each is copied to `staging`, if any, and answered."""
     arrivals = [event for event in lane.take() if isinstance(event, Arrival)]
     if staging is not None:
         for event in arrivals:

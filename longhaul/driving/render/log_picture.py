@@ -46,7 +46,7 @@ class Sketch(NamedTuple):
 
 
 def save(shown: Log | Scenario, path: Path) -> None:
-    """Draws a log, or a scenario of a shard, to a file; by its suffix a .png, .svg or .html.
+    """Picture of a log, or of a scenario of a shard, in a file; by its suffix a .png, .svg or .html.
 
     Raises ValueError for another suffix, and `BadData` where a page is asked for of a log that does not compile.
     """

@@ -33,7 +33,7 @@ SPACING = 10.0
 
 
 def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
-    """Writes the picture that the suffix of `path` asks for: .gif, .mp4, .html or .png (a film strip).
+    """Picture in a file, as the suffix of `path` asks for: .gif, .mp4, .html or .png (a film strip).
 
     Raises ValueError where the suffix is another one, there is nothing to draw, or ffmpeg is missing for .mp4.
     """
@@ -51,7 +51,7 @@ def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> No
 
 
 def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int = 25) -> None:
-    """Writes pictures of one size, of anything, as a .gif, .mp4, .png (a film strip) or .html (a page with a player).
+    """File of pictures of one size, of anything: a .gif, .mp4, .png (a film strip) or .html (a page with a player).
 
     Raises ValueError as `save` does.
     """

@@ -139,7 +139,7 @@ def _parse(text: str) -> Line | None:
 
 
 def rewrite(out: Path, settings: Settings, lines: list[Line]) -> None:
-    """Writes the state anew with the lines that hold, and removes the shards of the others."""
+    """State anew with the lines that hold; the shards of the others are removed."""
     rows = [{"settings": asdict(settings)}, *(line._asdict() for line in lines)]
     replace_text(out / STATE, "".join(json.dumps(row) + "\n" for row in rows))
     kept = {line.shard for line in lines}
@@ -149,7 +149,7 @@ def rewrite(out: Path, settings: Settings, lines: list[Line]) -> None:
 
 
 def add(out: Path, line: Line) -> None:
-    """Adds a line to the state; it is on the disk when this returns."""
+    """New line of the state, which is on the disk when this returns."""
     with (out / STATE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line._asdict()) + "\n")
         file.flush()
@@ -157,7 +157,7 @@ def add(out: Path, line: Line) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole, or as it was."""
+    """Replacement of a file, which is there whole, or as it was."""
     beside = path.with_name(f".{path.name}.tmp")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -210,7 +210,7 @@ def convert(
     routes: str = "log",
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Converts all logs (and shards) at `given` to shards in the folder `out`, with `workers` processes.
+    """Conversion of all logs (and shards) at `given` to shards in the folder `out`, with `workers` processes.
 
     `agents`, `horizon`, `control` and `routes` as of `scenario_from_log`; shards keep their routes. `progress` is
     called after each file. `BadData` where a path means nothing, or `out` holds, or is just getting, another

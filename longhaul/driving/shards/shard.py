@@ -372,12 +372,12 @@ class Shard:
         return record
 
     def close(self) -> None:
-        """Gives the memory map back; the shard can't be read any more."""
+        """End of the memory map; the shard can't be read any more."""
         self.view.close()
 
 
 def write(path: Path, scenarios: Iterable[Scenario]) -> int:
-    """Writes a shard of `scenarios`; -> its size in bytes. `ValueError` where one can't be stored."""
+    """Size in bytes of a new shard of `scenarios`. `ValueError` where one can't be stored."""
     return write_records(path, ((scenario.id, pack(scenario)) for scenario in scenarios))
 
 

@@ -253,7 +253,7 @@ def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:
 
 
 def check(library: Library, where: str, *, agents: int, control: str) -> None:
-    """Raise BadData early if some scenario of the library cannot be driven so; `where` names the shards."""
+    """Early check: BadData if some scenario of the library cannot be driven so; `where` names the shards."""
     driven = library.sizes["A"]
     if driven.min() < agents:
         raise BadData(

@@ -58,7 +58,7 @@ def unknown(environment: Any) -> str:
 
 
 def restore(environment: Any, state: dict[str, np.ndarray]) -> None:
-    """Puts back what `take` took of an environment that was made alike."""
+    """Restoration of what `take` took, in an environment that was made alike."""
     layers = _layers(environment)
     for path, packed in state.items():
         depth, form, name = path.split(".", 2)
@@ -87,7 +87,7 @@ class Snapshots:
         return {EXACT: np.array(exact)} | {name: np.stack([row[name] for row in rows]) for name in self._blank}
 
     def restore(self, environments: Sequence[Any], state: Tree) -> None:
-        """Puts back all states. Raises LostState where one is not exact."""
+        """Restoration of all states. Raises LostState where one is not exact."""
         if not np.all(state[EXACT]):
             raise LostState("an attribute of the environment changed its form, and its state could not be told")
         for i, environment in enumerate(environments):

@@ -112,7 +112,7 @@ class HostVector(Protocol):
     def columns(self) -> int: ...
 
     def reset(self, seed: int, out: Slot | None = None) -> Tree:
-        """Begins anew in all worlds -> their observations [B, ...], in `out.observation` where given."""
+        """Observations [B, ...] of new episodes in all worlds, in `out.observation` where given."""
 
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep: ...
 
@@ -158,7 +158,7 @@ def no_finals(spec: HostSpec) -> Finals:
 
 
 def write(out: Tree, values: Tree) -> None:
-    """Copies the leaves of `values` into those of `out`, which may be of another type."""
+    """Copy of the leaves of `values` into those of `out`, which may be of another type."""
     if isinstance(out, np.ndarray):  # the most, and every step
         out[...] = values
         return
@@ -276,13 +276,13 @@ class Batched(Protocol):
     def spec(self) -> HostSpec: ...
 
     def reset(self, seed: int) -> Tree:
-        """Begins anew everywhere -> observations."""
+        """Observations of new episodes everywhere."""
 
     def step(self, action: np.ndarray) -> tuple[Tree, np.ndarray, np.ndarray, np.ndarray]:
         """-> observation, reward, terminated, truncated: what the step truly led to. It resets nothing."""
 
     def restart(self, which: np.ndarray) -> Tree:
-        """Begins anew in the worlds `which`, bool [W] -> observations of all."""
+        """Observations of all, after new episodes began in the worlds `which`, bool [W]."""
 
     def state(self) -> Tree | None:
         """All that decides what comes, as arrays; None where it can't be told."""

@@ -95,7 +95,7 @@ class Process:
         return self.code is None and heartbeat.stopped(self.id)
 
     def say(self, words: bytes) -> bool:
-        """Write to its standard input without waiting; -> False if it is gone. A full pipe drops the words: thousands
+        """Words to its standard input, without waiting; -> False if it is gone. A full pipe drops the words: thousands
         are unread."""
         assert self._process.stdin is not None
         try:
@@ -107,18 +107,18 @@ class Process:
         return self.code is None
 
     def hang_up(self) -> None:
-        """Close its standard input."""
+        """End of its standard input."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def send(self, number: int) -> None:
-        """Send a signal; does nothing after its end."""
+        """Signal to it; nothing after its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it without waiting; with a session of its own, also its children."""
+        """Kill without waiting; with a session of its own, also of its children."""
         if not self._session:
             self._process.kill()
             return

@@ -120,7 +120,7 @@ class Host:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), local.free_port("")
 
     def begin(self, program: Sequence[str], variables: dict[str, str], folder: str) -> None:
-        """Start `program` with this node's Python in `folder`, if that exists here."""
+        """Start of `program` with this node's Python in `folder`, if that exists here."""
         given = {**os.environ, **variables}
         python = local.PROGRAM[0]
         there = folder if os.path.isdir(folder) else None
@@ -255,7 +255,7 @@ class OnRay:
         self._errors = [printed.error(i) for i in range(len(placed.actors))]
 
     def look(self) -> list[Look]:
-        """Looks at all processes: actors without an answer yet keep their last look."""
+        """State of all processes: actors without an answer yet keep their last one."""
         import ray
 
         now = time.monotonic()

@@ -56,10 +56,10 @@ class Gang(Protocol):
     """Seconds between two looks."""
 
     def look(self) -> list[Look]:
-        """Look at each process; its output is forwarded meanwhile."""
+        """State of each process, whose output is forwarded meanwhile."""
 
     def send(self, number: int) -> None:
-        """Send a signal to all that run."""
+        """Signal to all that run."""
 
     def end(self) -> None:
         """End all processes and their children, after forwarding all their output."""
@@ -127,7 +127,7 @@ class Printed:
 
 
 def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
-    """Wait for the end of all; forward the signals in `asked`, and end the rest after one has ended.
+    """Wait for the end of all: signals in `asked` are forwarded, and the rest is ended after one has ended.
 
     `deadline` is the limit in seconds of phases other than updates.
     """

@@ -44,7 +44,7 @@ class Description(NamedTuple):
 
 
 def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, learner: Wakeup) -> None:
-    """Collect the ordered rollouts until the buffers are closed or the learner is gone."""
+    """Collection of the ordered rollouts until the buffers are closed or the learner is gone."""
     vitals = shared.vitals[actor]
     ring = shared.weights.reader()
     kept: Leaves | None = None  # state after the last turn of this life

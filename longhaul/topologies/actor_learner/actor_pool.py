@@ -99,7 +99,7 @@ class Remote:
     """Environment and policy of an actor, on a node."""
 
     def begin(self, made: bytes, shapes: Shapes, actor: int) -> int:
-        """Create the rollout function of actor `actor` from a pickled maker; -> process id."""
+        """Start of actor `actor`, whose rollout function a pickled maker creates; -> process id."""
         os.environ |= FEW  # before anything imports JAX
         make: Callable[[int], Collect] = pickle.loads(made)
         self._collect, self._shapes = make(actor), shapes
@@ -276,7 +276,7 @@ class ActorPool:
         return Batch(data, scores, [self._heads.pop(ticket) for ticket in mine])
 
     def learnt(self, weights: np.ndarray) -> None:
-        """Note a finished update, whose batch nothing reads any more; `weights` are the new ones."""
+        """Note of a finished update, whose batch nothing reads any more; `weights` are the new ones."""
         self.book = staleness.learnt(self.book)
         self._publish(self.book.version, weights)
         self._hand_out()

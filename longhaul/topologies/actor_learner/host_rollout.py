@@ -253,9 +253,7 @@ def _rendered(name: str, environment: Any) -> np.ndarray:
     return shown
 
 
-def film(
-    name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int
-) -> tuple[list[Image.Image], int, float]:
+def film(name: str, algorithm: Algorithm, policy: PyTree, most: int, seed: int) -> tuple[list[Image.Image], int, float]:
     """(pictures, steps, return) of one episode of a policy that acts by its mode: pictures are the environment's own,
     or its observations.
 

@@ -96,7 +96,7 @@ class WeightRing:
         return WeightRing(self._arrays)
 
     def publish(self, version: int, params: np.ndarray) -> None:
-        """Publish `params`, uint8 [size], as `version`. Versions ascend, or restart before the first read."""
+        """Publication of `params`, uint8 [size], as `version`. Versions ascend, or restart before the first read."""
         place = version % len(self._weights)
         mark = self._marks[place]
         mark[0] |= 1  # being written
@@ -134,7 +134,7 @@ class WeightRing:
         return self._weights[place]
 
     def read(self, version: int, out: np.ndarray) -> int:
-        """Copy a version, or the newest if it is negative, to `out`; -> the version.
+        """Number of a version, or of the newest if it is negative, which is copied to `out`.
 
         LookupError if it was never published, has been overwritten, or is damaged.
         """
@@ -254,7 +254,7 @@ class SharedBuffers:
         self, actor: int, ticket: Ticket, version: int, data: Sequence[np.ndarray], scores: Sequence[np.ndarray],
         carry: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
-        """Write a rollout to its slot, and hand it to the learner."""
+        """Hand-over of a rollout to the learner, written to its slot."""
         room, number = ticket.batch % self.size.depth, _number(ticket, self.size.actors)
         head = self._heads[room, ticket.place]
         head[BEGUN] = number
@@ -275,7 +275,7 @@ class SharedBuffers:
         self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 
     def at(self, actor: int, state: int) -> int:
-        """Set the state of an actor; -> ns of the monotonic clock."""
+        """Change of an actor's state; -> ns of the monotonic clock."""
         now = time.monotonic_ns()
         self.vitals[actor, BEAT] = now
         self.vitals[actor, STATE] = state

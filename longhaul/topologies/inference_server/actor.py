@@ -36,7 +36,7 @@ FIRST, LONGEST = 0.2, 5.0
 
 
 async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
-    """Step the groups `vectors` with the server's actions over gRPC until an error, then close the line."""
+    """Steps of the groups `vectors` by the server's actions over gRPC until an error, which closes the line."""
     try:
         outs = start(line, vectors, await line.open())
         while True:
@@ -47,7 +47,7 @@ async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
 
 
 def play_shared(line: ShmActorTransport, vectors: Sequence[HostVector]) -> None:
-    """Step the groups through shared memory; waiting blocks this thread."""
+    """Steps of the groups through shared memory; waiting blocks this thread."""
     outs = start(line, vectors, line.open())
     while True:
         slot, action = line.next()
@@ -75,7 +75,7 @@ def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]
 
 
 def step(line: ActorBlocks, vector: HostVector, slot: int, action: np.ndarray, out: Slot) -> int:
-    """Step a group and write the result to its block; -> number of episodes that ended."""
+    """Number of episodes that ended in a group's step, whose result is written to its block."""
     finals = vector.step(action, out=out).finals
     count = len(finals.columns)
     if count:
@@ -99,7 +99,7 @@ def state_size(vector: HostVector, observation: Tree) -> int:
 
 
 def write_state(into: np.ndarray, vector: HostVector, observation: Tree) -> None:
-    """Write the state and the observation for the next action to memory, uint8 [size]: the reader derives the layout
+    """Copy of the state and the observation for the next action to memory, uint8 [size]: the reader derives the layout
     from its own worlds. ValueError if the size differs."""
     rows = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves((vector.state(), observation))]
     np.concatenate(rows, out=into)
@@ -119,7 +119,7 @@ def restore_state(data: np.ndarray, vector: HostVector, observation: Tree) -> No
 
 
 async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVector], patience: float) -> None:
-    """Play, and reconnect after the server went away. ConnectionError once it was away for `patience` seconds.
+    """Play with new connections after the server went away. ConnectionError once it was away for `patience` seconds.
 
     WireError if the server refuses the actor: another attempt would be refused too.
     """
@@ -153,7 +153,7 @@ def remote(
     address: str, description: Description, worlds: int, slots: int, *, actor: int = wire.ANY,
     credentials: Credentials = NOBODY, patience: float = PATIENCE,
 ) -> None:  # fmt: skip
-    """Run an actor for a remote server. Raises WireError, ConnectionError, ValueError."""
+    """Actor of a remote server, until its end. Raises WireError, ConnectionError, ValueError."""
     from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, run
 
     vectors, codec = make(description, worlds, slots)

@@ -98,7 +98,7 @@ class Remote:
         return os.getpid()
 
     def play(self, about: dict[str, Any], credentials: Credentials) -> str:
-        """Step environments until the stream ends; -> the reason."""
+        """Reason for which the stream ended; environments are stepped until then."""
         slots, address = about["slots"], about["address"]
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)

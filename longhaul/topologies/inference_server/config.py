@@ -86,7 +86,7 @@ def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
 
 
 def check_installed() -> None:
-    """Check that `--lane grpc` finds its library; else FieldError."""
+    """Check for the library of `--lane grpc`; FieldError without."""
     if importlib.util.find_spec("grpc") is None:
         raise FieldError("lane", "grpc, which needs grpcio", "pip install 'longhaul-rl[cluster]'")
 

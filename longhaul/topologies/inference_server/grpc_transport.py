@@ -113,7 +113,7 @@ class Loop(asyncio.SelectorEventLoop):
             return super().run_until_complete(future)
 
     def turn(self, seconds: float) -> None:
-        """Run until a gRPC event or for `seconds`; 0: one pass over the work that is due. It may return earlier."""
+        """Turn until a gRPC event or for `seconds`; 0: one pass over the work that is due. It may return earlier."""
         if seconds <= 0.0:
             self.call_soon(self.stop)
         else:
@@ -187,7 +187,7 @@ class Reader:
         self.begin()
 
     def begin(self) -> None:
-        """Start to read the next frame. Raises if the stream is gone."""
+        """Start of reading the next frame. Raises if the stream is gone."""
         self._work = self._read()
         try:
             self.until = self._work.send(None)
@@ -205,7 +205,7 @@ class Reader:
         return None
 
     def stop(self) -> None:
-        """Stop reading. A pending read still completes, because gRPC writes to its memory."""
+        """End of reading. A pending read still completes, because gRPC writes to its memory."""
         if self.until is not None:
             self.until.add_done_callback(self._stopped)
 
@@ -233,14 +233,14 @@ class Writer:
         self._go_on()
 
     def stop(self) -> None:
-        """Drop the queue; a pending write still completes."""
+        """End of the queue, which is dropped; a pending write still completes."""
         self._later.clear()
         self._go_on()
         if self._until is not None:
             self._until.add_done_callback(self._go_on)
 
     async def stopped(self) -> None:
-        """Stop, and wait for the pending write."""
+        """End, after the pending write."""
         self.stop()
         while self._until is not None:
             await asyncio.wait((self._until,))

@@ -145,7 +145,7 @@ class _Telling:
         self._waited = 0.0
 
     def gathered(self) -> None:
-        """Note that the learner's batch is complete."""
+        """Note of the learner's complete batch."""
         self._waited = time.perf_counter() - self._began
 
     def read(self, update: int, sums: Sums, versions: np.ndarray) -> Metrics:

@@ -182,13 +182,13 @@ class BatchedPolicy:
         return [np.array(leaf) for leaf in jax.tree.leaves(self._memory)]
 
     def remember(self, memory: Sequence[np.ndarray]) -> None:
-        """Set the memory of all environments."""
+        """Replacement of the memory of all environments."""
         now, form = jax.tree.flatten(self._memory)
         given = [jax.device_put(np.array(leaf), held.sharding) for leaf, held in zip(memory, now, strict=True)]
         self._memory = jax.tree.unflatten(form, given)
 
     def put(self, group: int, memory: Sequence[np.ndarray]) -> None:
-        """Set the memory of one group's environments, [C, ...]."""
+        """Replacement of the memory of one group's environments, [C, ...]."""
         all_ = self.memory
         for into, leaf in zip(all_, memory, strict=True):
             into[group * self.columns : (group + 1) * self.columns] = leaf

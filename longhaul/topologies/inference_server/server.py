@@ -51,7 +51,7 @@ class ActorPool(Protocol):
     """Starter and restarter of actors; remote actors have none."""
 
     def look(self, now: float) -> None:
-        """Start the actors that are due. ActorError once restarts are exhausted."""
+        """Start of the actors that are due. ActorError once restarts are exhausted."""
 
     def end(self, actor: int, why: str) -> None:
         """End an actor's process for good, if there is one; a successor follows."""
@@ -127,7 +127,7 @@ class Server:
         return self._store.batch(self.version)
 
     def learnt(self, policy: Params) -> None:
-        """Note a finished update; nothing reads its batch any more."""
+        """Note of a finished update; nothing reads its batch any more."""
         self._store.empty(self.version)
         self.book = staleness.learnt(self.book)
         self.acts_with(policy)
@@ -156,7 +156,7 @@ class Server:
         )  # fmt: skip
 
     def stand(self, at: EnvSnapshot) -> None:
-        """Restore a snapshot, before any actor starts."""
+        """Restoration of a snapshot, before any actor starts."""
         self._begins[:] = at.begins
         for g, group in enumerate(self._groups):
             self._kept[g], group.begins = at.states[g], at.begins[g]

@@ -86,7 +86,7 @@ class ShmTransport:
         self._wakeup = wakeup()
 
     def join(self, actor: int) -> Ends:
-        """Start a life of an actor. The caller closes the descriptors once the process has inherited them."""
+        """Start of a life of an actor. The caller closes the descriptors once the process has inherited them."""
         if actor in self._lives:
             self.cut(actor, "another one takes its place")
         self._numbers[actor] += 1

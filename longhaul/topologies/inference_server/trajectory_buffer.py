@@ -125,7 +125,7 @@ class TrajectoryBuffer:
         self._used[number, columns] += 1
 
     def filled(self, ticket: Ticket, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Finish a place; `last` is the observation after its last step. -> reward [T, C]; flags [3, T, C], made
+        """End of a place; `last` is the observation after its last step. -> reward [T, C]; flags [3, T, C], made
         consistent: an invalid step does not end, and none is both terminated and truncated."""
         room, span = self.rooms[ticket.batch % len(self.rooms)], self._span(ticket.place)
         for into, leaf in zip(room.last, last, strict=True):

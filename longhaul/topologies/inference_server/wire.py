@@ -235,7 +235,7 @@ class Codec:
         return np.ndarray(shape, dtype, memory, offset)
 
     def check_head(self, head: Head, due: Due) -> None:
-        """Check that a frame is due and that its counts give its length; else WireError."""
+        """Check of a frame: it is due, and its counts give its length; else WireError."""
         if head[:4] != due:
             raise WireError(f"a frame is {tuple(head[:4])} (kind, group, life, step), and {tuple(due)} is due")
         if head.digest != self.digest or head.columns != self._columns:
@@ -254,7 +254,7 @@ class Codec:
         return self.block_bytes(finals) + self.keeps.after(due.step)
 
     def write_head(self, memory: bytearray, due: Due, finals: int) -> int:
-        """Write the head of a frame before its payload in `memory`; -> bytes of the frame."""
+        """Bytes of a frame, whose head is written before its payload in `memory`."""
         length = self.length(due, finals)
         HEAD.pack_into(memory, 0, MAGIC, VERSION, *due, self._columns, finals, self.digest, length)
         return HEAD_BYTES + length
@@ -298,7 +298,7 @@ def _quiet(columns: int) -> bytes:
 
 
 def check_block(step: Block, *, first: bool) -> None:
-    """Check that a step is consistent; else WireError. `first`: it begins a life, so no episode may end."""
+    """Check of a step; WireError if it is inconsistent. `first`: it begins a life, so no episode may end."""
     _check_flags(step, first=first)
     if not first:
         _check_reward(step.reward)
@@ -424,7 +424,7 @@ class Transport(Protocol):
         """Events since the last call, in order."""
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        """Answer waiting groups; actions are copied. Answers to a lost life are dropped."""
+        """Answer to waiting groups; actions are copied. Answers to a lost life are dropped."""
 
     def cut(self, actor: int, why: str) -> None:
         """End an actor's stream; `take` reports it later."""
@@ -451,7 +451,7 @@ class ActorBlocks(Protocol):
         """Memory for the group's state, if the server wants it with the next posted step; else None."""
 
     def post(self, slot: int, finals: int) -> None:
-        """Send the step without waiting."""
+        """Transfer of the step, without waiting."""
 
 
 class ActorTransport(ActorBlocks, Protocol):

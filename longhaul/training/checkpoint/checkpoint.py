@@ -119,7 +119,7 @@ class Checkpoints:
         self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None, *,
         before: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Start a save; returns when `progress` may be changed or donated. `metadata` must fit JSON.
+        """Start of a save; returns when `progress` may be changed or donated. `metadata` must fit JSON.
 
         Waits for the previous save. A step may be saved again; the last one counts. The first process calls `before`;
         if it raises, the save fails in all. Raises ValueError if `progress` cannot be saved; CheckpointError if the

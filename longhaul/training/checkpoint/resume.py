@@ -226,7 +226,7 @@ def _longer(run: Run, now: Standing) -> str:
 def record(
     folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any], edited: Mapping[str, list[Any]]
 ) -> None:
-    """Print and write to run.json the changed settings of a resumed run; `edited` are those changed in it by hand.
+    """Record in run.json, and on stderr, of a resumed run's changed settings; `edited` are those changed in it by hand.
 
     Its history gets the changes, time, update and dropped state; `about` are further fields of run.json.
     """

@@ -70,7 +70,7 @@ class Engine:
         return sum(each.count for each in list(self._waiting))
 
     def submit(self, question: Question) -> None:
-        """Takes a request, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
+        """Request for the queue, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
         with self._changed:
             if self._closing:
                 raise RuntimeError("the server ends")
@@ -80,12 +80,12 @@ class Engine:
             self._changed.notify()
 
     def offer(self, version: str, params: PyTree) -> None:
-        """Takes newer weights, which serve from the next batch on."""
+        """Newer weights, which serve from the next batch on."""
         self._weights = (version, jax.tree.map(jax.numpy.asarray, params))
         self.counters.swaps += 1
 
     def close(self) -> None:
-        """Answers what was submitted, and ends."""
+        """End, after what was submitted is answered."""
         with self._changed:
             self._closing = True
             self._changed.notify()
