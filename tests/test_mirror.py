@@ -78,7 +78,6 @@ ELSEWHERE = {
     "topologies/inference_server/config.py": "end_to_end/test_inference_server_runs.py",
     "topologies/inference_server/learner.py": "end_to_end/test_chaos_roles.py",
     "topologies/inference_server/shm_transport.py": "topologies/inference_server/test_server.py",
-    "training/actor_learner.py": "topologies/actor_learner/test_actor_pool.py",
     "training/assemble.py": "algorithms/test_batch_scaling.py",
     "training/evaluate_driving.py": "training/test_evaluate.py",
     "training/inference_server.py": "end_to_end/test_chaos_roles.py",

@@ -255,7 +255,8 @@ def _planned(run: Run) -> int:
 
     assert isinstance(run.algorithm, GRPOConfig) and isinstance(run.environment, Reasoning)
     config, group = run.algorithm, run.algorithm.group
-    load = memory_plan.Load(run.num_envs, PROMPT, run.num_steps, run.environment.wave)
+    task = run.environment
+    load = memory_plan.Load(run.num_envs, PROMPT, run.num_steps, task.wave, bool(task.tools))
     found = memory_plan.plan(config, load)
     pieces = f"rows of {config.pack} tokens" if config.pack else f"{config.accumulate} micro-batches"
     print(f"{transformer.size(config.model):,} parameters; {run.num_envs} x {group} completions of at most "

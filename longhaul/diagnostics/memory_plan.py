@@ -7,6 +7,7 @@ is not known. Learning and sampling take turns on a device, so the larger of the
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from longhaul.algorithms.config import GRPOConfig
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import FEWER, LARGE, LOGITS_WIDE, LONG
+from longhaul.reasoning.turns import TOGETHER
 from longhaul.runtime import partition
 
 
@@ -51,6 +53,7 @@ class Load(NamedTuple):
     prompt: int  # tokens of the longest one
     length: int  # most tokens of a completion
     wave: int  # completions sampled together
+    turns: bool = False  # completions call tools, and go on behind their results
 
 
 def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
@@ -77,6 +80,10 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     slots, rows = load.prompt + load.length, min(load.wave, completions)
     large = transformer.size(sizes) >= LARGE and load.length >= LONG
     rows += int(rows / FEWER[0]) if large else 0  # the last completions', whose cache is copied out of the whole one
+    if load.turns:  # a later turn reads prompt and completion so far, and has room for as much again
+        later = min(TOGETHER, completions)
+        later += int(later / FEWER[0]) if large else 0
+        rows, slots = max((rows, slots), (later, slots + load.length), key=math.prod)
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim
     widened = 0 if sizes.tied and params["embedding"].dtype == jnp.float32 else 4 * sizes.vocabulary * sizes.width
     kernels = item * transformer.size(sizes) + widened

@@ -115,7 +115,7 @@ def evaluate_on_host(
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(sampler(config, how, words=words))
-    on = turns.continuing(config, how, words)
+    on = turns.continuing(config, how, words).go_on
     made: list[jax.stages.Compiled] = []
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:

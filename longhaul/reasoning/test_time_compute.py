@@ -219,7 +219,7 @@ def drawing(
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
     how = dataclasses.replace(how, group=1, wave=ROWS)
     sample = jax.jit(sampler(config, how, words=words))
-    on = turns.continuing(config, how, words)
+    on = turns.continuing(config, how, words).go_on
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:

@@ -74,13 +74,9 @@ class Tool:
 
     def __call__(self, text: str) -> str:
         with self._turn:
+            self._start()
             if self._process is None:
-                command = [sys.executable, "-m", "longhaul.reasoning.tools", self._path]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )  # fmt: skip
-                self._answer(30.0)  # its imports
+                return "TimeoutError"
             assert self._process.stdin is not None
             try:
                 self._process.stdin.write(json.dumps(text).encode() + b"\n")
@@ -88,6 +84,20 @@ class Tool:
                 return self._answer(self._seconds or SECONDS)
             except BrokenPipeError:
                 return self._lost("BrokenPipeError")
+
+    def start(self) -> None:
+        """Starts the process before the first call."""
+        with self._turn:
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is None:
+            command = [sys.executable, "-m", "longhaul.reasoning.tools", self._path]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+            self._answer(30.0)  # its imports
 
     def _answer(self, seconds: float) -> str:
         assert self._process is not None and self._process.stdout is not None
@@ -105,15 +115,28 @@ class Tool:
 
 
 @functools.cache
-def replies(names: str) -> Callable[[str], str]:
-    """Function of a completion that ends in a call to what stands behind it: the result of a tool of `names`, such as
-    "calculator,package.module:function". Raises ValueError where one is no function."""
+def _made(names: str) -> dict[str, Tool]:
+    """Tools by their names in a completion."""
     tools: dict[str, Tool] = {}
     for each in map(str.strip, names.split(",")):
         path = f"{__name__}:{CALCULATOR}" if each == CALCULATOR else each
         if not callable(user_modules.load(path)):
             raise ValueError(f"{each} is no function; give {CALCULATOR}, or package.module:function")
         tools[path.rpartition(":")[2]] = Tool(path)
+    return tools
+
+
+def start(names: str) -> None:
+    """Starts the processes of tools, which else the first call of each does."""
+    for each in _made(names).values():
+        each.start()
+
+
+@functools.cache
+def replies(names: str) -> Callable[[str], str]:
+    """Function of a completion that ends in a call to what stands behind it: the result of a tool of `names`, such as
+    "calculator,package.module:function". Raises ValueError where one is no function."""
+    tools = _made(names)
 
     def reply(text: str) -> str:
         calls = CALL.findall(text)

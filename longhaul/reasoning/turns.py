@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,29 @@ Continue = Callable[[Params, Any, Drawn, Key], Drawn]
 """(params, prompts [B, P], first turns, keys [B]) -> whole completions; NumPy's arrays."""
 
 
-def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue:
-    """Function that takes completions through their later turns, whose keys are folds of the given ones."""
+class Turns(NamedTuple):
+    """Later turns of completions."""
+
+    go_on: Continue  # keys of a later turn are folds of the given ones
+    program: Callable[[Params, tuple[int, int]], jax.stages.Compiled | None]
+    """(parameters or their shapes, (B, P)) -> program of a later turn, compiled once; None without marks."""
+
+
+def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Turns:
+    """Later turns by these settings of sampling."""
     if not words.replies:
-        return lambda params, prompt, drawn, keys: drawn
+        return Turns(lambda params, prompt, drawn, keys: drawn, lambda params, prompts: None)
     length = how.length
     sample = jax.jit(sampler(config, dataclasses.replace(how, group=1), words=words))
-    made_for: dict[tuple[int, ...], jax.stages.Compiled] = {}
+    made_for: dict[tuple[int, int], jax.stages.Compiled] = {}
+
+    def program(params: Params, prompts: tuple[int, int]) -> jax.stages.Compiled:
+        shape = min(TOGETHER, prompts[0]), prompts[1] + length
+        if shape not in made_for:
+            so_far, most = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+            keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), shape[0]))
+            made_for[shape] = device_memory.compiled(sample, params, so_far, keys, jnp.int32(UNBOUNDED), most)
+        return made_for[shape]
 
     def whole(params: Params, prompt: Any, drawn: Drawn, keys: Key) -> Drawn:
         made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
@@ -52,9 +68,7 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
                     so_far[place, -len(said) :] = said
                 most = jnp.asarray(length - filled[some], jnp.int32)
                 asked = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
-                if not made_for.get(shape := so_far.shape):
-                    made_for[shape] = device_memory.compiled(sample, *asked)
-                more = jax.device_get(made_for[shape](*asked))
+                more = jax.device_get(program(params, prompt.shape)(*asked))
                 for place, row in enumerate(some):
                     begun[row] = filled[row]
                     for old, new in zip(made, more, strict=True):
@@ -62,7 +76,7 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Continue
             turn += 1
         return made
 
-    return whole
+    return Turns(whole, program)
 
 
 def _in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -94,14 +94,15 @@ def placed(run: Run, assembly: Assembly) -> list[jax.Device]:
 
 def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
     """Bytes that a language model's run takes beside the learner's program, where actors are threads on the learner's
-    CPU: the process as it stands, the travelling weights, and what sampling needs more than learning."""
+    CPU: the process as it stands with its tools, the travelling weights, and what sampling needs more than learning.
+    Turns come one after the other: the one that needs most counts."""
     update, acting = device_memory.need(prepared.update), prepared.acting
-    sampling = device_memory.need(acting.program) if acting.program is not None else None
-    if update is None or sampling is None or assembly.mesh.local_devices[0].platform != "cpu":
+    sampling = [device_memory.need(each) for each in (acting.program, acting.finishing) if each is not None]
+    if update is None or not sampling or assembly.mesh.local_devices[0].platform != "cpu":
         return {}
     rule, weights = config.rule(run.acting, assembly.updates, assembly.origin.updates), acting.shapes.weight_bytes
     learns = update.temporaries + update.outputs - update.donated
-    samples = rule.places * (sampling.temporaries + sampling.outputs + weights)
+    samples = rule.places * (max(each.temporaries + each.outputs for each in sampling if each is not None) + weights)
     return {
         "the process": max(0, device_memory.resident() - device_memory.held(state)),
         "weights on their way": (rule.depth + rule.places) * weights,
@@ -138,7 +139,10 @@ def _acting(
     """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         assert on_device is not None
-        acting = learner.acting(on_device(), policy, reasoning_setup.finisher(run), held)
+        last = reasoning_setup.finisher(run)
+        acting = learner.acting(on_device(), policy, None if last is None else last.finish, held)
+        if last is not None and held is not None:
+            acting = acting._replace(finishing=last.ahead(policy, acting.data))
         if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.resample:
             return acting
         how = acting.data, run.algorithm.group, run.algorithm.resample

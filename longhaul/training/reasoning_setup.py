@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.config.resolve import both, tokeniser
 from longhaul.config.run import Run
-from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer, turns
+from longhaul.reasoning import huggingface, problem_sets, tokenizer, tools, transformer, turns
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.reasoning.sampler import OWN, SAMPLED, Bank, Completions, Drawn, Marking, Sampling, Speaker, marking
@@ -124,23 +125,36 @@ def marker(run: Run) -> Marking:
     return marking(problem_sets.task(task), asked, words(run), config.group)
 
 
-def finisher(run: Run) -> Finish | None:
-    """Host's part of collecting for a resolved run: later turns of its completions, and their verifier; None if the
-    device verifies."""
+class Finisher(NamedTuple):
+    """Host's part of collecting: later turns of completions, and their verifier."""
+
+    finish: Finish
+    ahead: Callable[[PyTree, PyTree], jax.stages.Compiled | None]
+    """(shapes of the policy, of the data) -> program of later turns, if any; their tools are started. So both are there
+    when the run is weighed."""
+
+
+def finisher(run: Run) -> Finisher | None:
+    """Host's part of collecting for a resolved run; None if the device verifies."""
     if not isinstance(run.environment, Reasoning) or run.environment.exact:
         return None
     _, config = both(run)
-    mark, known = marker(run), words(run)
-    on = turns.continuing(config.model, sampling(run), known)
+    called, mark, known = run.environment.tools, marker(run), words(run)
+    later = turns.continuing(config.model, sampling(run), known)
 
     def finish(speaker: Speaker, key: Key, data: Completions, sums: Metrics) -> tuple[Completions, Metrics]:
         if speaker.lesson in (SAMPLED, OWN):
             drawn = Drawn(*(getattr(data, name) for name in Drawn._fields))
             keys = jax.random.split(key, len(data.token))
-            data = data._replace(**on(speaker.params, data.prompt, drawn, keys)._asdict())
+            data = data._replace(**later.go_on(speaker.params, data.prompt, drawn, keys)._asdict())
         return mark(data, sums)
 
-    return finish
+    def ahead(policy: PyTree, data: PyTree) -> jax.stages.Compiled | None:
+        if called:
+            tools.start(called)
+        return later.program(policy.params, data.prompt.shape)
+
+    return Finisher(finish, ahead)
 
 
 RESAMPLED = 3

@@ -15,6 +15,7 @@ from longhaul.reasoning import sampler, tokenizer, transformer, turns
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Completions, Drawn
 from longhaul.reasoning.tokenizer import Budget, Tokeniser
+from longhaul.runtime import device_memory
 
 LETTERS = "abcdef"
 MODEL = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16, vocabulary=6, pad=-1)
@@ -39,7 +40,7 @@ def completions(words: Tokeniser) -> tuple[transformer.Params, np.ndarray, Drawn
     how = sampler.Sampling(LENGTH, 1, wave=ROWS)
     first, keys = jax.jit(sampler.sampler(MODEL, how, words=words)), jax.random.split(jax.random.key(1), ROWS)
     drawn = jax.device_get(first(params, prompt, keys, jnp.int32(UNBOUNDED)))
-    on = turns.continuing(MODEL, how, words)
+    on = turns.continuing(MODEL, how, words).go_on
     return params, prompt, drawn, on(params, prompt, drawn, keys)
 
 
@@ -108,5 +109,27 @@ def test_a_budget_of_steps_puts_the_answers_mark_behind_the_last() -> None:
 
 def test_without_marks_a_completion_is_left_alone() -> None:
     first = Drawn(*(jnp.zeros((ROWS, LENGTH)) for _ in Drawn._fields))
-    on = turns.continuing(MODEL, sampler.Sampling(LENGTH, 1, wave=ROWS), WORDS)
+    on = turns.continuing(MODEL, sampler.Sampling(LENGTH, 1, wave=ROWS), WORDS).go_on
     assert on({}, np.zeros((ROWS, ROOM), np.int32), first, jax.random.split(jax.random.key(1), ROWS)) is first
+
+
+def test_what_is_compiled_ahead_by_shapes_is_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[jax.stages.Compiled] = []
+    compiled = device_memory.compiled
+
+    def noted(*given: object) -> jax.stages.Compiled:
+        made.append(compiled(*given))
+        return made[-1]
+
+    monkeypatch.setattr(device_memory, "compiled", noted)
+    words = tokenizer.stopped(WORDS, replies={"c": lambda text: "bb"})
+    later = turns.continuing(MODEL, sampler.Sampling(LENGTH, 1, wave=ROWS), words)
+    ahead = later.program(jax.eval_shape(lambda: transformer.init(jax.random.key(0), MODEL)), (4, ROOM))
+    token, zeros = np.full((4, LENGTH), -1, np.int32), np.zeros((4, LENGTH), np.float32)
+    token[:, 0] = spell("c")
+    first = Drawn(jnp.asarray(token), jnp.asarray(token >= 0), jnp.asarray(token >= 0), zeros, zeros)  # type: ignore[arg-type]
+    keys = jax.random.split(jax.random.key(1), 4)
+    whole = later.go_on(transformer.init(jax.random.key(0), MODEL), np.zeros((4, ROOM), np.int32), first, keys)
+    assert made == [ahead]
+    assert [letters(row)[:3] for row in whole.token] == 4 * ["cbb"]
+    assert whole.written[:, 3].all()

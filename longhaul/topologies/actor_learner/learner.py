@@ -81,6 +81,7 @@ class CompiledActor(NamedTuple):
     scores: Metrics  # of its scores
     shared: bool = False  # actors share the policy's fixed arrays with the learner
     program: jax.stages.Compiled | None = None  # where it is compiled ahead
+    finishing: jax.stages.Compiled | None = None  # of the host's last step, likewise
 
 
 class PinnedCarry(NamedTuple):
