@@ -81,7 +81,7 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     large = transformer.size(sizes) >= LARGE and load.length >= LONG
     rows += int(rows / FEWER[0]) if large else 0  # the last completions', whose cache is copied out of the whole one
     if load.turns:  # a later turn reads prompt and completion so far, and has room for as much again
-        later = min(TOGETHER, completions)
+        later = min(TOGETHER, load.wave, completions)
         later += int(later / FEWER[0]) if large else 0
         rows, slots = max((rows, slots), (later, slots + load.length), key=math.prod)
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim

@@ -41,12 +41,12 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Turns:
     """Later turns by these settings of sampling."""
     if not words.replies:
         return Turns(lambda params, prompt, drawn, keys: drawn, lambda params, prompts: None)
-    length = how.length
+    length, together = how.length, min(TOGETHER, how.wave)
     sample = jax.jit(sampler(config, dataclasses.replace(how, group=1), words=words))
     made_for: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     def program(params: Params, prompts: tuple[int, int]) -> jax.stages.Compiled:
-        shape = min(TOGETHER, prompts[0]), prompts[1] + length
+        shape = min(together, prompts[0]), prompts[1] + length
         if shape not in made_for:
             so_far, most = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
             keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), shape[0]))
@@ -61,7 +61,7 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Turns:
         while (going := _replied(made, begun, going, words)).any():
             filled = made.written.sum(axis=1)
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-            for some in _in_parts(np.flatnonzero(going), min(TOGETHER, len(prompt))):
+            for some in _in_parts(np.flatnonzero(going), min(together, len(prompt))):
                 so_far = np.full((len(some), prompt.shape[1] + length), words.pad, np.int32)
                 for place, row in enumerate(some):
                     said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])

@@ -86,10 +86,14 @@ def whole(run: Run, progress: Progress, begun: Progress) -> Progress:
 
 
 def sampling(run: Run, group: int | None = None) -> Sampling:
-    """Settings of a resolved run's sampling, for groups of another size if given."""
+    """Settings of a resolved run's sampling, for groups of another size if given.
+
+    No more completions are written at a time than an update has: an evaluation takes no more memory than is announced.
+    """
     task, config = both(run)
+    wave = min(task.wave, run.num_envs * config.group)
     return Sampling(
-        run.num_steps, config.group if group is None else group, config.temperature, task.wave, config.top_k,
+        run.num_steps, config.group if group is None else group, config.temperature, wave, config.top_k,
         config.top_p, config.min_p,
     )  # fmt: skip
 

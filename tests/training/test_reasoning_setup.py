@@ -1,16 +1,18 @@
-"""Dynamic sampling: groups that teach nothing are replaced, a bounded number of times."""
+"""Dynamic sampling, where groups that teach nothing are replaced, a bounded number of times; settings of sampling."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.config.recipes import reasoning_smollm
 from longhaul.reasoning.sampler import DEMONSTRATED, SAMPLED, Completions
 from longhaul.topologies.staleness import Ticket
-from longhaul.training.reasoning_setup import resampling
+from longhaul.training.reasoning_setup import resampling, sampling
 
 RUN = np.asarray(jax.random.key_data(jax.random.key(0)))
 
@@ -60,3 +62,10 @@ def test_imitated_completions_are_not_sampled_again() -> None:
     found, keys = run([rewarded("11", "00", lesson=DEMONSTRATED)], 3)
     assert len(keys) == 1
     assert jnp.all(found.problem == 0)
+
+
+def test_an_evaluation_writes_no_more_completions_at_a_time_than_an_update_has() -> None:
+    """Its cache has as many rows, and so no more memory than is announced."""
+    run = dataclasses.replace(reasoning_smollm(), num_envs=2)
+    assert sampling(run).wave == sampling(run, 8).wave == 2 * 16
+    assert sampling(dataclasses.replace(run, num_envs=64)).wave == 128
