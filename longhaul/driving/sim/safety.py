@@ -9,8 +9,8 @@ of the world goes. An unsafe command is replaced by the safe acceleration that i
 the one that comes to a conflict last, and by the hardest braking if that is near. This is the shield of Alshiekh et
 al., "Safe reinforcement learning via shielding", 2018, with a model of motion in place of an automaton.
 
-A steering is replaced by one that follows the route where it, held for a while and followed by the way back to the
-route, leads over the road's edge or into others, and following the route from now on does less so.
+A steering is replaced by one that follows the route, or the way 0.6 m beside it, where it, held for a while and
+followed by the way back to the route, leads over the road's edge or into others, and the other one does less so.
 
 Braking firmly is less than what the brakes hold, so that a driver whose last way out it was still has the rest.
 
@@ -150,6 +150,9 @@ HELD = 0.4
 STEERED = np.array([0.4, 0.8, 1.2], np.float32)
 """s after which it is looked where a curvature led."""
 
+OFFSETS, RATHER = np.array([0.0, 0.6, -0.6], np.float32), np.array([0.0, 0.02, 0.02], np.float32)
+"""m to the left of the route that are steered to, and by how many a way beside it must keep clearer of others."""
+
 PURSUIT = 4.0, 0.9
 """m and s: how far ahead on the route is steered to, the larger of both (pure pursuit: Coulter, 1992)."""
 
@@ -233,14 +236,14 @@ def contact_after(view: View, choices: jax.Array) -> jax.Array:
 
 
 def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`curvature`, 1/m, or that which follows the route where this leads over the road's edge or into others; and
-    whether it was replaced, a bool."""
+    """`curvature`, 1/m, or where this leads over the road's edge or into others, that which follows the route or the
+    way beside it, whichever does so least; and whether it was replaced, a bool."""
     features, (x, y, heading, speed) = view.features, view.agent.drive.motion
     reach = jnp.maximum(PURSUIT[0], PURSUIT[1] * speed)
     aim_x, aim_y, _ = on_route(features, features.s + reach)
     aim_x, aim_y = into(aim_x - x, aim_y - y, jnp.cos(heading), jnp.sin(heading))
-    follow = 2.0 * aim_y / jnp.maximum(jnp.square(aim_x) + jnp.square(aim_y), 1.0)
-    choices = jnp.stack([curvature, jnp.clip(follow, -MAX_CURVATURE, MAX_CURVATURE)])
+    follow = 2.0 * (aim_y + jnp.asarray(OFFSETS)) / jnp.maximum(jnp.square(aim_x) + jnp.square(aim_y), 1.0)
+    choices = jnp.concatenate([curvature[None], jnp.clip(follow, -MAX_CURVATURE, MAX_CURVATURE)])
     # held for a while: how far beside the route then, and at which angle to it
     held = speed * np.float32(HELD)
     bend = wrap(on_route(features, features.s + held)[2] - on_route(features, features.s)[2])
@@ -252,7 +255,7 @@ def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
         return return_to(features, features.s + held, lateral, error, way, blend)
 
     mine = jax.vmap(after)(lateral, features.heading_error + turn)
-    x, y, cos, sin = (value[..., None] for value in mine)  # [2, T, 1]
+    x, y, cos, sin = (value[..., None] for value in mine)  # [4, T, 1]
     half_length, half_width = features.others.own
     box_x, box_y = (value[None, None] for value in corners(half_length, half_width))
     dx, dy = out_of(box_x, box_y, cos, sin)
@@ -261,9 +264,11 @@ def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
     boxes = others_at(view, STEERED)
     gap = gaps((x, y, cos, sin), (half_length, half_width), boxes)
     gap = jnp.min(jnp.where(boxes.least[None, None] > -FREE, gap, FREE), axis=(1, 2))
-    over = jnp.maximum(over, SIDE - jnp.maximum(gap, 0.0))
-    replaced = (over[0] > 0.0) & (over[1] < over[0] - LESS)
-    return jnp.where(replaced, choices[1], curvature), replaced
+    crowded = SIDE - jnp.maximum(gap, 0.0)
+    least = jnp.argmin(jnp.maximum(jnp.maximum(over[1:], 0.0), jnp.maximum(crowded[1:], 0.0) + RATHER)) + 1
+    over = jnp.maximum(over, crowded)
+    replaced = (over[0] > 0.0) & (over[least] < over[0] - LESS)
+    return jnp.where(replaced, choices[least], curvature), replaced
 
 
 def time_to_conflict(view: View, choices: jax.Array, slowing: jax.Array) -> tuple[jax.Array, jax.Array]:

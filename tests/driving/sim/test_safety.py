@@ -69,6 +69,17 @@ def test_steering_over_the_edge_is_replaced_by_following_the_route() -> None:
     assert checked.metrics["goal"][0] == 1.0
 
 
+def test_where_the_route_leads_over_the_edge_the_agent_steers_beside_it() -> None:
+    def road(x: np.ndarray, y: np.ndarray) -> np.ndarray:  # a kerb on the right reaches 0.1 m into the agent's way
+        return np.where(np.abs(x - 30.0) < 4.0, np.maximum(np.abs(y) - 5.0, -0.9 - y), np.abs(y) - 5.0)
+
+    free, checked = both(scenario([line((0, 0), (8, 0), T)], road=road))
+    assert (free.metrics["offroad"][0], checked.metrics["offroad"][0]) == (1.0, 0.0)
+    x, y = checked.states.motion.x[:, 0], checked.states.motion.y[:, 0]
+    assert y[np.abs(x - 30.0) < 4.0].min() > 0.0 and np.abs(y[x < 34.0]).max() < 1.0
+    assert checked.metrics["goal"][0] == 1.0
+
+
 def test_steering_into_others_beside_the_route_is_replaced() -> None:
     parked = [line((x, 3.5), (0, 0), T) for x in np.arange(2.0, 60.0, 6.0)]
     made = scenario([line((0, 0), (6, 0), T), *parked], road=lambda x, y: np.abs(y) - 9.0)
