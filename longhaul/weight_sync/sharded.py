@@ -615,8 +615,10 @@ class Receiver:
         self._acceptor.close()
         if self._wire is not None:
             self._wire.close()
-        if self._reserving is not None:
-            self._reserving.join(PATIENCE)
+        with self._changed:
+            reserving = self._reserving
+        if reserving is not None:
+            reserving.join(PATIENCE)
         self._pool.close()
 
     # ----------------------------------------------------------------------------------------------- its own thread
@@ -691,9 +693,10 @@ class Receiver:
             self._at("decided")
             committed = self._standings.get(version) is Standing.COMMITTED
             self._wire.send("done", PATIENCE, {"version": version, "committed": committed})
-            if committed and self._reserving is None:
-                self._reserving = threading.Thread(target=self._reserve, daemon=True)
-                self._reserving.start()
+            with self._changed:  # `close` sees no thread, or one that runs
+                if committed and self._reserving is None and not self._closed.is_set():
+                    self._reserving = threading.Thread(target=self._reserve, daemon=True)
+                    self._reserving.start()
         elif frame.kind == "refused":
             raise ConnectionAbortedError(str(words.get("why", "refused")))
 
@@ -743,13 +746,13 @@ class Receiver:
             self._standings[version] = standing
             if made is None or made.version != version:
                 return
-            self._round = None
             if standing is Standing.COMMITTED:
                 block = made.image.array[:]
                 block.flags.writeable = False
                 self._held = Held(version, self._shard.tensors(block, self._destination), made.image)
             elif made.image.block is not None:
                 made.image.block.spent = True  # a sender may still write into it
+            self._round = None  # last: who sees no round sees what it left
             self._changed.notify_all()
 
     def _abandoned(self) -> None:
