@@ -225,12 +225,12 @@ def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp
     words = f"render --policy log --data {paths['womd-example']} --scenario straight --out b.html"
     assert longhaul(*words.split())[:2] == (0, "b.html\n")
     assert "straight" in (tmp_path / "b.html").read_text()
-    many = "render --policy constant idm --episodes 2 --past-violations --out c.html"
+    many = "render --policy constant idm --episodes 3 --past-violations --out c.html"
     assert longhaul(*many.split())[:2] == (0, "c.html\n")
     data = re.search(r'<script type="application/json">(.*?)</script>', (tmp_path / "c.html").read_text())
     assert data is not None
     drawn = json.loads(data[1])["recordings"]
-    assert [each["label"] for each in drawn] == ["constant", "idm"] * 2
+    assert [each["label"] for each in drawn] == ["constant", "idm"] * 3
     assert drawn[0]["id"] == drawn[1]["id"] != drawn[2]["id"]
     faults = [event["frame"] for each in drawn for event in each["events"] if not event["good"]]
     ends = [each["frames"] - 1 for each in drawn for event in each["events"] if not event["good"]]
