@@ -1,17 +1,25 @@
 """Work of one accelerator: figures of speed at its sizes, in one run that keeps to a limit of time.
 
-    python -m benchmarks.gpu --json FILE [--only NAME...] [--minutes 9] [--peer-python PYTHON --peer-path FOLDER]
+    python -m benchmarks.gpu --json FILE [--only NAME...] [--together N] [--minutes 9]
+        [--peer-python PYTHON --peer-path FOLDER]
 
 The figures are those of `longhaul bench`, with thousands of worlds where its own sizes are for a few cores. Each has a
 process of its own. What fails is named and left out, and makes the exit code 1; what no longer fits into the time is
 named, too. With a PureJaxRL (`longhaul.bench.harness.figure`) both take turns on the same device.
+
+Most of the time goes into compiling, on the host. With `--together N` so many figures are compiled side by side; none
+is measured before all of these have run once, and one at a time.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,36 +88,89 @@ FIGURES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 SHARED = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
 """Of a device that two processes take turns on: neither may take most of its memory at once, as JAX would."""
 
+MANY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Of a device that holds the programs of several figures: each takes what it needs."""
+
+
+class Device:
+    """Device of several figures: nobody measures before all are ready or have failed, and then one at a time."""
+
+    def __init__(self, figures: int) -> None:
+        self.unready = figures
+        self.changed = threading.Condition()
+
+
+class Turn:
+    """Turn of one figure at the device, held while it measures."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._settled = False
+
+    def settle(self) -> None:
+        """Nobody waits for this figure any more: it is ready, or has failed."""
+        with self._device.changed:
+            self._device.unready -= not self._settled
+            self._settled = True
+            self._device.changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.settle()
+        self._device.changed.acquire()
+        self._device.changed.wait_for(lambda: self._device.unready == 0)
+
+    def __exit__(self, *error: object) -> None:
+        self._device.changed.release()
+
+
+def measure(
+    name: str, benchmark: str, case: dict[str, Any], peer: Mapping[str, Any], turn: Turn, file: Path | None
+) -> bool:
+    """Figure of one case, written; False if its process failed, which is told in its place."""
+    began = time.monotonic()
+    try:
+        options = peer if benchmark in ("ppo-cartpole", "seeds") else {}
+        results.emit(harness.figure(benchmark, case, turn=turn, **options), file)
+        return True
+    except RuntimeError as error:  # a worker's, whose own message is above
+        results.emit({"name": name, "config": case, "error": str(error)})
+        return False
+    finally:
+        turn.settle()
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
 
 def main() -> None:
     parser = results.parser(__doc__)
     names = [name for name, *_ in FIGURES]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="figures compiled side by side")
     parser.add_argument("--minutes", type=float, default=60.0, help="no figure begins after so many")
     parser.add_argument("--peer-python", help="the Python of an environment with PureJaxRL's dependencies")
     parser.add_argument("--peer-path", help="the folder of PureJaxRL's ppo.py")
     given = parser.parse_args()
+    if given.together < 1:
+        parser.error(f"--together is {given.together}; it must be 1 or more")
     jax.config.update("jax_platforms", "cpu")  # of this process, which would take memory of what it measures
     ends = time.monotonic() + 60.0 * given.minutes
     peer = {"peer_python": given.peer_python, "peer_path": given.peer_path} if given.peer_python else {}
-    if peer:
-        os.environ |= SHARED
-    failed = False
-    for name, benchmark, sizes in FIGURES:
-        if name not in given.only:
-            continue
+    os.environ |= (MANY if given.together > 1 else {}) | (SHARED if peer else {})
+    asked = [figure for figure in FIGURES if figure[0] in given.only]
+    several = [
+        (name, benchmark, case) for name, benchmark, sizes in asked for case in harness.cases(benchmark, **sizes)
+    ]
+    succeeded = []
+    for begin in range(0, len(several), given.together):
+        group = several[begin : begin + given.together]
         if time.monotonic() > ends:
-            results.emit({"name": name, "left_out": f"{given.minutes:g} minutes were over"})
+            for name, *_ in group:
+                results.emit({"name": name, "left_out": f"{given.minutes:g} minutes were over"})
             continue
-        began = time.monotonic()
-        try:
-            for figure in harness.run(benchmark, **sizes, **(peer if benchmark in ("ppo-cartpole", "seeds") else {})):
-                results.emit(figure, given.json)
-        except RuntimeError as error:  # a worker's, whose own message is above
-            failed = True
-            results.emit({"name": name, "config": sizes, "error": str(error)})
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    sys.exit(int(failed))
+        device = Device(len(group))
+        with ThreadPoolExecutor(len(group)) as threads:
+            begun = [threads.submit(measure, *figure, peer, Turn(device), given.json) for figure in group]
+        succeeded += [figure.result() for figure in begun]
+    sys.exit(not all(succeeded))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -242,11 +242,13 @@ def figure(
     repeats: int = LEAST_REPEATS,
     peer_python: str | None = None,
     peer_path: str | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> dict[str, Any]:
     """One figure: medians over `repeats`.
 
     With `peer_python` and `peer_path` (the Python and the folder of `ppo.py` of a PureJaxRL) the peer repeats in turn
     with us; `peer_ratio` and `peer_cpu_ratio` are the medians of the repeats' ratios, above 1 where we are faster.
+    `turn` is entered before the first repeat: figures that are prepared side by side are measured one at a time.
     """
     if repeats < LEAST_REPEATS:
         raise ValueError(f"{repeats} repeats; a median of fewer than {LEAST_REPEATS} says little")
@@ -266,7 +268,8 @@ def figure(
             words = [str(Path(peer_path).resolve())] if peer_path is not None else []
             command = [str(peer_python), str(PEERS / f"{PEER_OF[name]}.py"), json.dumps(ours.about), *words]
             others = workers.enter_context(Worker(command, few))
-        pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
+        with turn or nullcontext():
+            pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
     mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}
     record = {"name": name, "config": ours.about["config"], **medians(ours.about, mine), "repeats": repeats, **about}
