@@ -77,7 +77,7 @@ def _expand(given: str) -> list[Path]:
     except (OSError, RuntimeError, ValueError) as error:  # no right to look, no such user's home, a zero byte
         raise BadData(f"{given}: cannot be read: {error}") from error
     if folder:
-        files = _within(path)
+        files = within(path)
         if not files:
             raise BadData(f"{given}: no driving logs in this folder: put {KNOWN} there, or name another")
         return files
@@ -87,7 +87,7 @@ def _expand(given: str) -> list[Path]:
         raise BadData(f"{given}: no such file or folder: check the path")
     files = []
     for match in sorted(glob.glob(str(path), recursive=True)):
-        files += _within(Path(match)) if Path(match).is_dir() else [Path(match)] if _known(Path(match)) else []
+        files += within(Path(match)) if Path(match).is_dir() else [Path(match)] if _known(Path(match)) else []
     if not files:
         raise BadData(
             f"{given}: no driving logs match: check the pattern (quote it, so that the shell leaves it alone)"
@@ -95,7 +95,7 @@ def _expand(given: str) -> list[Path]:
     return files
 
 
-def _within(folder: Path) -> list[Path]:
+def within(folder: Path) -> list[Path]:
     """The files under a folder that look like logs, sorted."""
 
     def refuse(error: OSError) -> None:

@@ -96,6 +96,11 @@ def resume(out: Path, settings: Settings, stamps: list[Stamp]) -> list[Line]:
         foreign = next(out.glob(f"*{readers.SHARD_SUFFIX}"), None)
         if foreign is not None:
             raise BadData(f"{out}: holds {foreign.name}, but no {STATE} of a conversion: name another folder")
+        if logs := readers.within(out):
+            raise BadData(
+                f"{out}: holds logs, as {logs[0].relative_to(out)}, and is where shards would go, as the last folder: "
+                "name another one after it"
+            )
         return []
     try:
         first, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True) or ["{}"]

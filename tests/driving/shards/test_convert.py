@@ -254,6 +254,16 @@ def test_what_is_asked_wrongly(given: list[str], tmp_path: Path) -> None:
         convert.convert(given, tmp_path / "out", per_shard=5)
 
 
+def test_a_folder_of_logs_is_no_place_for_shards(given: list[str], tmp_path: Path) -> None:
+    """Whoever names folders of logs alone has forgotten where to write: the last one's would not be read."""
+    other = logs_in(tmp_path / "val" / "deep")
+    before = sorted(path.name for path in other.iterdir())
+    with pytest.raises(BadData, match=r"val: holds logs, as deep/0.tfrecord, .*: name another one after it$"):
+        convert.convert([*given, str(tmp_path / "val")], tmp_path / "val")
+    assert sorted(path.name for path in other.iterdir()) == before
+    assert [path.name for path in (tmp_path / "val").iterdir() if path.name != convert.LOCK] == ["deep"]
+
+
 def test_the_output_may_lie_within_the_input(tmp_path: Path) -> None:
     folder = logs_in(tmp_path / "in")
     for _ in range(2):
