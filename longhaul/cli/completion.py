@@ -30,7 +30,7 @@ complete -c longhaul -f -a '(longhaul completion --words (commandline -opc)[2..]
 }
 """Shell -> script. The last word is the one that is being written."""
 
-OF_RUNS = ("evaluate", "render", "export", "status", "doctor", "reason", "actor", "report")
+OF_RUNS = ("evaluate", "render", "export", "push", "serve", "status", "doctor", "reason", "report")
 """Commands whose first word is a run."""
 
 OF_MANY = ("compare", "rm")

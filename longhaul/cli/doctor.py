@@ -25,9 +25,11 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import provenance
+from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry import health, health_log, sinks
 from longhaul.telemetry.health import Finding, Reading
 from longhaul.training import data as feeds
+from longhaul.training import store
 from longhaul.training.run_dir import find_folder, load_run
 
 JSON = Flag("json", OUTPUT, None, "write the table to this file, too; - is stdout, without the table")
@@ -68,7 +70,8 @@ def doctor(words: Sequence[str]) -> int:
         return 0
     if not words or words[0].startswith("-"):
         raise FlagError(f"name a run or a recipe first: {USAGE}")
-    return _recipe(words) if words[0] in recipes.RECIPES or ":" in words[0] else _run(words)
+    own = is_named(words[0]) and store.address(words[0]) is None
+    return _recipe(words) if words[0] in recipes.RECIPES or own else _run(words)
 
 
 def _show(found: list[Check], about: dict[str, Any], path: str | None) -> int:

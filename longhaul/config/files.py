@@ -49,7 +49,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ValueError(f"it has {size:,} bytes; settings have at most {MOST_BYTES:,}")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         _check_depth(text)
         content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except FileNotFoundError as error:

@@ -354,7 +354,7 @@ def questions(
     try:
         if (size := Path(path).stat().st_size) > MOST_FILE:
             raise ValueError(f"{path}: has {size:,} bytes; {MOST_FILE:,} are possible: give fewer questions")
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows' programs begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; give a JSONL file") from error
     for line_number, line in enumerate(text.split("\n"), 1):

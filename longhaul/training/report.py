@@ -220,12 +220,12 @@ def draw_cross_play(folder: Path) -> None:
     """Drawing of the matrix of a run's folder in its report, where there is one."""
     page = folder / "report.html"
     if page.is_file():
-        before, _, rest = page.read_text().partition(MATRIX[0])
+        before, _, rest = page.read_text("utf-8").partition(MATRIX[0])
         files.write(page, before + _cross_play(_document(folder / CROSS_PLAY)) + rest.partition(MATRIX[1])[2])
 
 
 def _document(path: Path) -> Mapping[str, Any]:
-    return _mapping(json.loads(path.read_text())) if path.is_file() else {}
+    return _mapping(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
 
 def _cross_play(found: Mapping[str, Any]) -> str:

@@ -85,6 +85,7 @@ def test_exit_codes_of_runs(longhaul: Any) -> None:
     _finished(Path("runs/new"), [])
     code, out, _ = longhaul("doctor", "new")
     assert code == 0 and " skip" in out
+    assert longhaul("doctor", f"file://{Path('runs/new').absolute()}")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,12 @@ JSON = """
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", YAML), ("a.toml", TOML), ("a.json", JSON)])
 def test_settings_stand_alone_or_inside_their_config(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text(text)
-    run = read(path, "ppo")
+    for written in (text.encode(), text.replace("\n", "\r\n").encode("utf-8-sig")):  # the latter by Windows' editors
+        path.write_bytes(written)
+        _check_settings(read(path, "ppo"))
+
+
+def _check_settings(run: Run) -> None:
     assert (run.algorithm.lr, run.devices, to_dict(run.environment)["env"]) == (0.001, 1, "pendulum")
     assert to_dict(run.algorithm)["network"]["hidden_dim"] == 32 and to_dict(run.algorithm)["gamma"] == 0.9
 

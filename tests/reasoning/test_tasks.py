@@ -142,6 +142,9 @@ def test_questions_are_read_and_their_solutions_are_right(file: Path) -> None:
     assert found["72"].steps == ("48/2=24", "48+24=72")
     assert worth(task, found["72"], GSM[0]["answer"]) == (1.0, 1.0)
     assert worth(task, found["1,050"], task.demonstration(found["1,050"], rng())) == (1.0, 0.0)
+    windows = file.with_name("windows.jsonl")
+    windows.write_bytes(file.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert tasks.questions(windows).listed == task.listed
 
 
 @pytest.mark.parametrize(
