@@ -14,11 +14,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longhaul.training.api import Evaluation, Policy, Result, evaluate, load, make, render, resume, train
+    from longhaul.training.api import (
+        Evaluation,
+        Policy,
+        Result,
+        evaluate,
+        load,
+        make,
+        render,
+        result,
+        resume,
+        runs,
+        train,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Policy", "Result", "evaluate", "load", "make", "render", "resume", "train"]
+__all__ = ["Evaluation", "Policy", "Result", "evaluate", "load", "make", "render", "result", "resume", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
+from longhaul.config.run import MOST as MOST_SEED
 from longhaul.config.run import Driving, Run
 from longhaul.driving.evaluation import infractions
 from longhaul.driving.evaluation.infractions import Rate
@@ -47,6 +48,9 @@ TRAFFIC = Flag(
 SAFETY = Flag("safety", flags.SWITCH, None, "check the policy's commands, and replace those that lead into a collision",
               shown="as in the run")  # fmt: skip
 
+SKIP = Flag("skip-bad-logs", flags.SWITCH, None, "name and leave out logs that can't be used; else the first is"
+            " an error", shown="as in the run")  # fmt: skip
+
 WORST = ("html", "gif")
 
 PAST = Flag("past-violations", flags.ALONE, False, "drawn episodes go on after a collision, off the road, past a red")
@@ -59,10 +63,19 @@ FLAGS = (
     STEP,
     Flag("policy", choice(WHO), "run", "the run's policy, the untrained one, the shipped one, or a driver"),
     DATA,
+    SKIP,
     TRAFFIC,
     SAFETY,
     Flag("episodes", INT, None, "scenarios; of shards a sample, of raw logs the first", shown="as in the run", least=1),
-    Flag("seed", INT, 0, "seed of the sample that --episodes draws", least=0),
+    Flag(
+        "seed",
+        INT,
+        None,
+        "seed of the episodes; of driving, of the sample of scenarios that --episodes takes",
+        shown="as in the run; of driving 0",
+        least=0,
+        most=MOST_SEED,
+    ),
     Flag("devices", INT, None, "devices that drive at once; no result depends on it", shown="as in the run", least=1),
     JSON,
     Flag(
@@ -114,7 +127,8 @@ def evaluate(words: Sequence[str]) -> int:
         prepare_devices(parsed["devices"] or process_group.count())
         jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
-    run = checked(run, parsed["safety"], folder)
+    for name in ("safety", "skip-bad-logs"):
+        run = checked(run, name, parsed[name], folder)
     if parsed["cross-play"]:
         return _cross_play(folder, parsed, run, acting)
     if (result := _scored(folder, parsed, run, acting)) is None:
@@ -161,7 +175,8 @@ def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Resu
     drives = real = None
     if isinstance(run.environment, Driving):
         who = drawing.driver_of(parsed["policy"])
-        drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], parsed["seed"])
+        seed = parsed["seed"] or 0
+        drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], seed)
         scores, _ = drives.play(acting, who)
         if process_group.index() > 0:
             return None
@@ -176,7 +191,8 @@ def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Resu
                 what = named_task(run)
                 raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
         count = parsed["episodes"] or run.evaluation_episodes or 100
-        scores, _ = evaluation.scorer(run, count)(acting)
+        seed = run.seed if parsed["seed"] is None else parsed["seed"]
+        scores, _ = evaluation.scorer(run, count)(acting, seed)
     return Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()), drives, real)
 
 
@@ -209,11 +225,11 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             partners.append(cross_play.Partner(word, policy=found))
             if not step:
                 egos[word] = found
-    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"])
+    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"] or 0)
     drives = drives._replace(share=(process_group.index(), process_group.count()))
     play = cross_play.arena(drives)
     if sought:
-        partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"]))
+        partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"] or 0))
     cells = cross_play.matrix(play, egos, partners)
     if process_group.index() > 0:
         return 0
@@ -237,13 +253,13 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
     return 0
 
 
-def checked(run: Run, safety: bool | None, folder: Path) -> Run:
-    """`run` with its commands checked or not, as --safety says; None: as in the run."""
-    if safety is None:
+def checked(run: Run, name: str, value: bool | None, folder: Path) -> Run:
+    """`run` with a setting of driving as its flag, called `name`, says; None: as in the run."""
+    if value is None:
         return run
     if not isinstance(run.environment, Driving):
-        raise FlagError(f"--safety is for driving, and run {folder.name} is {named_task(run)}; leave it out")
-    return replaced(run, safety=safety)
+        raise FlagError(f"--{name} is for driving, and run {folder.name} is {named_task(run)}; leave it out")
+    return replaced(run, **{name.replace("-", "_"): value})
 
 
 def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
@@ -407,7 +423,7 @@ def render(words: Sequence[str]) -> int:
     id_flag = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
     count = Flag("episodes", INT, 1, "scenarios, the first ones, where none is named", least=1)
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, STEP, policy, DATA, id_flag, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, SKIP, id_flag, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
     parsed = shipped(flags.parse("render", about, groups, words).values)
     if parsed["out"] is None:
@@ -420,7 +436,7 @@ def render(words: Sequence[str]) -> int:
         drawing.draw(
             run, name, parsed["policy"], acting, parsed["out"], data=parsed["data"], scenarios=parsed["scenario"],
             episodes=parsed["episodes"], traffic=parsed["traffic"], safety=parsed["safety"],
-            past_violations=parsed["past-violations"],
+            skip_bad_logs=parsed["skip-bad-logs"], past_violations=parsed["past-violations"],
         )  # fmt: skip
     except FieldError as error:
         raise error.of_flag() from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,9 @@ def _real(word: str) -> float:
 INT = Kind("INT", "a whole number", _whole)
 FLOAT = Kind("NUMBER", "a finite number", _real)
 TEXT = Kind("TEXT", "text", str)
-PATH = Kind("PATH", "a path", str)
+PATH = Kind("PATH", "a path", os.path.expanduser)
+"""~ is the home folder here, too: a shell leaves it alone behind the = of --runs-dir=~/runs."""
+
 SWITCH = Kind("", "", str)
 """A pair of flags without a value, --name and --no-name."""
 
@@ -89,6 +92,7 @@ ALONE = Kind("", "", str)
 
 
 def _output(word: str) -> str:
+    word = os.path.expanduser(word)
     if word != "-" and (Path(word).is_dir() or not Path(word).absolute().parent.is_dir()):
         raise ValueError(word)
     return word

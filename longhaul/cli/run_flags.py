@@ -20,6 +20,7 @@ from longhaul.runtime import config_fields
 from longhaul.runtime.config_fields import Leaf, Setting
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.files import expanded
 from longhaul.telemetry import tracking
 from longhaul.telemetry.trackers import wandb
 from longhaul.training import hub
@@ -203,10 +204,10 @@ def learning(recipe: Run, words: Sequence[str]) -> Run:
     """
     name, path, run_id = (said(words, flag) for flag in ("algorithm", "config", "resume"))
     if name is None and path is not None:
-        name = files.algorithm(files.load(Path(path)))
+        name = files.algorithm(files.load(expanded(path)))
     elif name is None and run_id is not None:
         where = said(words, "project"), said(words, "entity")
-        runs_dir = Path(said(words, "runs-dir") or RUNS_DIR.default)
+        runs_dir = expanded(said(words, "runs-dir") or RUNS_DIR.default)
         name = own_algorithm(find_or_fetch(runs_dir, run_id, recipe.recipe, *where))
     return recipe if name is None else recipes.with_algorithm(recipe, name)
 

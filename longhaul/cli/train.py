@@ -19,6 +19,7 @@ from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.files import expanded
 from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry import screen, tracking
 from longhaul.training.run_dir import find_folder, load_run
@@ -86,10 +87,10 @@ def _train(words: Sequence[str]) -> int:
 
 def _beginning_with_recipe(words: Sequence[str]) -> Sequence[str]:
     """Words that begin with the recipe, also where --config or --resume comes first and names it."""
-    if len(words) > 1 and words[0] == "--config" and (name := files.load(Path(words[1])).get("recipe")):
+    if len(words) > 1 and words[0] == "--config" and (name := files.load(expanded(words[1])).get("recipe")):
         return [str(name), *words]
     if len(words) > 1 and words[0] == "--resume":
-        stored = find_folder(Path(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
+        stored = find_folder(expanded(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
         return [load_run(stored).recipe, *words]
     return words
 

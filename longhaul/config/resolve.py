@@ -331,6 +331,9 @@ def _check_driving(task: Driving) -> None:
         raise FieldError("bank_updates", task.bank_updates, "it needs --bank")
     if task.bank_by_host and task.bank is None:
         raise FieldError("bank_by_host", "on", "it needs --bank")
+    if task.skip_bad_logs and (task.bank is not None or not task.data):
+        why = "it needs --data" if task.bank is None else "it is for logs, and --bank takes shards; leave it out"
+        raise FieldError("skip_bad_logs", "on", why)
     if task.simulator.reward is not None and task.simulator.conditioning:
         raise FieldError("reward", task.simulator.reward, "--conditioning draws weights of terms, and it has none")
     if task.least > task.simulator.agents:

@@ -45,6 +45,9 @@ class Driving:
     data: tuple[str, ...] = setting(
         (), "driving logs to train in: files, folders, globs; without: generated scenarios", path=True
     )
+    skip_bad_logs: bool = setting(
+        False, "logs of --data that can't be used are named and left out; else the first is an error"
+    )
     bank: int | None = setting(
         None, "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all", least=1
     )

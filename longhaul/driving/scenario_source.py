@@ -34,7 +34,7 @@ from longhaul.driving.scenario.lane_graph import look_around
 from longhaul.driving.scenario.made_up_log import made_up_log
 from longhaul.driving.scenario.scenario import NO_ROAD, ONWARD, Road, Scenario
 from longhaul.driving.shards import shard as shards
-from longhaul.runtime import cache_dir
+from longhaul.runtime import cache_dir, process_group
 from longhaul.runtime import worker_pool as processes
 from longhaul.telemetry import screen
 
@@ -124,60 +124,113 @@ OBJECTS = 128
 """Agents that are kept of a scenario, if nothing else is said."""
 
 
+SHOWN = 20
+"""Logs that are left out and named; of more the number alone is said."""
+
+
 def from_logs(
     paths: Sequence[str], *, agents: int = 1, horizon: int | None = None, objects: int = OBJECTS,
-    count: int | None = None, control: str = "vehicles",
+    count: int | None = None, control: str = "vehicles", skip_bad: bool = False,
 ) -> list[Scenario]:  # fmt: skip
     """Every scenario of the files at `paths`, in their order, or the first `count`: with `agents` controlled agents of
-    at most `objects`, for at most `horizon` steps. `BadData`, one line, at the first that can't be used, and where
-    there is none."""
-    each = by_file(paths, count=count, agents=agents, horizon=horizon, objects=objects, control=control)
+    at most `objects`, for at most `horizon` steps. `BadData`, one line, at the first that can't be used, unless
+    `skip_bad`, and where there is none."""
+    each = by_file(
+        paths, count=count, skip_bad=skip_bad, agents=agents, horizon=horizon, objects=objects, control=control
+    )
     found = [scenario for _, scenarios in each for scenario in scenarios]
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the files hold no scenario; give other data")
     return found
 
 
-def by_file(paths: Sequence[str], *, count: int | None, **settings: Any) -> Iterator[tuple[Path, list[Scenario]]]:
+def by_file(
+    paths: Sequence[str], *, count: int | None, skip_bad: bool = False, **settings: Any
+) -> Iterator[tuple[Path, list[Scenario]]]:
     """Each file at `paths` with its scenarios, as `from_logs`.
 
     Logs are read under limits of a process (`readers.limited`): where JAX is loaded, of another one. What is wrong is
-    told with the file's name. In a folder with other logs, those that need a library which is not installed are left
-    out, which stderr says once of each format.
+    told with the file's name; with `skip_bad` on stderr, and the scenarios that can't be used are left out. In a folder
+    with other logs, those that need a library which is not installed are left out, which stderr says once of each
+    format.
     """
     done, files, lacking = 0, readers.expand(paths), set()
+    faults: list[str] = []
+
+    def leave_out(fault: str) -> None:
+        faults.append(fault)
+        if len(faults) <= SHOWN:
+            _say(f"{fault}; it is left out")
+
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("reading logs", count))
+        closed.callback(lambda: _say(f"{len(faults)} logs are left out") if len(faults) > SHOWN else None)
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(1))))
         for path in files:
             left = None if count is None else count - done
             if left == 0:
                 return
-            work = partial(_scenarios, path, left, **settings)
+            work = partial(_scenarios, path, left, skip_bad=skip_bad, **settings)
             try:
                 here = "jax" not in sys.modules or readers.detect(path) == readers.SHARD
-                found = work() if here else pool().submit(work).result()
-            except BrokenProcessPool as error:
-                raise BadData(f"{path}: the process that read it died (out of memory?); leave it out") from error
+                found, wrong = work() if here else pool().submit(work).result()
             except LibraryMissing as error:
                 if str(path) in map(str, paths) or (path == files[-1] and not done):
                     raise
                 if (why := str(error).removeprefix(str(path))) not in lacking:
-                    print(f"{error}; logs like it are left out", file=sys.stderr, flush=True)
+                    _say(f"{error}; logs like it are left out")
                 lacking.add(why)
                 continue
-            except BadData as error:
-                told = str(error) if str(path) in str(error) else f"{path}: {error}"
-                more = "; `longhaul data convert` makes shards of all logs that can be used" if len(files) > 1 else ""
-                raise BadData(f"{told}{more}") from error
+            except (BadData, BrokenProcessPool) as error:
+                fault = _fault(path, error)
+                if isinstance(error, BrokenProcessPool):
+                    pool.cache_clear()
+                    fault = f"{path}: the process that read it died (out of memory?)"
+                if not skip_bad:
+                    many = len(files) > 1 or readers.detect(path) == readers.TFRECORD
+                    raise BadData(fault + LEAVE_OUT * many) from error
+                found, wrong = [], [fault]
+            for fault in wrong:
+                leave_out(fault)
             done += len(found)
             advance(done)
-            yield path, found
+            if found:
+                yield path, found
 
 
-def _scenarios(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
+LEAVE_OUT = "; --skip-bad-logs leaves out what can't be used, and `longhaul data convert` makes shards of the rest"
+"""Remedy behind an error of one of many logs."""
+
+
+def _fault(path: Path, error: Exception) -> str:
+    """What is wrong with a file, with its name."""
+    return str(error) if str(path) in str(error) else f"{path}: {error}"
+
+
+def _say(line: str) -> None:
+    """Line on stderr; of processes that read the same logs, of the first alone."""
+    if process_group.index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _scenarios(path: Path, count: int | None, *, skip_bad: bool, **settings: Any) -> tuple[list[Scenario], list[str]]:
+    """(scenarios of a file, at most `count`; with `skip_bad` what is wrong with the others)."""
+    found: list[Scenario] = []
+    wrong: list[str] = []
     with readers.limited(path):
-        return [make() for make in islice(makers(path, **settings), count)]
+        each = makers(path, **settings)
+        while count is None or len(found) < count:
+            try:
+                if (make := next(each, None)) is None:
+                    break
+                found.append(make())
+            except LibraryMissing:
+                raise
+            except BadData as error:
+                if not skip_bad:
+                    raise
+                wrong.append(_fault(path, error))
+    return found, wrong
 
 
 def makers(

@@ -27,6 +27,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def expanded(path: Path | str) -> Path:
+    """Path in which a ~ at the beginning is the home folder."""
+    return Path(os.path.expanduser(path))
+
+
 def write(path: Path | str, content: str | bytes) -> None:
     """Atomic write of a file: a reader sees the old one or the new one. Missing folders are made."""
     path = Path(path)

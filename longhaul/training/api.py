@@ -33,16 +33,28 @@ from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import config_fields, partition
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.files import expanded
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
 from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, population, publish, store
 from longhaul.training import evaluate as evaluation
+from longhaul.training import runs as folder_runs
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.loop import Callback, Outcome
-from longhaul.training.run_dir import RUNS, find_folder, find_or_fetch, load_run, new_folder, save_run
+from longhaul.training.run_dir import (
+    RUNS,
+    find_folder,
+    find_or_fetch,
+    load_run,
+    new_folder,
+    read_result,
+    read_run,
+    save_run,
+)
+from longhaul.training.runs import Summary
 from longhaul.types import Environment, Key, Params, PyTree
 
 BEFORE = {"run.json", "run.json.partial", "publish.json", store.MARK, *(f"{name}.json" for name in tracking.KINDS)}
@@ -109,7 +121,7 @@ class Curve:
 
     def save(self, path: str | Path) -> Path:
         """Page that any browser shows, an .html, whose missing folders are made. RunError for another suffix."""
-        file = Path(path)
+        file = expanded(path)
         if file.suffix.lower() not in (".html", ".htm"):
             raise RunError(f"the curve's file is {str(path)!r}; it is a page, so name it .html")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +184,7 @@ class Metrics(dict[str, np.ndarray]):
 
 def read_metrics(folder: str | Path, file: str = "metrics.jsonl") -> Metrics:
     """Metrics of a run's folder, or of each of its runs; NaN in a record that lacks one. Texts are left out."""
-    path = Path(folder) / file
+    path = expanded(folder) / file
     records = sinks.read(path) if path.exists() else []
     names = {name: None for record in records for name, value in record.items() if not isinstance(value, str)}
     return Metrics((name, _column([record.get(name) for record in records])) for name in names)
@@ -190,7 +202,7 @@ def train(
     *,
     env: str | Callable[..., Any] | None = None,
     algorithm: Any = None,
-    seed: int = 0,
+    seed: int | None = None,
     config: str | Path | None = None,
     runs_dir: str | Path = RUNS,
     run_name: str | None = None,
@@ -213,27 +225,27 @@ def train(
     _check_callback(callback)
     if isinstance(config, Mapping):
         raise RunError("config is a dict; give a file's path, or its settings as keywords: train(RECIPE, **settings)")
-    stored = {} if config is None else files.load(Path(config))
+    stored = {} if config is None else files.load(expanded(config))
     name = recipe or stored.get("recipe") or "ppo"
     chosen = name if isinstance(name, Run) else recipes.recipe(name)
     if (other := algorithm or files.algorithm(stored)) is not None:
         chosen = recipes.with_algorithm(chosen, other)
-    given = {} if config is None else files.read(stored, chosen, Path(config))
+    given = {} if config is None else files.read(stored, chosen, expanded(config))
     beside, settings = _outlets(settings)
     prepare = _prepared(beside, chosen.recipe)
-    given |= aliases.canonical(chosen, settings) | ({} if type(seed) is int and seed == 0 else {"seed": seed})
+    given |= aliases.canonical(chosen, settings) | ({} if seed is None else {"seed": seed})
     if env is not None:
         if not isinstance(chosen.environment, Named):
             raise RunError(f"env is {env!r}, and recipe {chosen.recipe} has none to choose; take the recipe ppo, say")
         given["env"] = env if isinstance(env, str) else _importable("env", env)
     if isinstance(given.get("init_from"), str | Path):
-        given["init_from"] = init_from.located(str(given["init_from"]), Path(runs_dir))
+        given["init_from"] = init_from.located(str(given["init_from"]), expanded(runs_dir))
     given = _held(chosen, given)
     if name in recipes.NO_ENV and config is None and not {"env", "recorded"} & given.keys():
         raise RunError(f"recipe {name} is for any environment; give env=NAME (longhaul envs lists them), or a class")
     run = resolve(changed(chosen, given))
     asked = {name: str(value) if isinstance(value, MeshShape) else value for name, value in given.items()}
-    folder, outcome = begin(run, Path(runs_dir), name=run_name, asked=asked, prepare=prepare, callback=callback)
+    folder, outcome = begin(run, expanded(runs_dir), name=run_name, asked=asked, prepare=prepare, callback=callback)
     return _result(folder, run, outcome)
 
 
@@ -252,7 +264,7 @@ def resume(
     where = beside.get("project"), beside.get("entity")
     if not isinstance(run, str | Path | Result):
         raise RunError(NO_RUN.format(type(run).__name__))
-    folder = run.folder if isinstance(run, Result) else find_or_fetch(Path(runs_dir), str(run), "", *where)
+    folder = run.folder if isinstance(run, Result) else find_or_fetch(expanded(runs_dir), str(run), "", *where)
     before = load_run(folder)
     settings = aliases.canonical(before, settings)
     settings |= _held(before, {name: settings[name] for name in settings.keys() & config_fields.values(before).keys()})
@@ -260,6 +272,22 @@ def resume(
     _prepared(beside, stored.recipe, folder)(folder)
     outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
     return _result(folder, stored, outcome)
+
+
+def result(run: str | Path | Result, *, runs_dir: str | Path = RUNS) -> Result:
+    """Result of a run that is there, by its name or folder: its metrics, curves and scores as its files have them now.
+
+    `stopped` is true where the run has not ended, be it that it trains. Raises RunError where there is none.
+    """
+    folder = _folder(run, runs_dir)
+    summary = read_result(folder) if (folder / "result.json").is_file() else {}
+    return Result(folder, read_run(folder), not summary, summary.get("evaluation", {}), summary)
+
+
+def runs(runs_dir: str | Path = RUNS) -> list[Summary]:
+    """Summaries of the runs in a folder, newest first, as `longhaul runs` lists them: name, status, steps, value (the
+    last known return), trained (that of the final evaluation) and more. `pandas.DataFrame` takes them as rows."""
+    return folder_runs.summaries(folder_runs.local(expanded(runs_dir)))
 
 
 def _check_callback(callback: Any) -> None:
@@ -330,7 +358,7 @@ def _folder(run: str | Path | Result, runs_dir: str | Path) -> Path:
         raise RunError(NO_RUN.format(type(run).__name__))
     if hub.is_address(str(run)):
         return hub.folder_of(str(run))
-    return find_folder(Path(runs_dir), str(run))
+    return find_folder(expanded(runs_dir), str(run))
 
 
 def _result(folder: Path, run: Run, outcome: Outcome) -> Result:
@@ -431,7 +459,7 @@ class Policy:
         """
         from longhaul.training import export
 
-        return export.save(self, to, Path(folder))
+        return export.save(self, to, expanded(folder))
 
     def _is_single(self, observation: PyTree) -> bool:
         """True for one observation, False for a batch."""
@@ -496,7 +524,8 @@ def evaluate(
     data: str | Path | Sequence[str | Path] = (),
     traffic: str | None = None,
     safety: bool | None = None,
-    seed: int = 0,
+    skip_bad_logs: bool | None = None,
+    seed: int | None = None,
     runs_dir: str | Path = RUNS,
     member: int | None = None,
     step: int | None = None,
@@ -506,9 +535,11 @@ def evaluate(
     `policy` is "run", or "untrained", the same before training; for driving also a driver beside which to compare it:
     "idm", "log", "constant". `member` and `step` are those of `load`.
 
-    `data`, `traffic`, `safety` and `seed` are driving's: logs (files, folders, globs) instead of the run's own held-out
-    scenarios; who drives the others ("log", "idm", "constant", "self"); whether the safety check is on; the seed of the
-    sample that `episodes` draws. Raises RunError, one line, before anything is compiled.
+    `seed` draws the episodes: by default those of the run's own evaluation; of driving the sample of scenarios that
+    `episodes` takes. `data`, `traffic` and `safety` are driving's: logs (files, folders, globs) instead of the run's
+    own held-out scenarios; who drives the others ("log", "idm", "constant", "self"); whether the safety check is on.
+    With `skip_bad_logs` logs that can't be used are named on stderr and left out. Raises RunError, one line, before
+    anything is compiled.
     """
     for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
         if word not in words and (name, word) != ("traffic", None):
@@ -526,13 +557,17 @@ def evaluate(
         stored, params = policy_of(_folder(run, runs_dir), policy, member, step)
     paths = _texts(data)
     if not isinstance(stored.environment, Driving):
-        if not learnt or paths or traffic is not None or safety is not None:
-            raise RunError("data, traffic, safety and the drivers idm, log and constant are driving's; leave them out")
-        scores, _ = evaluation.scorer(stored, episodes or stored.evaluation_episodes or 100)(params)
+        if not learnt or paths or (traffic, safety, skip_bad_logs) != (None, None, None):
+            raise RunError(
+                "data, traffic, safety, skip_bad_logs and the drivers idm, log and constant are driving's; leave them "
+                "out"
+            )
+        count = episodes or stored.evaluation_episodes or 100
+        scores, _ = evaluation.scorer(stored, count)(params, stored.seed if seed is None else int(seed))
     else:
-        if safety is not None:
-            stored = config_fields.replaced(stored, safety=bool(safety))
-        drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed))
+        asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
+        stored = config_fields.replaced(stored, **{name: bool(x) for name, x in asked.items() if x is not None})
+        drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed or 0))
         scores, _ = drives.play(params, "policy" if learnt else policy)
     return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
 
@@ -547,6 +582,7 @@ def render(
     episodes: int = 1,
     traffic: str | None = None,
     safety: bool | None = None,
+    skip_bad_logs: bool | None = None,
     past_violations: bool = False,
     runs_dir: str | Path = RUNS,
     member: int | None = None,
@@ -556,11 +592,11 @@ def render(
 
     The suffix of `out` chooses: .gif, .mp4, .html (a page with a player) or .png (a film strip). Several policies are
     drawn side by side: `policy=["run", "idm"]`. `run` may be "pretrained"; without it the drivers "idm", "log" and
-    "constant" drive. `scenario` are ids of scenarios, else the first `episodes` are drawn. `data`, `traffic` and
-    `safety` are those of `evaluate`, and with `past_violations` an episode goes on after a collision. Raises
+    "constant" drive. `scenario` are ids of scenarios, else the first `episodes` are drawn. `data`, `traffic`, `safety`
+    and `skip_bad_logs` are those of `evaluate`, and with `past_violations` an episode goes on after a collision. Raises
     RunError, one line, before anything is compiled.
     """
-    who, ids, paths = _texts(policy), _texts(scenario), _texts(data)
+    out, who, ids, paths = expanded(out), _texts(policy), _texts(scenario), _texts(data)
     asked = [("policy", each, evaluation.POLICIES) for each in who or [""]]
     for name, word, words in (*asked, ("traffic", traffic, evaluation.TRAFFICS)):
         if word not in words and (name, word) != ("traffic", None):
@@ -572,9 +608,9 @@ def render(
     of, acting, title = _acting(run, who, runs_dir, member, step)
     drawing.draw(
         of, title, who, acting, out, data=paths, scenarios=ids, episodes=int(episodes), traffic=traffic, safety=safety,
-        past_violations=past_violations,
+        skip_bad_logs=skip_bad_logs, past_violations=past_violations,
     )  # fmt: skip
-    return Path(out)
+    return out
 
 
 def _acting(

@@ -184,8 +184,9 @@ def _resident(run: Run, task: Driving) -> Feed:
     agents, about = task.simulator.agents, None
     if task.data:
         scenarios = scenario_source.from_logs(
-            task.data, agents=agents, horizon=task.horizon, objects=task.objects, control=task.simulator.control
-        )
+            task.data, agents=agents, horizon=task.horizon, objects=task.objects, control=task.simulator.control,
+            skip_bad=task.skip_bad_logs,
+        )  # fmt: skip
         about = {"scenarios": len(scenarios), "sha256": digest(scenarios)}
     else:
         scenarios = scenario_source.generated(

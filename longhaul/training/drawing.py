@@ -54,7 +54,7 @@ def of_run(folder: Path | None, who: Sequence[str], member: int | None, step: in
 def draw(
     run: Run, name: str, who: Sequence[str], acting: Acting, out: str | Path, *, data: Sequence[str] = (),
     scenarios: Sequence[str] = (), episodes: int = 1, traffic: str | None = None, safety: bool | None = None,
-    past_violations: bool = False,
+    skip_bad_logs: bool | None = None, past_violations: bool = False,
 ) -> None:  # fmt: skip
     """Picture of whole episodes of run `name`, written to `out`.
 
@@ -64,12 +64,12 @@ def draw(
     check_file(out)
     if not isinstance(run.environment, Driving):
         about = {"data": data, "scenario": scenarios, "traffic": traffic, "safety": safety,
-                 "past_violations": past_violations}  # fmt: skip
+                 "skip_bad_logs": skip_bad_logs, "past_violations": past_violations}  # fmt: skip
         return _other(run, name, who, acting, Path(out), about)
     found = [acting(each) for each in who]
     run, policies = found[0][0], [policy for _, policy in found]
-    if safety is not None:
-        run = replaced(run, safety=bool(safety))
+    asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
+    run = replaced(run, **{name: bool(value) for name, value in asked.items() if value is not None})
     drives = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic)
     ids = list(drives.scenarios.ids)
     for each in scenarios:

@@ -287,8 +287,8 @@ def drives(
 def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[tuple[str, Scenario]]:
     """First `count` scenarios of the files, each with its file; no more are compiled."""
     each = scenario_source.by_file(
-        paths, count=count, agents=task.simulator.agents, horizon=task.horizon, objects=task.objects,
-        control=task.simulator.control,
+        paths, count=count, skip_bad=task.skip_bad_logs, agents=task.simulator.agents, horizon=task.horizon,
+        objects=task.objects, control=task.simulator.control,
     )  # fmt: skip
     loaded = [(str(path), scenario) for path, scenarios in each for scenario in scenarios]
     if not loaded:

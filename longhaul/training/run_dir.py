@@ -82,10 +82,10 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
         return store.found(*url.rsplit("/", 1))
     if url := store.address(runs_dir):
         return store.found(url, run_id)
-    for folder in (runs_dir / run_id, Path(run_id)):
+    for folder in (runs_dir / run_id, files.expanded(run_id)):
         if (folder / "run.json").is_file():
             return folder
-    if (path := Path(run_id)).exists():
+    if (path := files.expanded(run_id)).exists():
         if within := next((folder for folder in path.parents if (folder / "run.json").is_file()), None):
             raise RunError(f"{run_id} lies in a run; give {within}")
         if path.is_file():
@@ -195,7 +195,7 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
         simulator = {"reward": None, "speed_limit": False, "safety": False} | task["simulator"]
         former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0, "unsafe": 0.0}
         simulator = simulator | {"weights": former | simulator["weights"]}
-        run = run | {"environment": {"bank_by_host": False} | task | {"simulator": simulator}}
+        run = run | {"environment": {"bank_by_host": False, "skip_bad_logs": False} | task | {"simulator": simulator}}
     begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
     begun |= {"evaluation_interval": 0, "fsdp": False}
     if isinstance(acting := run.get("acting"), dict):

@@ -222,11 +222,55 @@ def test_a_log_that_cant_be_used_is_told_with_its_file_and_what_leaves_such_logs
     short = replace(log, id="short", tracks=replace(log.tracks, valid=seen))
     for name, each in (("a", log), ("b", short)):
         (tmp_path / f"{name}.json").write_text(json.dumps(log_files.gpudrive(each)))
-    told = r"b\.json: short: the ego is known for 1 step from the current one.* `longhaul data convert` makes shards of"
+    told = r"b\.json: short: the ego is known for 1 step from the current one.*; --skip-bad-logs leaves out what"
     with pytest.raises(BadData, match=told):
         scenario_source.from_logs([str(tmp_path)])
     with pytest.raises(BadData, match=r"b\.json: short: .*leave this log out$"):
         scenario_source.from_logs([str(tmp_path / "b.json")])
+
+
+def test_bad_logs_are_named_and_left_out_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside JAX, where another process reads, one that dies of a file included."""
+    log = log_files.make_log()
+    seen = log.tracks.valid.copy()
+    seen[log.sdc, log.current + 1 :] = False
+    short = replace(log, id="short", tracks=replace(log.tracks, valid=seen))
+    for name, each in (("b", short), ("d", log)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(log_files.gpudrive(each)))
+    (tmp_path / "a.json").write_text((tmp_path / "d.json").read_text()[:1000])
+    (tmp_path / "c.json").write_text("{}")
+    monkeypatch.setattr(scenario_source, "_scenarios", _dies_of_c)
+    found = scenario_source.from_logs([str(tmp_path)], skip_bad=True)
+    assert [scenario.id for scenario in found] == [log.id]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if not line.endswith("it is left out")] == []
+    assert [line.partition(":")[0] for line in lines] == [str(tmp_path / f"{name}.json") for name in "abc"]
+    assert "the process that read it died" in lines[2]
+    with pytest.raises(BadData, match="the files hold no scenario; give other data"):
+        scenario_source.from_logs([str(tmp_path / "b.json")], skip_bad=True)
+
+
+def test_of_many_bad_logs_the_first_are_named_and_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scenario_source, "SHOWN", 2)
+    monkeypatch.setattr(scenario_source.processes, "pool", lambda count: _Here())
+    monkeypatch.setattr(scenario_source.processes, "ending", nullcontext)
+    for name in "abc":
+        (tmp_path / f"{name}.json").write_text("{")
+    assert list(scenario_source.by_file([str(tmp_path)], count=None, skip_bad=True)) == []
+    first, second, total = capsys.readouterr().err.splitlines()
+    assert first.startswith(str(tmp_path / "a.json")) and second.startswith(str(tmp_path / "b.json"))
+    assert total == "3 logs are left out"
+
+
+SCENARIOS_OF = scenario_source._scenarios
+
+
+def _dies_of_c(path: Path, count: int | None, **settings: Any) -> tuple[list[Scenario], list[str]]:
+    return os._exit(1) if path.name == "c.json" else SCENARIOS_OF(path, count, **settings)
 
 
 class _Here:

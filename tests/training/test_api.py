@@ -124,8 +124,12 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -
         ({"episodes": 2.5}, r"episodes is 2\.5; it must be a whole number, 1 at least"),
         ({"seed": -1}, r"seed is -1; it must be a whole number, 0 at least"),
         ({"policy": "idm"}, r"policy is 'idm', a driver, and run whole is .*Corridor; give run or untrained"),
-        ({"data": "logs"}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
-        ({"safety": False}, r"data, traffic, safety and the drivers idm, log and constant are driving's"),
+        ({"data": "logs"}, r"data, traffic, safety, skip_bad_logs and the drivers idm, log and constant are driving's"),
+        (
+            {"safety": False},
+            r"safety, skip_bad_logs and the drivers idm, log and constant are driving's; leave them out",
+        ),
+        ({"skip_bad_logs": False}, r"skip_bad_logs and the drivers idm, log and constant are driving's"),
     ],
 )
 def test_an_evaluation_refuses_what_it_does_not_know(
@@ -145,6 +149,58 @@ def test_an_evaluation_takes_the_untrained_policy_and_earlier_ones(trained: long
     for function in (longhaul.load, longhaul.evaluate, longhaul.resume):
         with pytest.raises(ValueError, match="the run is a Run; give its name, its folder or the Result"):
             function(trained.run)
+
+
+def test_a_result_is_found_again(trained: longhaul.Result, folder: Path) -> None:
+    """As it was returned; of a run under way what its files have."""
+    for again in (longhaul.result("whole", runs_dir=folder), longhaul.result(trained.folder), longhaul.result(trained)):
+        assert (again.folder, again.run, again.stopped) == (trained.folder, trained.run, False)
+        assert again.summary["params_sha256"] == trained.summary["params_sha256"]
+        assert again.evaluation.keys() == trained.evaluation.keys()
+        np.testing.assert_array_equal(again.metrics["episode/return"], trained.metrics["episode/return"])
+    begun = folder / "begun"
+    begun.mkdir()
+    shutil.copy(trained.folder / "run.json", begun)
+    try:
+        half = longhaul.result(begun)
+        assert half.stopped and half.evaluation == half.metrics == half.summary == {}
+        found = {each.name: each for each in longhaul.runs(folder)}
+        assert (found["whole"].status, found["begun"].status) == ("done", "stopped")
+        assert found["whole"].trained == pytest.approx(trained.evaluation["trained"]["return"])
+    finally:
+        shutil.rmtree(begun)
+    with pytest.raises(ValueError, match=r"no run 'whol' in .*; did you mean whole"):
+        longhaul.result("whol", runs_dir=folder)
+
+
+def test_an_evaluation_plays_the_episodes_of_its_seed(trained: longhaul.Result, folder: Path, tmp_path: Path) -> None:
+    """By default those of the run's own evaluation, here and on the command line."""
+    usual, again, other = (longhaul.evaluate(trained, seed=seed).scores.metrics for seed in (None, 0, 5))
+    for name, measure in usual.items():
+        np.testing.assert_array_equal(measure.value, again[name].value)
+    assert not np.array_equal(usual["return"].value, other["return"].value)
+    file = tmp_path / "a.json"
+    assert main(["evaluate", str(trained.folder), "--seed", "5", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["mean"]["return"] == pytest.approx(float(np.mean(other["return"].value)))
+
+
+def test_a_tilde_is_the_home_folder(
+    trained: longhaul.Result, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no shell replaces it: in Python, and behind the = of a flag."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert longhaul.load("~/whole").run == longhaul.load("whole", runs_dir="~").run == trained.run
+    saved = trained.policy.export("~/out", to="npz")
+    assert saved == [folder / "out/policy.npz", folder / "out/policy.json"]
+    assert trained.plot().save("~/out/curve.html") == folder / "out/curve.html"
+    assert main(["runs", "--runs-dir=~", "--json=~/out/runs.json"]) == 0
+    assert "whole" in {run["name"] for run in json.loads((folder / "out/runs.json").read_text())}
+    (folder / "own.yaml").write_text("num_envs: 0")
+    for given in ({"config": "~/own.yaml"}, {"config": Path("~/own.yaml")}):
+        with pytest.raises(ValueError, match="--num-envs is 0"):
+            longhaul.train("cartpole", runs_dir="~/new", **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_evaluation_of_driving_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
