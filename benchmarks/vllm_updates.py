@@ -40,6 +40,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.peers import moved_weights
 from longhaul.weight_sync import transports, vllm
+from longhaul.weight_sync.engine_http import EngineError
 from longhaul.weight_sync.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,7 @@ def sender(folder: Path, url: str) -> None:
                 http.pause()
                 try:
                     http.update_weights(vllm.Announced(number, root, end, end, True, 120.0)._asdict())
-                except vllm.EngineError as error:
+                except EngineError as error:
                     told = {"refused": str(error)[-300:]}
             print(json.dumps(told), flush=True)
 

@@ -37,6 +37,7 @@ from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.staleness import Ticket
 from longhaul.types import PyTree
 from longhaul.weight_sync import sglang, transports, vllm
+from longhaul.weight_sync.engine_http import EngineError, Reloading
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.transports.folder import FolderTransport
@@ -102,7 +103,7 @@ class ByFolder:
     """Versions as folders that a server's own loader reads: vLLM's and SGLang's, without this package there."""
 
     def __init__(
-        self, folder: Path, run: str, epoch: int, beside: Mapping[str, bytes], engine: Callable[[str], vllm.Reloading]
+        self, folder: Path, run: str, epoch: int, beside: Mapping[str, bytes], engine: Callable[[str], Reloading]
     ) -> None:
         self._engine, self._label = engine, ""
         self._transport = FolderTransport(folder, beside=beside)
@@ -196,7 +197,7 @@ class Fleet:
         try:
             with self._locks.setdefault(server.address, threading.Lock()):
                 paused = self._updates.load(server)
-        except vllm.EngineError as error:
+        except EngineError as error:
             raise Refused(str(error)) from error
         if (version := self._version_of(self.servers.label(server))) < self._oldest:
             raise Refused(f"it has version {version}, and {self._oldest} is the oldest that may be learnt from")

@@ -9,7 +9,7 @@ The bodies are those of SGLang's documentation; no SGLang runs where this is tes
 
 from __future__ import annotations
 
-from longhaul.weight_sync.vllm import EngineError, Routes
+from longhaul.weight_sync.engine_http import EngineError, Routes
 
 
 class Http:

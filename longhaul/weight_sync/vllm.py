@@ -13,17 +13,14 @@ MODEL --weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Ro
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from longhaul.runtime import bounded_json
 from longhaul.weight_sync.consumers import torch_tensor
+from longhaul.weight_sync.engine_http import EngineError, Routes
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver, follow
 
@@ -33,9 +30,6 @@ them makes no token meanwhile."""
 
 PATIENCE = 60.0
 """Seconds that a worker waits for the announced version."""
-
-MOST = 1 << 20
-"""Bytes of an engine's answer, at most."""
 
 BACKEND = "longhaul"
 
@@ -185,20 +179,6 @@ class Engine(Protocol):
     def resume(self) -> None: ...
 
 
-class Reloading(Protocol):
-    """Server that loads a version's folder by its own loader: `Http`, or `sglang.Http`."""
-
-    def pause(self) -> None: ...
-
-    def reload(self, folder: str, weight_version: str) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-class EngineError(RuntimeError):
-    """Call that an engine refused, or that failed there; one line."""
-
-
 class Rollout:
     """Trainer's end: `update(version, tensors)` publishes, and updates the engine by the four phases.
 
@@ -268,30 +248,6 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         taken += size
     if sizes:
         yield begin, len(sizes)
-
-
-class Routes:
-    """Routes of an engine's server at `url`; `token` is that of its `--api-key`."""
-
-    def __init__(self, url: str, seconds: float, token: str | None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no address of a server; write http://HOST:PORT")
-        self.url, self._seconds = url.rstrip("/"), seconds
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-
-    def post(self, route: str, body: dict[str, Any]) -> Any:
-        """Answer of a route, parsed; None where it is no JSON. Raises EngineError."""
-        asked = urllib.request.Request(f"{self.url}/{route}", json.dumps(body).encode(), self._headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
-                text = answer.read(MOST)
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read(4096).decode(errors="replace").split())
-            raise EngineError(f"{self.url}/{route} failed with {error.code}: {said}") from None
-        try:
-            return bounded_json.parse(text) if text.strip() else None
-        except ValueError:
-            return None  # a word in plain text
 
 
 class Http:

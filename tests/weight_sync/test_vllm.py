@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from longhaul.weight_sync import vllm
+from longhaul.weight_sync.engine_http import EngineError
 from longhaul.weight_sync.producer import named
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
@@ -278,7 +279,7 @@ def test_a_vllm_in_process_is_asked_by_its_own_methods() -> None:
         ("reset_prefix_cache", (True,)),
     ]
     full = "reset_prefix_cache"
-    with pytest.raises(vllm.EngineError, match="keeps the cached values"):
+    with pytest.raises(EngineError, match="keeps the cached values"):
         engine.finish_weight_update("2")
 
 
@@ -308,11 +309,11 @@ def test_an_update_that_a_killed_trainer_left_open_is_given_up_first() -> None:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         Http(f"http://127.0.0.1:{server.server_port}").start_weight_update()
-        with pytest.raises(vllm.EngineError, match="keeps the cached values of the version before"):
+        with pytest.raises(EngineError, match="keeps the cached values of the version before"):
             Http(f"http://127.0.0.1:{server.server_port}").finish_weight_update("1")
         del asked[3:]
         active[0] = True
-        with pytest.raises(vllm.EngineError, match=r"pause\?mode=keep failed with 500: start_weight_update called"):
+        with pytest.raises(EngineError, match=r"pause\?mode=keep failed with 500: start_weight_update called"):
             Http(f"http://127.0.0.1:{server.server_port}").pause()
         server.shutdown()
         thread.join()
