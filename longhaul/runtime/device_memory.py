@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -176,6 +177,27 @@ def resident() -> int:
         with contextlib.suppress(psutil.Error):  # it has ended
             found += each.memory_info().rss
     return found
+
+
+def at_most() -> int:
+    """Bytes of memory that this process and those that it started had at most until now, each at its own time."""
+    process, found = psutil.Process(), 0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += high_water(each.pid) or each.memory_info().rss
+    return found
+
+
+def high_water(pid: int) -> int | None:
+    """Bytes of memory that a process had at most until now; None where the system does not tell.
+
+    `getrusage` would tell the parent's peak where that was higher.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def trim() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -167,3 +169,18 @@ def test_what_a_compiler_took_is_given_back_before_its_program_runs(monkeypatch:
     program = device_memory.compiled(jax.jit(lambda x, y: x - 2.0 * y), jnp.float32(5.0), jnp.float32(1.0))
     assert given_back == [True]
     assert float(program(jnp.float32(7.0), jnp.float32(3.0))) == 1.0
+
+
+def test_memory_that_was_given_back_counts_in_the_most_that_there_was() -> None:
+    size, before = 300 << 20, device_memory.resident()
+    code = f"import sys; x = bytearray(b'1') * {size}; del x; print(1, flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"1\n"
+        most = device_memory.high_water(child.pid)
+        assert most is not None and size < most < size + (100 << 20)
+        assert device_memory.at_most() >= before + size, "of this process and its children"
+        assert device_memory.resident() < before + size, "now"
+    finally:
+        child.communicate()
+    assert device_memory.high_water(child.pid) is None, "it has ended"

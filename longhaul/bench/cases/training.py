@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ from longhaul.driving.sim.dynamics import Motion
 from longhaul.environment import Worlds, vectorise
 from longhaul.envs import hackmatrix
 from longhaul.envs.hackmatrix import state as world
-from longhaul.runtime import config_fields
+from longhaul.runtime import config_fields, device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
@@ -124,11 +124,8 @@ def peak_bytes() -> float:
     counted = jax.devices()[0].memory_stats()
     if counted and "peak_bytes_in_use" in counted:
         return float(counted["peak_bytes_in_use"])
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    for line in lines:  # getrusage would tell the peak of the parent, too, where that was higher
-        if line.startswith("VmHWM:"):
-            return 1024.0 * int(line.split()[1])
+    if (most := device_memory.high_water(os.getpid())) is not None:
+        return float(most)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
