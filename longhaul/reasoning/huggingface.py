@@ -403,6 +403,8 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
     def numbers_of(text: str, by: Any) -> list[int]:
         try:
             return list(by.encode(text, add_special_tokens=False).ids)
+        except TypeError:
+            raise ValueError(f"{text!r:.40} has half of a character, a lone surrogate") from None
         except BaseException as error:  # a panic of Rust, where a regular expression gives up
             if type(error).__name__ != "PanicException":
                 raise

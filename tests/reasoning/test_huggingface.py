@@ -107,6 +107,8 @@ def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
     inner.save(str(tmp_path / "tokenizer.json"))
     found = huggingface.tokeniser(tmp_path)
     assert (found.size, found.encode("one and two"), found.decode([3, 2, 1])) == (4, [3, 2, 1], "one and two")
+    with pytest.raises(ValueError, match=r"^'one \\ud800' has half of a character, a lone surrogate$"):
+        found.encode("one \ud800")  # a server answers 400 to it
 
 
 def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
