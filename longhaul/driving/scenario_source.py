@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,8 +74,11 @@ def generated(
                 made.submit(_compile, part)
             return made
 
-        def several(seeds: Sequence[int]) -> Iterator[Scenario | None]:
-            return map(make, seeds) if workers < 2 or len(seeds) < 16 else pool().map(make, seeds, chunksize=8)
+        def several(blocks: Sequence[range]) -> Iterator[Block]:
+            work = partial(_block, make=make, store=store)
+            missing = sum(len(seeds) for seeds in blocks if store is None or not store.has(seeds))
+            alone = workers < 2 or (missing < LEAST_SHARED and sum(map(len, blocks)) < LEAST_READ)
+            return map(work, blocks) if alone else pool().map(work, blocks)
 
         while len(found) < count:
             stop = seed + count - len(found)
@@ -102,23 +105,41 @@ def _compile(part: int) -> None:
             generate(seed)
 
 
-def _of(
-    seeds: range, store: Store | None, several: Callable[[Sequence[int]], Iterator[Scenario | None]]
-) -> Iterator[Scenario | None]:
-    """The scenarios of `seeds` in their order: whole blocks from the store, as far as it has them, others made."""
-    aligned = range(-(-seeds.start // BLOCK) * BLOCK, seeds.stop, BLOCK)
-    ends = sorted({seeds.start, *aligned, seeds.stop})
-    blocks = [range(*ends[i : i + 2]) for i in range(len(ends) - 1)]
-    there = {block: store.load(block.start) for block in blocks if store is not None and len(block) == BLOCK}
-    made = several([seed for block in blocks if there.get(block) is None for seed in block])
-    for block in blocks:
-        scenarios = there.get(block)
-        if scenarios is None:
-            scenarios = list(islice(made, len(block)))
-            if block in there and store is not None:
-                store.save(block.start, scenarios)
-        yield from scenarios
+class Block(NamedTuple):
+    scenarios: list[Scenario | None]  # of its seeds, in their order
+    complaint: str | None  # what is wrong with the store
 
+
+def _block(seeds: range, *, make: Callable[[int], Scenario | None], store: Store | None) -> Block:
+    """Scenarios of a block, read from the store or made and stored: packing them takes half as long as making them, so
+    the workers do both."""
+    if store is None or len(seeds) < BLOCK:
+        return Block([make(seed) for seed in seeds], None)
+    found = store.load(seeds.start)
+    if found is None:
+        found = [make(seed) for seed in seeds]
+        store.save(seeds.start, found)
+    return Block(found, store.complaint)
+
+
+def _of(
+    seeds: range, store: Store | None, several: Callable[[Sequence[range]], Iterator[Block]]
+) -> Iterator[Scenario | None]:
+    """The scenarios of `seeds` in their order: those of whole blocks from the store, as far as it has them."""
+    parts = BLOCK if store is not None else SHARE
+    aligned = range(-(-seeds.start // parts) * parts, seeds.stop, parts)
+    ends = sorted({seeds.start, *aligned, seeds.stop})
+    for block in several([range(*ends[i : i + 2]) for i in range(len(ends) - 1)]):
+        if store is not None and block.complaint is not None:
+            store.complain(block.complaint)
+        yield from block.scenarios
+
+
+LEAST_SHARED, LEAST_READ = 16, 1024
+"""Scenarios from which on workers share the making, and the reading."""
+
+SHARE = 8
+"""Seeds that a worker makes at once where nothing is stored."""
 
 OBJECTS = 128
 """Agents that are kept of a scenario, if nothing else is said."""
@@ -328,11 +349,16 @@ class Store:
 
     def __init__(self, folder: Path, about: str) -> None:
         self.folder, self.about = folder, about
-        self._complained = False
+        self.complaint: str | None = None
+        self._told = self._unwritable = False
 
     def path(self, first: int) -> Path:
         """Path of the block that begins with the seed `first`."""
         return self.folder / f"{maker()}-{self.about}-{first}{SUFFIX}"
+
+    def has(self, seeds: range) -> bool:
+        """True if a file of these seeds is there; they must be those of a block."""
+        return len(seeds) == BLOCK and self.path(seeds.start).exists()
 
     def load(self, first: int) -> list[Scenario | None] | None:
         """The scenarios of the block, None for seeds that have none; None where they must be made."""
@@ -353,13 +379,13 @@ class Store:
             found = [next(each) if some else None for some in there.tolist()]
             os.utime(path)  # what is used stays; many file systems don't note a reading
         except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            self._complain(error)
+            self.complaint = str(error)
             return None
         return found
 
     def save(self, first: int, scenarios: Sequence[Scenario | None]) -> None:
-        """Storage of a block that was made."""
-        if self._complained:
+        """Storage of a block that was made; of none any more once that failed."""
+        if self._unwritable:
             return
         path = self.path(first)
         beside = path.with_name(f".{path.stem}.{os.getpid()}{SUFFIX}")
@@ -376,15 +402,16 @@ class Store:
                         np.lib.format.write_array(entry, values, allow_pickle=False)
             beside.replace(path)
         except OSError as error:
-            self._complain(error)
+            self._unwritable, self.complaint = True, str(error)
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
 
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            cache_dir.say(f"generated scenarios in {self.folder} are of no use ({error}): they are made anew")
-        self._complained = True
+    def complain(self, complaint: str) -> None:
+        """Report of what is wrong, of the first thing alone."""
+        if not self._told:
+            cache_dir.say(f"generated scenarios in {self.folder} are of no use ({complaint}): they are made anew")
+        self._told = True
 
 
 def open_store(about: str) -> Store | None:

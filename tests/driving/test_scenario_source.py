@@ -56,11 +56,16 @@ STOPPABLE = """    from longhaul.runtime.signals import listening
 """
 
 
-def test_workers_make_what_one_process_makes() -> None:
-    alone = scenario_source.generated(3, 17, agents=2, horizon=40, workers=1)  # first: it compiles for all
-    by_workers = scenario_source.generated(3, 17, agents=2, horizon=40, workers=2)
+def test_workers_make_what_one_process_makes_and_store_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGHAUL_CACHE", "off")
+    alone = scenario_source.generated(0, 33, agents=2, horizon=40, workers=1)  # first: it compiles for all
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
+    by_workers = scenario_source.generated(0, 33, agents=2, horizon=40, workers=2)
     assert [s.id for s in by_workers] == [s.id for s in alone]
     _same(by_workers, alone)
+    found, seeds = _made(monkeypatch, 0, 33, agents=2)
+    assert seeds == [32], "a whole block is kept"
+    _same(found, alone)
 
 
 PINNED = {1: "77d4cbd6ca5edeb9", 16: "77720cc84f879062"}
@@ -150,6 +155,7 @@ def test_a_damaged_file_costs_a_line(
     _same(first, again)
     said = capsys.readouterr().err
     assert said.count("are of no use") == 1
+    assert _made(monkeypatch, 0, 8)[1] == [], "it was written anew"
 
 
 def test_a_store_that_is_no_folder_costs_a_line(
