@@ -40,7 +40,7 @@ GROUPS = {
         Flag("wave", INT, 4, "chains that are drawn before votes are counted"),
         Flag("lead", FLOAT, 2.0, "votes ahead at which it stops; 0: never early"),
         Flag("select", choice(test_time_compute.SELECTIONS), "majority", "rule that selects the answer"),
-        Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
+        Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any", least=0),
         Flag("step-mark", TEXT, "", "text that ends a step of --steps, for a model in words; \\n is a newline"),
         Flag("answer-mark", TEXT, "", "text that is put behind the last step, such as ####"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),

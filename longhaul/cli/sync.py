@@ -20,6 +20,7 @@ from typing import Any
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
+from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.cli.tables import FAILED
 from longhaul.runtime import credentials
 from longhaul.weight_sync import cost_model, model_shapes, transports
@@ -36,7 +37,7 @@ LOOK = 0.2
 CHECKPOINTS = "checkpoints"
 """Kind of address that only these commands know: the folder of a run without versions."""
 
-WHERE = "the sender: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
+WHERE = "the sender: tcp:HOST:PORT, shm:NAME, a folder of versions, or a run by its name or folder"
 
 BUDGET = Flag(
     "budget", FLOAT, None, "GB that versions may take in memory, whatever the sender says",
@@ -48,17 +49,24 @@ TOKEN = Flag("token-file", flags.optional(PATH), None, "file with the token that
 
 def serve(words: Sequence[str]) -> int:
     """`longhaul sync serve SOURCE --port N`."""
-    source = Flag("SOURCE", TEXT, None, "a folder of versions or of a run, or the address of another server")
-    port = Flag("port", INT, 7171, "TCP port; 0 takes a free one")
+    source = Flag(
+        "SOURCE", TEXT, None, "a folder of versions, a run by its name or folder, or another server's address"
+    )
+    port = Flag("port", INT, 7171, "TCP port; 0 takes a free one", least=0, most=65535)
     host = Flag("host", TEXT, "127.0.0.1", "address to listen at; beyond this machine it needs --token-file")
     name = Flag("shm", TEXT, None, "also serve processes of this machine: a socket's path, or @NAME")
     about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
-    given = flags.parse("sync serve", about, {"": [source, port, host, name, BUDGET, TOKEN, DEBUG]}, words).values
+    known = [source, port, host, name, BUDGET, TOKEN, RUNS_DIR, DEBUG]
+    given = flags.parse("sync serve", about, {"": known}, words).values
     if given["SOURCE"] is None:
         raise FlagError("a source is missing: longhaul sync serve FOLDER --port N, or an address, as tcp:HOST:PORT")
 
     token = _token(given["token-file"])
-    source_address = _address(given["SOURCE"])
+    if token is None and not credentials.is_loopback(given["host"]):
+        raise FlagError(
+            f"--host is {given['host']}, which other machines can reach: give --token-file FILE, or set LONGHAUL_TOKEN"
+        )
+    source_address = _address(given["SOURCE"], given["runs-dir"])
     host_name = f"[{given['host']}]" if ":" in given["host"] else given["host"]
     opened = [transports.serve(f"tcp:{host_name}:{given['port']}", token)]
     if given["shm"] is not None:
@@ -87,16 +95,16 @@ def pull(words: Sequence[str]) -> int:
     out = Flag("out", PATH, None, "folder for versions, in Hugging Face's naming")
     seconds = Flag("timeout", FLOAT, 60.0, "seconds to wait for a version")
     follow = Flag("follow", ALONE, False, "fetch each newer version too, until stopped")
-    keep = Flag("keep", INT, 3, "versions that are kept in the folder")
+    keep = Flag("keep", INT, 3, "versions that are kept in the folder", least=1)
     about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
-    known = [address, out, seconds, follow, keep, BUDGET, TOKEN, DEBUG]
+    known = [address, out, seconds, follow, keep, BUDGET, TOKEN, RUNS_DIR, DEBUG]
     given = flags.parse("sync pull", about, {"": known}, words).values
     if given["ADDRESS"] is None or given["out"] is None:
         raise FlagError("ADDRESS or --out is missing: longhaul sync pull ADDRESS --out FOLDER")
-    if given["keep"] < 1 or not given["timeout"] > 0:
-        raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
+    if not given["timeout"] > 0:
+        raise FlagError(f"--timeout is {given['timeout']:g}; it must be seconds, above 0")
 
-    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    where, token = _address(given["ADDRESS"], given["runs-dir"]), _token(given["token-file"])
     try:
         Path(given["out"]).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=given["out"]):
@@ -151,11 +159,11 @@ def status(words: Sequence[str]) -> int:
     address = Flag("ADDRESS", TEXT, None, WHERE)
     out = Flag("json", OUTPUT, None, "write it to this file; - is stdout")
     about = "Prints the version that a sender serves, and its receivers."
-    given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
+    given = flags.parse("sync status", about, {"": [address, out, TOKEN, RUNS_DIR, DEBUG]}, words).values
     if given["ADDRESS"] is None:
         raise FlagError("ADDRESS is missing: longhaul sync status ADDRESS")
 
-    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    where, token = _address(given["ADDRESS"], given["runs-dir"]), _token(given["token-file"])
     kind, _, path = where.partition(":")
     if kind == "folder" and not Path(path).is_dir():
         return tables.say(f"there is no folder {path}, so nothing was published there yet", FAILED)
@@ -186,7 +194,7 @@ BENCH_FLAGS = [
     Flag("model", TEXT, "qwen3-0.6b", "model whose parameters are sent, by its name"),
     Flag("receivers", INT, 2, "processes that receive", least=1),
     Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp"),
-    Flag("repeats", INT, 5, "repeats, of which medians are reported; at least 5"),
+    Flag("repeats", INT, 5, "repeats, of which medians are reported", least=5),
     Flag("learning-rate", FLOAT, None, "versions are one step of Adam apart, and tcp sends the changes", shown="all"),
     Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", True),
     Flag("peers", ALONE, False, "instead: sockets, gRPC, Orbax and others, in a clone of the project"),
@@ -240,12 +248,13 @@ def _peers(given: Mapping[str, Any]) -> int:
     return subprocess.run([sys.executable, "-m", "benchmarks.peers.sync", *words], cwd=clone, check=False).returncode
 
 
-def _address(words: str) -> str:
-    """An address; a folder is one, too, and so is HOST:PORT."""
+def _address(words: str, runs_dir: str = RUNS_DIR.default) -> str:
+    """An address; a folder is one, too, and so are a run's name and HOST:PORT."""
     if words.partition(":")[0] in transports.KINDS:
         transports.split(words)
         return words
-    path = Path(words)
+    named = Path(runs_dir, words)
+    path = named if (named / "run.json").is_file() else Path(words)
     if path.is_dir():
         if not (path / "run.json").exists():
             return f"folder:{path}"
@@ -259,7 +268,9 @@ def _address(words: str) -> str:
             credentials.split(words)
             return f"tcp:{words}"
         transports.split(words)  # which says what there is
-    raise FlagError(f"{words}: neither a folder nor an address; write tcp:HOST:PORT, shm:NAME or folder:PATH")
+    there = sorted(run.parent.name for run in Path(runs_dir).glob("*/run.json"))
+    hint = flags.suggestion(words, there, "write tcp:HOST:PORT, shm:NAME or folder:PATH")
+    raise FlagError(f"{words}: neither a folder, a run in {runs_dir}, nor an address; {hint}")
 
 
 def _connect(address: str, token: str | None, name: str) -> Source:
@@ -369,15 +380,30 @@ def plan(words: Sequence[str]) -> int:
     if values["params"] is None:
         raise FlagError("--params is missing: longhaul sync plan --params 1e12")
     replicas, each = values["receivers"]
-    setting = Setting(
-        values["params"], ITEMSIZES[values["dtype"]], values["trainers"], replicas, each, values["nic"],
-        values["efficiency"], values["pcie"], values["hbm"], values["staged"], values["relay"],
-        values["bucket-mb"] * 1e6, values["delta-ratio"], values["codec-share"], values["cores"],
-        values["core-encode"], values["core-decode"], memory=values["memory-gb"] * 1e9,
-    )  # fmt: skip
+    with _of_flags():
+        setting = Setting(
+            values["params"], ITEMSIZES[values["dtype"]], values["trainers"], replicas, each, values["nic"],
+            values["efficiency"], values["pcie"], values["hbm"], values["staged"], values["relay"],
+            values["bucket-mb"] * 1e6, values["delta-ratio"], values["codec-share"], values["cores"],
+            values["core-encode"], values["core-decode"], memory=values["memory-gb"] * 1e9,
+        )  # fmt: skip
     found = cost_model.costs(setting)
     tables.report(values["json"], as_json(setting, found), lambda: show(setting, found))
     return 0
+
+
+NAMES = {"replicas": "receivers", "per_replica": "receivers", "bucket": "bucket-mb", "memory": "memory-gb"}
+"""Fields of `Setting` -> their flags, where these are called otherwise."""
+
+
+@contextmanager
+def _of_flags() -> Iterator[None]:
+    """Context in which an error of a `Setting` names the flag of its field."""
+    try:
+        yield
+    except ValueError as error:
+        name, space, rest = str(error).partition(" ")
+        raise FlagError(f"--{NAMES.get(name, name).replace('_', '-')}{space}{rest}") from error
 
 
 def check(model: str, out: str | None) -> int:

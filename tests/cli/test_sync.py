@@ -78,14 +78,17 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         ("sync", "a command is missing"),
         ("sync sevre", "no command 'sevre'"),
         ("sync serve", "a source is missing"),
-        ("sync serve nowhere", "neither a folder nor an address"),
-        ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "give a token"),
+        ("sync serve nowhere", "nowhere: neither a folder, a run in runs, nor an address; write tcp:HOST:PORT"),
+        ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "which other machines can reach: give --token-file FILE"),
+        ("sync serve . --port 99999", "--port is 99999; it must lie in 0 to 65535"),
         ("sync pull tcp:127.0.0.1:1", "ADDRESS or --out is missing"),
         ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
         ("sync pull udp:1:2 --out y", "'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT, tls:HOST:PORT or"),
         ("sync pull tcp:udp:1:2 --out y", "'udp:1:2' is no address: 'udp:1' is no host"),
         ("sync status ssh:@weights", "'ssh:@weights' is no address; write shm:NAME"),
-        ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),
+        ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep is 0; it must be at least 1"),
+        ("sync pull tcp:127.0.0.1:1 --out y --timeout 0", "--timeout is 0; it must be seconds, above 0"),
+        ("sync bench --repeats 1", "--repeats is 1; it must be at least 5"),
         ("sync pull tcp:127.0.0.1:1 --out /dev/null", "--out is /dev/null; it must be a writable folder"),
         ("sync status", "ADDRESS is missing"),
         ("sync bench --receivers 0", "at least 1"),
@@ -99,14 +102,39 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         (f"{PLAN} --hbm 3.35e12", "--hbm is '3.35e12'; it must be a rate with its unit"),
         (f"{PLAN} --receivers 16y16", "16x16"),
         ("sync pull tcp:127.0.0.1:9 --out . --budget 0", "--budget is 0; it must be gigabytes, above 0"),
-        (f"{PLAN} --cores 0", "cores is 0; it must be at least 1"),
-        (f"{PLAN} --receivers 100", "receivers is 100x1: each would hold 2,000 GB of parameters in 180 GB; give more"),
+        (f"{PLAN} --cores 0", "error: --cores is 0; it must be at least 1"),
+        (f"{PLAN} --params 0", "error: --params is 0; it must be above 0"),
+        (f"{PLAN} --receivers 0x4", "error: --receivers is 0; it must be at least 1"),
+        (f"{PLAN} --bucket-mb 0", "error: --bucket-mb is 0; it must be above 0"),
+        (f"{PLAN} --delta-ratio 0", "error: --delta-ratio is 0; it must be at least 1"),
+        (
+            f"{PLAN} --receivers 100",
+            "error: --receivers is 100x1: each would hold 2,000 GB of parameters in 180 GB; give more",
+        ),
     ],
 )
 def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(words.split()) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+
+
+def test_a_run_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by every other command, and by its folder too."""
+    monkeypatch.chdir(tmp_path)
+    with Publisher("mine", epoch=3, transports=[FolderTransport("all/mine/weights")]) as sender:
+        sender.publish(7, tensors(7))
+        assert sender.wait(7, 20)
+    Path("all/mine/run.json").write_text("{}")
+    for words in (["mine", "--runs-dir", "all"], ["all/mine"]):
+        assert main.main(["sync", "status", *words]) == 0
+        assert "run mine: version 7 of epoch 3" in capsys.readouterr().out
+    assert main.main(["sync", "pull", "mine", "--runs-dir=all", "--out", "here"]) == 0
+    assert capsys.readouterr().out.strip() == "here/version-3-7"
+    assert main.main(["sync", "status", "mien", "--runs-dir", "all"]) == 2
+    assert "mien: neither a folder, a run in all, nor an address; did you mean mine?" in capsys.readouterr().err
 
 
 def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
