@@ -42,11 +42,15 @@ RAY = (
 )  # fmt: skip
 
 
+def _apart(words: list[str]) -> tuple[list[str], list[str]]:
+    """(flags of launch, the command behind them); -- between the two may be left out."""
+    cut = words.index("--") if "--" in words else words.index("train") if "train" in words else len(words)
+    return words[:cut], words[cut:][words[cut : cut + 1] == ["--"] :]
+
+
 def launch(words: Sequence[str]) -> int:
     """`longhaul launch [--hosts N] [--devices-per-host M] [--restarts K] [--on ray] -- train RECIPE ...`."""
-    words = list(words)
-    cut = words.index("--") if "--" in words else len(words)
-    own, command = words[:cut], words[cut + 1 :]
+    own, command = _apart(list(words))
     groups = {"": list(FLAGS), "ray: With --on ray, which needs longhaul-rl[cluster].": list(RAY)}
     given = flags.parse("launch", ABOUT, groups, own)
     values = given.values

@@ -86,7 +86,10 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         base = replaced(default.base, run_flags.fields({name: parsed.values[name] for name in names}))
         given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
         grid = dataclasses.replace(default, base=base, **given)
-        grids.check(grid)
+        try:
+            grids.check(grid)
+        except ValueError as error:  # of a run, which has one size
+            raise FlagError(str(error).replace("--model-size", "--sizes")) from error
         folder = new_folder(runs_dir, grid.base, parsed.values["run-name"])
         grids.save_grid(folder, grid)
     print(folder, flush=True)

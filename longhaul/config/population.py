@@ -132,10 +132,9 @@ def check(population: Population, config: Any, seed: int, most_scenarios: int | 
             )  # fmt: skip
     for name in swept:
         if name not in known:
-            there = ", ".join(known).replace("_", "-")
-            raise FieldError(
-                "sweep", f"of {name.replace('_', '-')!r}, no number that can be swept", f"there are {there}"
-            )
+            remedy = f"there are {', '.join(known).replace('_', '-')}"
+            remedy = "runs with several seeds are --seeds N" if name == "seed" else remedy
+            raise FieldError("sweep", f"of {name.replace('_', '-')!r}, no number that can be swept", remedy)
     if population.pbt_interval is not None and (not population.sweep or len(found) < 2):
         raise FieldError(
             "pbt_interval", f"{population.pbt_interval}, and there is no population to choose from", "give --sweep"
