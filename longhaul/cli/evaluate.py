@@ -113,7 +113,8 @@ class Result(NamedTuple):
 def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
-    parsed = shipped(flags.parse("evaluate", about, {"": FLAGS}, words).values)
+    given = flags.parse("evaluate", about, {"": FLAGS}, words)
+    parsed = shipped(given.values)
     if parsed["RUN"] is None and parsed["policy"] not in ("run", "untrained"):
         parsed["RUN"] = hub.PRETRAINED  # whose settings a driver needs, no more
     folder = folder_of(
@@ -121,7 +122,7 @@ def evaluate(words: Sequence[str]) -> int:
         "longhaul evaluate RUN [--flags], RUN before --data; or --policy pretrained, which needs none",
         on_hub=True,
     )
-    _check_flags(parsed)
+    _check_flags(parsed, given.given)
     process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
     if parsed["devices"] is not None or process_group.together():
         prepare_devices(parsed["devices"] or process_group.count())
@@ -149,15 +150,23 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def _check_flags(parsed: dict[str, Any]) -> None:
-    """Raises FlagError where flags of `evaluate` do not go together."""
+NEEDED = {
+    **dict.fromkeys(
+        ("worst-dir", "worst-as", "past-violations"), ("worst", "nothing is to be drawn; give --worst 3, say")
+    ),
+    "rollouts": ("realism", "nothing is simulated several times; give --realism, or leave it out"),
+}
+"""Flags that mean something beside another alone -> that one, and what to say without it."""
+
+
+def _check_flags(parsed: dict[str, Any], given: frozenset[str]) -> None:
+    """Raises FlagError where flags of `evaluate`, some of them `given`, do not go together."""
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
-    for name in ("worst-dir", "past-violations"):
-        if parsed[name] and not parsed["worst"]:
-            said = f"--{name} is {'on' if parsed[name] is True else repr(parsed[name])}"
-            raise FlagError(f"{said}, and nothing is to be drawn; give --worst 3, say")
+    for name, (other, remedy) in NEEDED.items():
+        if name in given and not parsed[other]:
+            raise FlagError(f"--{name} is {'on' if parsed[name] is True else repr(parsed[name])}, and {remedy}")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
     if parsed["cross-play"]:
@@ -288,9 +297,9 @@ def _print(result: Result) -> None:
         rows = []
         for name in tables.columns(scores.metrics):
             known = [value for value in told(scores.metrics[name]) if value is not None]
-            parts = [float(f(known)) if known else None for f in (np.mean, np.std, np.min, np.max)]
-            rows.append([name, *(tables.number(part) for part in parts)])
-        tables.table([f"{len(scores.names)} episodes", "mean", "std", "min", "max"], rows)
+            mean, *rest = [float(f(known)) if known else None for f in (np.mean, np.std, np.min, np.max)]
+            rows.append([name, *map(tables.number, (mean, *_interval(result.estimates.get(name)), *rest))])
+        tables.table([f"{len(scores.names)} episodes", "mean", "2.5 %", "97.5 %", "std", "min", "max"], rows)
         return
     names = tables.columns(scores.metrics, most=tables.MOST)
     _print_groups("scenario", scores.groups(), drives.scenarios.ids, scores, names)
@@ -305,6 +314,13 @@ def _print(result: Result) -> None:
     if result.realism is not None:
         print()
         _print_estimates("realism", evaluation.bootstrap(result.realism.metrics, result.realism.groups()))
+
+
+def _interval(found: Estimate | None) -> tuple[float | None, float | None]:
+    """Interval of a metric; None where there is none."""
+    if found is None or not np.isfinite(found.low):
+        return None, None
+    return found.low, found.high
 
 
 def _print_groups(title: str, group: np.ndarray, titles: Sequence[str], scores: Scores, names: Sequence[str]) -> None:

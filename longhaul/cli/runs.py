@@ -176,6 +176,8 @@ def report(words: Sequence[str]) -> int:
     parsed = flags.parse("report", about, {"": flagged}, words).values
     if parsed["past-violations"] and parsed["checkpoint"] is None:
         raise FlagError("--past-violations is on, and no checkpoint is to be driven; give --checkpoint 0, say")
+    if parsed["out"] is not None and Path(parsed["out"]).is_dir():
+        raise FlagError(f"--out is {parsed['out']!r}, a folder; give a file in it")
     folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
     page = folder / "report.html"
     asked = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))

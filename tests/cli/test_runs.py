@@ -147,6 +147,7 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     score = json.loads(out)["mean"]["return"]
     assert f"{score:.3f}".rstrip("0").rstrip(".") in text
     assert_refused(longhaul("report", "a", "--past-violations"), "no checkpoint is to be driven")
+    assert_refused(longhaul("report", "a", "--out", "."), "--out is '.', a folder; give a file in it")
     assert_refused(longhaul("evaluate", "a", "--past-violations"), "nothing is to be drawn; give --worst 3")
     assert_refused(longhaul("report", "a", "--checkpoint", "5"), "keeps no checkpoint 5; it has [4, 8]")
     assert commands.MAIN[0] == "episode/return"

@@ -490,6 +490,8 @@ def test_two_processes_print_the_table_of_one(tmp_path: Path) -> None:
         ("--realism --rollouts 0", "--rollouts is 0; it must be at least 1"),
         ("--worst -1", "--worst is -1; it must be at least 0"),
         ("--worst-dir somewhere", "--worst-dir is 'somewhere', and nothing is to be drawn; give --worst 3"),
+        ("--worst-as gif", "--worst-as is 'gif', and nothing is to be drawn; give --worst 3"),
+        ("--rollouts 4", "--rollouts is 4, and nothing is simulated several times; give --realism"),
         ("--worst 1 --worst-dir runs/d/run.json", "--worst-dir is 'runs/d/run.json', a file; give a folder"),
         ("--data nowhere", "nowhere: no such file or folder"),
         ("--cross-play idm", "--policy is 'log'; with --cross-play the ego is a run's policy; leave it out"),
