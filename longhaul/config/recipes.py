@@ -701,7 +701,7 @@ def about(name: str) -> str:
     known = RECIPES | GRIDS
     if name not in known:
         return f"Recipe {name}, from outside the package."
-    return (known[name].__doc__ or "").splitlines()[0]
+    return (known[name].__doc__ or name).splitlines()[0]  # python -OO has no docstrings
 
 
 def described() -> list[tuple[str, str]]:

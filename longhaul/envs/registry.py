@@ -47,7 +47,7 @@ PROBE = "probe/"
 def names() -> list[tuple[str, str]]:
     """Every name with one line about it, probes last."""
     ours = [(name, line) for name, (_, line) in TABLE.items()]
-    return ours + [(PROBE + name, (maker.__doc__ or "").splitlines()[0]) for name, maker in probes.PROBES.items()]
+    return ours + [(PROBE + name, (maker.__doc__ or name).splitlines()[0]) for name, maker in probes.PROBES.items()]
 
 
 def make(name: str, **options: Any) -> Environment:

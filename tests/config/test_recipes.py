@@ -67,6 +67,14 @@ def test_an_installed_environment_is_kept_by_its_module_and_listed(capsys: pytes
     assert "of own_recipes_of_a_test:recipe" in out and "hallway  own_recipes_of_a_test:Corridor" in out
 
 
+def test_without_docstrings_names_describe_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under python -OO, where every command that lists them failed."""
+    monkeypatch.setattr(recipes.RECIPES["cartpole"], "__doc__", None)
+    monkeypatch.setattr(registry.probes.PROBES["memory"], "__doc__", None)
+    assert dict(recipes.described())["cartpole"] == recipes.about("cartpole") == "cartpole"
+    assert dict(registry.names())["probe/memory"] == "memory"
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("name", "says"),
