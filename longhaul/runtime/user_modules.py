@@ -33,7 +33,7 @@ def load(name: str) -> Any:
         if part not in dir(found):
             near = difflib.get_close_matches(path, there, n=3, cutoff=0.5)
             if module == "__main__":
-                raise ValueError(f"a notebook or a script has defined {path}; go on with longhaul.resume there")
+                raise ValueError(f"a notebook or a script has defined {path}; go on there, or define {path} here first")
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:8]) or 'nothing'}"
             raise ValueError(f"{module} has no {path}; {hint}")
         found = getattr(found, part)

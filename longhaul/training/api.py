@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def begin(
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
         algorithm = registry.make(spec(run), run.algorithm, RunContext(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
-    source = feed(run) if isinstance(task, Driving) and task.data else None
+    source = feed(run) if _reads(run) else None
     about = provenance() | {"data": source.about if source else None, "asked": asked}
     folder = new_folder(runs_dir, run, name, suffix)
     try:
@@ -103,6 +104,15 @@ def begin(
         if {path.name for path in folder.iterdir()} <= BEFORE:
             shutil.rmtree(folder)
         raise
+
+
+def _reads(run: Run) -> bool:
+    """True for a run in data that may be damaged or missing, which is read before its folder is there."""
+    task = run.environment
+    if isinstance(task, Driving):
+        return bool(task.data)
+    expert = registry.recorded(run.algorithm) or registry.guidance(run.algorithm) is not None
+    return isinstance(task, Named) and bool(expert)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -311,6 +321,8 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
     values, given = {**beside, **many}, frozenset(beside)
     tracked = tracking.chosen(values, given, recipe, tracking.load_all(folder) if folder else None)
     published = publish.chosen(values, given, publish.load(folder) if folder else None)
+    for line in tracking.idle(given | {"resume"} if folder else given, tracked):
+        print(line, file=sys.stderr, flush=True)
 
     def prepare(new: Path) -> None:
         tracking.save(new, tracked)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from typing import Any
 from longhaul.algorithms import external
 from longhaul.algorithms.config import ALGORITHMS
 from longhaul.config.population import Population
-from longhaul.config.run import Run, from_dict, to_dict
+from longhaul.config.run import Named, Run, from_dict, to_dict
+from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning.config import GYM, QUESTIONS
 from longhaul.runtime import bounded_json, config_fields, files, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError
@@ -53,6 +55,11 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
         raise RunError(f"--run-suffix {suffix} and --run-name {name} are both given; leave one out")
     if url := store.address(runs_dir):
         return store.prepared(url, lambda local: new_folder(local, run, name, suffix))
+    if (names := sys.getfilesystemencoding()) != "utf-8" and not str(runs_dir.absolute()).isascii():
+        raise RunError(  # Orbax can't write there
+            f"--runs-dir {runs_dir.absolute()} has letters beyond ASCII, and this locale's names of files are {names}; "
+            "set PYTHONUTF8=1, or give another folder"
+        )
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -208,9 +215,14 @@ def as_now(run: dict[str, Any]) -> dict[str, Any]:
 
 def load_run(folder: Path) -> Run:
     """Run of a folder. Raises RunError if run.json cannot be read or is of another version."""
-    from longhaul.config.resolve import resolve
+    from longhaul.config.resolve import named, resolve
 
     run = read_run(folder)
+    if isinstance(task := run.environment, Named) and is_hosted(task.env):  # whose class or library may be gone
+        try:
+            named(task)
+        except ValueError as error:
+            raise ModuleError(f"run {folder.name}: --env {task.env}: {error}") from error
     try:
         if resolve(run) != run:
             raise TypeError(UNDECIDED)

@@ -300,7 +300,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "result.json").exists()
 
 
-def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:
+def test_folders_are_new_and_names_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_dir = tmp_path / "a" / "runs"
     first, second = (run_dir.new_folder(runs_dir, BASE, None) for _ in range(2))
     assert first != second
@@ -316,6 +316,10 @@ def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"--runs-dir .*file can't be made \(.*\); give another folder"):
         run_dir.new_folder(tmp_path / "file", BASE, None)
+    monkeypatch.setattr(run_dir.sys, "getfilesystemencoding", lambda: "ascii")
+    assert run_dir.new_folder(runs_dir, BASE, "plain").is_dir()
+    with pytest.raises(RunError, match=r"runs-ü has letters beyond ASCII, .* set PYTHONUTF8=1"):
+        run_dir.new_folder(tmp_path / "runs-ü", BASE, None)
 
 
 def test_runs_are_found_by_name_or_path_or_the_nearest_are_named(tmp_path: Path) -> None:

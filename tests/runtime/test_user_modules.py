@@ -30,7 +30,7 @@ def test_a_module_of_the_working_folder_is_found_and_names_have_parts(
         ("json:load_s", "json has no load_s; did you mean loads"),
         ("json:zzz", "json has no zzz; it has"),
         ("no_such_module:f", "ModuleNotFoundError: .*; run from the folder that has it, install it, or add its folder"),
-        ("__main__:NotThere", "a notebook or a script has defined NotThere; go on with longhaul.resume there"),
+        ("__main__:NotThere", "a notebook or a script has defined NotThere; go on there, or define NotThere"),
     ],
 )
 def test_what_is_missing_is_named_with_its_remedy(name: str, says: str) -> None:

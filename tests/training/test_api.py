@@ -173,8 +173,10 @@ def test_a_result_is_found_again(trained: longhaul.Result, folder: Path) -> None
         longhaul.result("whol", runs_dir=folder)
 
 
-def test_an_evaluation_plays_the_episodes_of_its_seed(trained: longhaul.Result, folder: Path, tmp_path: Path) -> None:
-    """By default those of the run's own evaluation, here and on the command line."""
+def test_an_evaluation_plays_the_episodes_of_its_seed(
+    trained: longhaul.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default those of the run's own evaluation, here and on the command line, which prints the intervals too."""
     usual, again, other = (longhaul.evaluate(trained, seed=seed).scores.metrics for seed in (None, 0, 5))
     for name, measure in usual.items():
         np.testing.assert_array_equal(measure.value, again[name].value)
@@ -182,6 +184,11 @@ def test_an_evaluation_plays_the_episodes_of_its_seed(trained: longhaul.Result, 
     file = tmp_path / "a.json"
     assert main(["evaluate", str(trained.folder), "--seed", "5", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["mean"]["return"] == pytest.approx(float(np.mean(other["return"].value)))
+    header, *rows = (line.split("  ") for line in capsys.readouterr().out.splitlines() if line)
+    assert [cell.strip() for cell in header if cell] == ["6 episodes", "mean", "2.5 %", "97.5 %", "std", "min", "max"]
+    estimate = longhaul.evaluate(trained, seed=5).estimates["return"]
+    (row,) = ([cell.strip() for cell in row if cell] for row in rows if row[0] == "return")
+    assert row[1:4] == [f"{value:.3f}" for value in estimate[:3]]
 
 
 def test_a_tilde_is_the_home_folder(
@@ -265,7 +272,9 @@ def test_a_memory_is_given_and_comes_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path) -> None:
+def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = longhaul.train("ppo", env=own.GymCorridor, runs_dir=folder, run_name="gym", actors=1, **SMALL)
     assert result.run.topology == "actors" and result.run.environment == api.Named(f"single/{HERE}:GymCorridor")
     environment, policy, steps = own.GymCorridor(), longhaul.load(result), 0
@@ -277,6 +286,10 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
     assert 1 <= steps <= own.LIMIT
     vector: Any = longhaul.make(own.GymCorridor, num_envs=3)
     assert vector.reset(0).shape == (3, own.LENGTH)
+    monkeypatch.delattr(own, "GymCorridor")
+    api.environments.spec_stub.cache_clear()
+    with pytest.raises(ValueError, match=r"^run gym: --env single/.*:GymCorridor: .* has no GymCorridor"):
+        longhaul.load(result)
 
 
 @pytest.mark.parametrize(
@@ -320,17 +333,22 @@ def test_a_gymnasium_environment_is_stepped_by_actors_and_acted_in(folder: Path)
         ),
         ("ppo", {"env": f"{HERE}:ListCorridor", "topology": "fused"}, r"no snapshot holds \(visited: list\)"),
         ("ppo", {"env": f"{HERE}:PairCorridor", "topology": "fused"}, "choose --topology actors"),
+        ("bc", {"env": "cartpole"}, "has no expert in cartpole; give --recorded FILES"),
+        ("bc", {"env": "cartpole", "recorded": "nowhere.npz"}, "nowhere.npz: there is no such file or folder"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_folder(
-    recipe: str, settings: dict[str, Any], says: str, tmp_path: Path
+    recipe: str, settings: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         longhaul.train(recipe, runs_dir=tmp_path, **settings)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == "", "no folder is named that is gone"
 
 
-def test_values_that_python_has_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_values_that_python_has_are_those_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """NumPy's and JAX's numbers, 1e6, paths, a text for a list of one, functions."""
     begun: list[tuple[Any, Any]] = []
 
@@ -343,7 +361,8 @@ def test_values_that_python_has_are_those_of_the_command_line(monkeypatch: pytes
         "cartpole", lr=np.float32(0.5), gamma=jax.numpy.float32(0.5), num_envs=np.int64(16), total_steps=1e6,
         mesh="data=1", sweep="ent_coef=0.1,0.2", torso=own_network, runs_dir=tmp_path,
     )  # fmt: skip
-    longhaul.train("driving", data=tmp_path / "a.json", runs_dir=tmp_path)
+    longhaul.train("driving", data=tmp_path / "a.json", runs_dir=tmp_path, project="p")
+    assert capsys.readouterr().err == "--project does nothing without --wandb\n"
     longhaul.train("cartpole", sweep={"lr": np.array([1e-3, 3e-4]), "ent_coef": "0..0.1:3"}, runs_dir=tmp_path)
     (run, asked), (driving, _), (swept, _) = begun
     assert swept.population.sweep == ("lr=0.001,0.0003", "ent_coef=0..0.1:3")
