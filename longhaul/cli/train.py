@@ -86,12 +86,15 @@ def _train(words: Sequence[str]) -> int:
 
 
 def _beginning_with_recipe(words: Sequence[str]) -> Sequence[str]:
-    """Words that begin with the recipe, also where --config or --resume comes first and names it."""
-    if len(words) > 1 and words[0] == "--config" and (name := files.load(expanded(words[1])).get("recipe")):
+    """Words that begin with the recipe, also where flags come first and --config or --resume names it."""
+    if not words or not words[0].startswith("-"):
+        return words
+    path, run_id = run_flags.said(words, "config"), run_flags.said(words, "resume")
+    if path is not None and (name := files.load(expanded(path)).get("recipe")):
         return [str(name), *words]
-    if len(words) > 1 and words[0] == "--resume":
-        stored = find_folder(expanded(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default), words[1])
-        return [load_run(stored).recipe, *words]
+    if run_id is not None:
+        runs_dir = expanded(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default)
+        return [load_run(find_folder(runs_dir, run_id)).recipe, *words]
     return words
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,8 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     for name, value in visit(content, ()):
         found[name] = tuple(value) if isinstance(value, list) else value
     found = aliases.canonical(recipe, found)
+    if isinstance(found.get("sweep"), Mapping):
+        found["sweep"] = sweep(found["sweep"])
     if "mesh" in found:
         found["mesh"] = mesh(found["mesh"], content.get("model", 1), f"--config {path}: ")
     return found
@@ -176,6 +178,17 @@ def mesh(value: Any, model: Any = 1, where: str = "") -> MeshShape:
         return MeshShape(None if value is None else int(value), int(model))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{where}mesh is {value!r}; write data=2 or data=2,model=2") from error
+
+
+def sweep(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """{"lr": [0.001, 0.0003]} as --sweep has it: "lr=0.001,0.0003". A text stays: {"lr": "1e-4..1e-2:8"}."""
+
+    def listed(some: Any) -> str:
+        if isinstance(some, str):
+            return some
+        return ",".join(map(str, some)) if isinstance(some, Iterable) else str(some)
+
+    return tuple(f"{name}={listed(some)}" for name, some in values.items())
 
 
 def render(run: Run) -> str:

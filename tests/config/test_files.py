@@ -12,6 +12,7 @@ from longhaul.config import files, recipes
 from longhaul.config.resolve import changed, resolve
 from longhaul.config.run import Run, to_dict
 from longhaul.runtime.errors import RunError
+from longhaul.training import run_dir
 
 
 def read(path: Path, recipe: str) -> Run:
@@ -66,6 +67,12 @@ def _check_settings(run: Run) -> None:
     assert to_dict(run.algorithm)["network"]["hidden_dim"] == 32 and to_dict(run.algorithm)["gamma"] == 0.9
 
 
+def test_a_sweep_stands_as_a_table_of_values(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("sweep: {lr: [0.001, 3e-4], ent_coef: 0..0.1:3}\n")
+    assert read(path, "ppo").population.sweep == ("lr=0.001,0.0003", "ent_coef=0..0.1:3")
+
+
 MERGED = "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 25))
 """A kB of merge keys, each of which names the last one twice."""
 
@@ -104,10 +111,15 @@ def test_bad_files_are_answered_in_a_line(name: str, text: str | None, says: str
 def test_flags_go_before_the_file_which_may_name_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("recipe: pendulum\nlr: 0.5\nseed: 7\n")
-    assert main(["train", "--config", str(path), "--seed", "9", "--print-config"]) == 0
-    printed = tmp_path / "printed.yaml"
-    printed.write_text(capsys.readouterr().out)
-    run = read(printed, "pendulum")
-    assert (run.recipe, run.seed, run.algorithm.lr) == ("pendulum", 9, 0.5)
+    for words in (["--config", str(path), "--seed", "9"], ["--seed=9", f"--config={path}"]):
+        assert main(["train", *words, "--print-config"]) == 0
+        printed = tmp_path / "printed.yaml"
+        printed.write_text(capsys.readouterr().out)
+        run = read(printed, "pendulum")
+        assert (run.recipe, run.seed, run.algorithm.lr) == ("pendulum", 9, 0.5)
+    run_dir.save_run(run_dir.new_folder(tmp_path, run, "begun"), resolve(run), {})
+    for words in ([f"--resume={tmp_path / 'begun'}"], ["--runs-dir", str(tmp_path), "--resume-run", "begun"]):
+        assert main(["train", "--lr", "0.25", *words, "--print-config"]) == 0
+        assert "recipe: pendulum" in capsys.readouterr().out
     assert main(["train", "pendulum", "--config", str(path), "--resume", "x"]) == 2
     assert "--config and --resume are both given" in capsys.readouterr().err
