@@ -2,7 +2,8 @@
 
 A file `.npz`, or a folder of `.npy` files, holds `observation` [N, ...] and `action` [N, ...] by these names: steps in
 any order, in the environment's format. Each array of a composite observation is `observation/NAME`; where actions can
-be illegal, `mask` [N, n] marks the legal ones (without it all are legal). Leading axes are free, for example [T, B],
+be illegal, `mask` [N, n] marks the legal ones (without it all are legal). Names of D4RL's and imitation's files are
+taken, too (`OTHER`). Leading axes are free, for example [T, B],
 and equal in all arrays. A folder of `.npz` files is their concatenation. `minari:NAME` is a data set of Minari's that
 is on this machine.
 
@@ -32,6 +33,9 @@ from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Roll
 LOOSE = 1e-3
 """Tolerance of a bound as a share of its range, for rounding."""
 
+
+OTHER = {"observations": "observation", "obs": "observation", "actions": "action", "acts": "action"}
+"""Names of arrays in other libraries' files -> ours."""
 
 MOST_ARRAYS = 1000
 """Arrays of a file."""
@@ -128,8 +132,15 @@ def _leaves(observation: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
+def _named(name: str) -> str:
+    """Our name of an array: "observation/left" for "obs/left"."""
+    first, slash, rest = name.partition("/")
+    return OTHER.get(first, first) + slash + rest
+
+
 def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
     """Rows of one record. Raises BadData."""
+    arrays = {_named(name): array for name, array in arrays.items()} | dict(arrays)
     wanted = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     names = _leaves(wanted)
     shape, dtype = action_shape(spec.action)

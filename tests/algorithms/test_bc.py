@@ -214,6 +214,20 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
             offline_data.read([str(tmp_path / name)], spec)
 
 
+@pytest.mark.parametrize(("seen", "done"), [("observations", "actions"), ("obs", "acts")])
+def test_names_of_other_libraries_are_taken(seen: str, done: str, tmp_path: Path) -> None:
+    """D4RL's and imitation's, beside arrays that are not needed; ours go before them."""
+    spec = runs.named(Named("cartpole")).spec
+    wanted = np.arange(20, dtype=np.float32).reshape(5, 4), np.array([0, 1, 1, 0, 1])
+    arrays = {seen: wanted[0], done: wanted[1], "rewards": np.zeros(5)}
+    np.savez(tmp_path / "theirs.npz", **arrays)
+    np.savez(tmp_path / "both.npz", **(arrays | {seen: np.zeros((5, 4)), "observation": wanted[0]}))
+    for name in ("theirs", "both"):
+        found = offline_data.read([str(tmp_path / f"{name}.npz")], spec)
+        np.testing.assert_array_equal(found.observation, wanted[0])
+        np.testing.assert_array_equal(found.action, wanted[1])
+
+
 def test_a_file_that_holds_more_than_memory_does_is_refused_before_it_is_read(tmp_path: Path) -> None:
     """Zeros of two machines by size, in a file of a few kB; a .npy says that it is long, and is not."""
     spec, zeros = runs.named(Named("cartpole")).spec, np.zeros((1 << 20, 4), np.float32)
