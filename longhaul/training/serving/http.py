@@ -391,6 +391,7 @@ def arrays(
     found: dict[str, np.ndarray] = {}
     sizes: set[int | None] = set()
     for name, (shape, dtype) in forms.items():
+        part = what if name == what else f"{what} {name}"
         try:
             array = np.array(value[name])
         except (ValueError, OverflowError):
@@ -399,16 +400,16 @@ def arrays(
         kinds = {"i": "iu", "u": "iu", "b": "b"}.get(kind, "fiu")
         fits = array.dtype.kind in kinds and (array.shape == shape or (array.shape[1:] == shape and array.shape[0] > 0))
         if not fits:
-            raise Refused(400, f"{what} {name} is no array {list(shape)} of {np.dtype(dtype).name}, or a batch of such")
+            raise Refused(400, f"{part} is no array {list(shape)} of {np.dtype(dtype).name}, or a batch of such")
         if kind in "iu":
             bounds = np.iinfo(dtype)
             if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
-                raise Refused(400, f"{what} {name} has numbers beyond {np.dtype(dtype).name}")
+                raise Refused(400, f"{part} has numbers beyond {np.dtype(dtype).name}")
         sizes.add(None if array.shape == shape else len(array))
         with np.errstate(over="ignore"):
             found[name] = array.astype(dtype)
         if kind not in "iub" and not np.isfinite(found[name].astype(np.float64)).all():
-            raise Refused(400, f"{what} {name} has numbers that are not finite")
+            raise Refused(400, f"{part} has numbers that are not finite")
     if len(sizes) > 1:
         raise Refused(400, f"{what} has parts of different batches")
     (count,) = sizes
@@ -566,7 +567,10 @@ def application(
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _json(_error(error.status_code, error.detail), error.status_code)
+        there = ", ".join(f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}" for route in routes)
+        said = {404: "is not served here", 405: f"does not take {request.method}"}.get(error.status_code)
+        line = error.detail if said is None else f"{request.url.path[:100]} {said}; there are {there}"
+        return _json(_error(error.status_code, line), error.status_code)
 
     routes = [Route("/health", health), Route("/metrics", measured)]
     if isinstance(answers, Texts):

@@ -356,7 +356,11 @@ def test_a_token_a_foreign_host_and_the_metrics(answers: http.Texts, asked: Any)
     assert len(families) == len(set(families)) and all(
         line.startswith(("#", "longhaul_")) for line in text.splitlines()
     )
-    assert asked.get("/v1/nothing").status_code == 404 and asked.get("/v1/completions").status_code == 405
+    nothing, wrong = asked.get("/v1/nothing"), asked.get("/v1/completions")
+    assert (nothing.status_code, wrong.status_code) == (404, 405)
+    there = "there are GET /health, GET /metrics, POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+    assert nothing.json()["error"]["message"] == f"/v1/nothing is not served here; {there}"
+    assert wrong.json()["error"]["message"] == f"/v1/completions does not take GET; {there}"
     counted = metrics.Requests()
     counted.note("/x", 200, 0.3)
     assert 'le="0.25"} 0' in metrics.text(counted, answers.engine, "1")
@@ -392,7 +396,7 @@ def test_actions_are_the_policys_for_one_and_for_many(acting: http.Actions) -> N
     ("body", "words"),
     [
         ({}, "observation is missing"),
-        ({"observation": [1, 2, 3]}, "observation observation is no array [4] of float32, or a batch of such"),
+        ({"observation": [1, 2, 3]}, "observation is no array [4] of float32, or a batch of such"),
         ({"observation": [[1, 2, 3, 4], [1]]}, "is no array [4]"),
         ({"observation": [[[1, 2, 3, 4]]]}, "is no array [4]"),
         ({"observation": []}, "is no array [4]"),
