@@ -119,12 +119,14 @@ def _reads(run: Run) -> bool:
 
 
 class Curve:
-    """Curve of a metric, which a notebook shows as a picture."""
+    """Curves of metrics, one below the other, which a notebook shows as a picture."""
 
-    def __init__(self, title: str, metrics: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, titles: Sequence[str], metrics: Mapping[str, np.ndarray]) -> None:
         x = metrics["agent_steps"]
-        self._title = title
-        self._figure = pages.figure(title, [pages.Series(title, x, metrics[title])], "agent steps")
+        self._title = ", ".join(titles)
+        self._figure = "".join(
+            pages.figure(title, [pages.Series(title, x, metrics[title])], "agent steps") for title in titles
+        )
 
     def _repr_html_(self) -> str:
         return f"<style>{pages.asset('curves.css')}</style>{self._figure}"
@@ -174,9 +176,9 @@ class Result:
         """The trained policy, from the newest checkpoint."""
         return load(self.folder)
 
-    def plot(self, metric: str = "episode/return") -> Curve:
-        """Curve of a metric over agent steps."""
-        return Curve(metric, self.metrics)
+    def plot(self, metric: str = "episode/return", *more: str) -> Curve:
+        """Curve of a metric over agent steps, and of `more` metrics below it."""
+        return Curve((metric, *more), self.metrics)
 
     def __repr__(self) -> str:
         scores = {name: round(value, 4) for name, value in self.evaluation.get("trained", {}).items()}
@@ -187,7 +189,9 @@ class Metrics(dict[str, np.ndarray]):
     """Metrics by name, float64 [records] each; a KeyError has the nearest names."""
 
     def __missing__(self, name: str) -> np.ndarray:
+        last = {known.rpartition("/")[2]: known for known in self}
         near = [known for known in self if name in known][:3] or difflib.get_close_matches(name, list(self), n=3)
+        near = near or [last[each] for each in difflib.get_close_matches(name, last, n=3)]
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(self)}"
         raise KeyError(f"no metric is named {name!r}; {hint}")
 
@@ -342,13 +346,8 @@ def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(plain.get("mesh"), int | str):
         plain["mesh"] = files.mesh(plain["mesh"])
     if isinstance(swept := plain.get("sweep"), Mapping):
-        plain["sweep"] = [f"{name}={_listed(values)}" for name, values in swept.items()]
+        plain["sweep"] = files.sweep(swept)
     return typed(run, plain)
-
-
-def _listed(values: Any) -> str:
-    """Values of a sweep as its text has them; a text stays."""
-    return values if isinstance(values, str) else ",".join(str(value) for value in np.ravel(values))
 
 
 def _importable(setting: str, value: Any) -> str:
@@ -357,8 +356,8 @@ def _importable(setting: str, value: Any) -> str:
     if not callable(value) or name is None or "<" in name:
         makes = ", that makes the environment" if setting == "env" else ""
         raise RunError(
-            f"{setting} is {value!r}; give the class, or a function with a name{makes}: a run that is resumed imports "
-            "it again"
+            f"{setting} is {value!r:.100}; give the class, or a function with a name{makes}: a run that is resumed "
+            "imports it again"
         )
     return f"{value.__module__}:{name}"
 
@@ -403,6 +402,10 @@ class Policy:
         self.act = lambda params, memory, seen, key: algorithm.act(params, memory, seen, key)[:2]
         self._act = jax.jit(self.act)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle of settings and arrays: for a copy, and for workers of multiprocessing, Ray or joblib."""
+        return Policy, (self.run, jax.tree.map(np.asarray, self.params))
+
     def __repr__(self) -> str:
         weights = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
         seen = jax.tree_util.tree_leaves_with_path(self.spec.observation)
@@ -419,6 +422,9 @@ class Policy:
     def __call__(self, observation: PyTree, key: Key | None = None, memory: PyTree | None = None) -> Any:
         """Action of an observation with the spec's shape, or actions [B, ...] of B. Raises ValueError for others."""
         if isinstance(self.spec.observation, jax.ShapeDtypeStruct):  # lists of numbers are taken, too
+            if isinstance(observation, Mapping):
+                parts, wanted = ", ".join(map(str, observation)), list(self.spec.observation.shape)
+                raise ValueError(f"the observation is a dict of {parts}; the policy takes an array {wanted}")
             observation = _array(observation)
         if isinstance(key, int):
             raise ValueError(f"key is {key}; give jax.random.key({key})")

@@ -3,8 +3,10 @@ acts as the evaluation does; bad input is one line."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,9 @@ def test_a_result_has_metrics_as_arrays_scores_and_a_curve(trained: longhaul.Res
     assert set(trained.evaluation) == {"trained", "untrained"} and not trained.stopped
     page = trained.plot("agent_steps").save(tmp_path / "new" / "curve.html").read_text()
     assert "<svg" in page and "<svg" in trained.plot("agent_steps")._repr_html_()
+    assert trained.plot("agent_steps", "sps")._repr_html_().count("<svg") == 2
+    with pytest.raises(KeyError, match=r"no metric is named 'returns'; did you mean episode/return"):
+        trained.plot("agent_steps", "returns")
     with pytest.raises(KeyError, match=r"no metric is named 'loss'; did you mean ppo/policy_loss or ppo/total_loss"):
         trained.plot("loss")
     with pytest.raises(ValueError, match=r"the curve's file is 'curve.png'; it is a page, so name it .html"):
@@ -247,8 +252,15 @@ def test_one_observation_or_a_batch_by_mode_or_by_sample(trained: longhaul.Resul
     assert repr(policy).startswith("Policy(ppo, ") and f"parameters: [{own.LENGTH}] -> Discrete" in repr(policy)
     with pytest.raises(ValueError, match=r"the observation is \[4\]; the policy takes \[5\], or a batch of such"):
         policy(np.zeros(4))
-    with pytest.raises(ValueError, match=r"the observation is \[\]; the policy takes \[5\]"):
+    with pytest.raises(ValueError, match=r"the observation is a dict of seen; the policy takes an array \[5\]"):
         policy({"seen": rows})
+
+
+def test_a_policy_is_sent_to_other_processes(trained: longhaul.Result) -> None:
+    seen = np.eye(own.LENGTH, dtype=np.float32)
+    for copied in (pickle.loads(pickle.dumps(trained.policy)), copy.deepcopy(trained).policy):
+        np.testing.assert_array_equal(copied.act_numpy(seen), trained.policy.act_numpy(seen))
+        assert repr(copied) == repr(trained.policy)
 
 
 def test_a_policy_stands_within_a_compiled_function(trained: longhaul.Result) -> None:
