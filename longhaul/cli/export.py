@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.cli import flags
+from longhaul.cli import flags, tables
 from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, PATH, TEXT, Flag, FlagError, choice, optional
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
@@ -96,4 +96,8 @@ def _language_model(folder: Path, parsed: dict[str, Any]) -> Path:
             huggingface.save(out, model, policy.params, source=source or None)
     except ImportError as error:
         raise RunError(f"--to {parsed['to']} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
+    if not source:
+        tables.progress(
+            f"without tokenizer.json, as the run has no --model-folder; longhaul serve {folder.name} reads texts"
+        )
     return out

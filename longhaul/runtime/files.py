@@ -46,6 +46,17 @@ def write(path: Path | str, content: str | bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
+def share(path: Path | str) -> None:
+    """Rights of a new file by the umask, for one that a library made for its owner alone (safetensors 0.8)."""
+    beside = Path(f"{path}.{os.getpid()}.rights")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.chmod(path, os.fstat(descriptor).st_mode & 0o777)
+    finally:
+        os.close(descriptor)
+        beside.unlink()
+
+
 def sync(path: Path | str) -> None:
     """Flush of a file's content, or of the names in a folder, which then outlast a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)

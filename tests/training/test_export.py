@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 import longhaul
 from longhaul.cli import export as command
 from longhaul.cli import main
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
 from longhaul.runtime.errors import RunError
 from longhaul.training import export, init_from, onnx_program
 from tests.helpers import own_environments as own
@@ -152,7 +155,8 @@ def _turned(params: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_a_file_of_arrays_is_what_a_run_begins_from(kind: str, trained: longhaul.Result, tmp_path: Path) -> None:
-    path = trained.policy.export(tmp_path, kind)[0]
+    path, about = trained.policy.export(tmp_path, kind)
+    assert path.stat().st_mode == about.stat().st_mode, "whoever reads one reads the other"
     arrays = init_from.arrays(str(path), trained.policy.spec)
     for name, value in export.names(trained.policy.params, "params").items():
         np.testing.assert_array_equal(arrays[name], value)
@@ -176,3 +180,15 @@ def test_a_policys_mean_with_another_is_of_their_parameters() -> None:
 def test_a_mean_without_a_share_is_refused(average: str, trained: longhaul.Result, capsys: Any) -> None:
     assert main.main(["export", str(trained.folder), "--to", "npz", "--average", average]) == 2
     assert f"--average is {average}; give RUN=SHARE" in capsys.readouterr().err
+
+
+def test_a_model_without_files_goes_out_without_a_tokeniser_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = resolve(recipes.recipe("reasoning-arithmetic"))
+    monkeypatch.setattr(command, "folder_of", lambda *_, **__: tmp_path / "sums")
+    monkeypatch.setattr(command, "restore_policy", lambda *_: (run, SimpleNamespace(params=None), None))
+    monkeypatch.setattr(command.huggingface, "save", lambda *_, **__: None)
+    assert main.main(["export", "sums", "--to", "hf", "--out", "out"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "out\n" and err.startswith("without tokenizer.json") and "longhaul serve sums reads texts" in err
