@@ -175,6 +175,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
             used = cpu()
             given = None if base < 0 else (base, shards[base])
             outcome = made.push(version, shards[version], base=given, seconds=DEADLINE)
+            del given  # else the version before would stay beside the next two
             say({**outcome._asdict(), "cpu": cpu() - used, "rss": memory("VmHWM") - before, "shard": shard_bytes})
         elif word == "open":
             layouts = resharding.sample(held, needed, float(rest[0]))
@@ -227,6 +228,7 @@ def verified(data: np.ndarray, target: np.ndarray) -> None:
 
 def receiver(rank: int, where: str, model: str, to: str) -> None:
     held, needed = source(model), destination(model, to)
+    digest.compiled()  # what it imports is none of the transfer's
     before = memory("VmRSS")
     forget_peak()
     peaks: list[int] = []  # at the end of each round: after the first one a second block is allocated
