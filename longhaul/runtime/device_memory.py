@@ -27,6 +27,10 @@ FILE = "memory.json"
 FULL, TIGHT = 1.0, 0.9
 """Shares of a device's memory: above the first a run is refused, above the second it is warned."""
 
+KEPT = 32 << 20
+"""Bytes of a block, at most, that the C library keeps for the thread that gave it back: the largest threshold to which
+glibc's malloc adapts. Larger ones are the machine's again at once."""
+
 REMEDY = (
     "a smaller network, fewer --num-envs or --num-steps, --accumulate N, --remat full, or more devices by --mesh data=N"
 )

@@ -95,22 +95,25 @@ def placed(run: Run, assembly: Assembly) -> list[jax.Device]:
 def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
     """Bytes that a language model's run takes beside the learner's program, where actors are threads on the learner's
     CPU: the process as it stands with its tools, the travelling weights, and what sampling needs more than learning.
-    Turns come one after the other: the one that needs most counts.
+    Turns come one after the other: the one that needs most counts. Small blocks stay with the thread that took them:
+    learning has none of them.
 
     Of a small model the start takes more than updates, since it compiles: then `the start` is what it took more. An
     evaluation compiles as much, after the updates.
     """
     update, acting = device_memory.need(prepared.update), prepared.acting
-    sampling = [device_memory.need(each) for each in (acting.program, acting.finishing) if each is not None]
+    programs = [device_memory.need(each) for each in (acting.program, acting.finishing) if each is not None]
+    sampling = [each for each in programs if each is not None]
     if update is None or not sampling or assembly.mesh.local_devices[0].platform != "cpu":
         return {}
     rule, weights = config.rule(run.acting, assembly.updates, assembly.origin.updates), acting.shapes.weight_bytes
     learns = update.temporaries + update.outputs - update.donated
-    samples = rule.places * (max(each.temporaries + each.outputs for each in sampling if each is not None) + weights)
+    samples = rule.places * (max(each.temporaries + each.outputs for each in sampling) + weights)
+    kept = rule.places * sum(each.temporaries for each in sampling if each.temporaries <= device_memory.KEPT)
     found = {
         "the process": max(0, device_memory.resident() - device_memory.held(state)),
         "weights on their way": (rule.depth + rule.places) * weights,
-        "sampling": max(0, samples - learns) if rule.staleness == 0 else samples,  # in turn, or side by side
+        "sampling": max(samples - learns, kept) if rule.staleness == 0 else samples,  # in turn, or side by side
     }
     more = device_memory.at_most() - update.total - sum(found.values())
     return found | {"the start": more} if more > 0 else found

@@ -19,36 +19,53 @@ def program(temporaries: int, outputs: int, donated: int = 0) -> Any:
     return SimpleNamespace(memory_analysis=lambda: about)
 
 
-WEIGHTS = 7
+MB = 1 << 20
+
+WEIGHTS = 7 * MB
 
 
-def beside(staleness: int, later: Any = None) -> tuple[dict[str, int], int]:
-    """(bytes beside the learner's program, places of the actors)."""
+def beside(staleness: int, *, first: int = 300, later: Any = None, learning: int = 100) -> tuple[dict[str, int], int]:
+    """(bytes beside the learner's program, places of the actors), by the MB of temporaries."""
     mesh = SimpleNamespace(local_devices=[SimpleNamespace(platform="cpu")])
     assembly: Any = SimpleNamespace(updates=4, origin=SimpleNamespace(updates=0), mesh=mesh)
     run: Any = SimpleNamespace(acting=ActorConfig(actors=1, actor_kind="thread", staleness=staleness))
-    acting = SimpleNamespace(program=program(300, 20), finishing=later, shapes=SimpleNamespace(weight_bytes=WEIGHTS))
-    prepared: Any = SimpleNamespace(update=program(100, 20, donated=10), acting=acting)
+    shapes = SimpleNamespace(weight_bytes=WEIGHTS)
+    acting = SimpleNamespace(program=program(first * MB, 20 * MB), finishing=later, shapes=shapes)
+    update = program(learning * MB, 20 * MB, donated=10 * MB)
+    prepared: Any = SimpleNamespace(update=update, acting=acting)
     return actor_learner.beside(run, assembly, prepared, {}), config.rule(run.acting, 4, 0).places
 
 
-@pytest.mark.parametrize(("later", "most"), [(None, 320), (program(500, 30), 530), (program(200, 30), 320)])
+@pytest.mark.parametrize(
+    ("later", "most"), [(None, 320), (program(500 * MB, 30 * MB), 530), (program(200 * MB, 30 * MB), 320)]
+)
 def test_of_first_and_later_turns_the_one_that_needs_most_counts(later: Any, most: int) -> None:
     """A later turn has a longer prompt, and at times fewer rows."""
     for staleness, learns in ((0, 110), (1, 0)):  # in turn with learning, or beside it
-        found, places = beside(staleness, later)
-        assert found["sampling"] == places * (most + WEIGHTS) - learns
+        found, places = beside(staleness, later=later)
+        assert found["sampling"] == places * (most * MB + WEIGHTS) - learns * MB
+
+
+@pytest.mark.parametrize(("later", "kept"), [(32, 10 + 32), (33, 10)])
+def test_small_blocks_of_sampling_stay_beside_learning(later: int, kept: int) -> None:
+    """Learning, in turn with it, takes more; large blocks are given back."""
+    found, places = beside(0, first=10, later=program(later * MB, 0), learning=500)
+    assert found["sampling"] == places * kept * MB
+    found, places = beside(1, first=10, later=program(later * MB, 0), learning=500)  # side by side
+    assert found["sampling"] == places * (later * MB + WEIGHTS)
 
 
 def test_no_less_is_announced_than_the_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler of a small model takes more than its updates."""
-    monkeypatch.setattr(device_memory, "resident", lambda: 10_000)
-    program_alone = 111  # arguments, outputs that reuse nothing, and temporaries
+    monkeypatch.setattr(device_memory, "resident", lambda: 1000 * MB)
+    update = program(100 * MB, 20 * MB, donated=10 * MB)
+    need = device_memory.need(update)
+    assert need is not None
     for staleness in (0, 1):
-        monkeypatch.setattr(device_memory, "at_most", lambda: 10_000)
+        monkeypatch.setattr(device_memory, "at_most", lambda: 1000 * MB)
         without, _ = beside(staleness)
         assert "the start" not in without
-        monkeypatch.setattr(device_memory, "at_most", lambda: 15_000)
+        monkeypatch.setattr(device_memory, "at_most", lambda: 1500 * MB)
         found, _ = beside(staleness)
-        assert program_alone + sum(found.values()) == 15_000
+        assert need.total + sum(found.values()) == 1500 * MB
         assert found.pop("the start") > 0 and found == without
