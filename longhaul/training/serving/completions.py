@@ -27,6 +27,7 @@ from longhaul.networks.layers import PRECISIONS
 from longhaul.reasoning import decode, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.runtime import device_memory
 from longhaul.types import Params
 
 STEPS = 8
@@ -494,11 +495,13 @@ class Engine:
 
     @contextlib.contextmanager
     def _untimed(self, *sizes: int | str) -> Iterator[None]:
-        """Context of a call that compiles a program if its sizes are new: all requests get that time added."""
+        """Context of a call that compiles a program if its sizes are new: all requests get that time added, and the
+        machine gets back what the compiler took."""
         began = time.monotonic()
         yield
         if sizes not in self._compiled:
             self._compiled.add(sizes)
+            device_memory.trim()
             took = time.monotonic() - began
             for job in {id(job): job for job in (*self._begun, *self._waiting)}.values():
                 job.deadline += took

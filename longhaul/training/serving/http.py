@@ -160,7 +160,7 @@ class Texts:
 
     async def chat(self, request: Request) -> Response:
         body = await read(request, self._bounds)
-        return await self._answer(request, body, [await self._conversation(body.get("messages"))], chat=True)
+        return await self._answer(request, body, [await self._conversation(request, body.get("messages"))], chat=True)
 
     async def models(self, request: Request) -> Response:
         about = {"id": self._name, "object": "model", "created": 0, "owned_by": "longhaul",
@@ -193,7 +193,7 @@ class Texts:
             raise Refused(400, f"the prompt has {len(value):,} tokens; it must have 1 to {most}")
         return list(value)
 
-    async def _conversation(self, turns: Any) -> list[int]:
+    async def _conversation(self, request: Request, turns: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template."""
         if self._chat is None:
             raise Refused(400, "this model has no chat template; take /v1/completions")
@@ -202,7 +202,9 @@ class Texts:
         plain = [_turn(each) for each in turns]
         if sum(len(each["content"]) for each in plain) > 64 * self.engine.limits.prompt_tokens:
             raise Refused(400, f"messages have more than {self.engine.limits.prompt_tokens} tokens")
-        async with self._template:  # one process fills in templates
+        async with self._template:  # one process fills in templates, for those who still wait
+            if await request.is_disconnected():
+                raise Refused(499, "the client left")
             try:
                 tokens = await asyncio.to_thread(self._chat, plain)
             except HubError as error:

@@ -19,6 +19,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.run_context import RunContext
 from longhaul.reasoning import rollout_servers, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
+from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.training.api import Policy
 from longhaul.training.data import spec
@@ -191,14 +192,58 @@ def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch:
     engine.submit(first)
     first.done.result(60.0)
     for compiled, late in ((False, False), (True, True)):
+        trimmed: list[bool] = []
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_programs", engine._programs._replace(read=slow))
+            patch.setattr(device_memory, "trim", lambda to=trimmed: to.append(True))
             if not compiled:
                 patch.setattr(engine, "_compiled", set())
             asked = job("3")
             asked.deadline = time.monotonic() + 0.2
             engine.submit(asked)
             assert (asked.done.exception(60.0) is not None) == late
+            assert bool(trimmed) != compiled, "what the compiler took is given back"
+
+
+def test_a_conversation_whose_client_left_fills_in_no_template(engine: Engine) -> None:
+    """Else clients that come and go would make those wait who stay."""
+    filled: list[str] = []
+
+    def chat(turns: Any) -> list[int]:
+        filled.append(turns[-1]["content"])
+        return WORDS.encode("3")
+
+    answers = http.Texts(engine, WORDS, "tiny", BOUNDS, chat=chat)
+    app = http.application(answers, None, (), BOUNDS, {"model": "tiny"})
+
+    async def asked(content: str, *, leaves: bool) -> int:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        messages += [{"type": "http.disconnect"}] * leaves
+        statuses: list[int] = []
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            statuses.append(message.get("status", 0))
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
+                 "headers": headers, "root_path": "", "scheme": "http", "http_version": "1.1"}  # fmt: skip
+        await app(scope, receive, send)
+        return statuses[0]
+
+    async def storm() -> list[int]:
+        async with answers._template:  # another conversation is being filled in
+            tasks = [asyncio.ensure_future(asked(str(i), leaves=i != 5)) for i in range(10)]
+            await asyncio.sleep(0.2)
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(storm()) == [200 if i == 5 else 499 for i in range(10)]
+    assert filled == ["5"]
 
 
 def test_an_error_of_a_batch_fails_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
