@@ -51,6 +51,8 @@ SAFETY = Flag("safety", flags.SWITCH, None, "check the policy's commands, and re
 SKIP = Flag("skip-bad-logs", flags.SWITCH, None, "name and leave out logs that can't be used; else the first is"
             " an error", shown="as in the run")  # fmt: skip
 
+SCENARIO = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
+
 WORST = ("html", "gif")
 
 PAST = Flag("past-violations", flags.ALONE, False, "drawn episodes go on after a collision, off the road, past a red")
@@ -64,6 +66,7 @@ FLAGS = (
     Flag("policy", choice(WHO), "run", "the run's policy, the untrained one, the shipped one, or a driver"),
     DATA,
     SKIP,
+    SCENARIO._replace(help="ids of scenarios to drive alone", shown="all"),
     TRAFFIC,
     SAFETY,
     Flag("episodes", INT, None, "scenarios; of shards a sample, of raw logs the first", shown="as in the run", least=1),
@@ -161,6 +164,10 @@ NEEDED = {
 
 def _check_flags(parsed: dict[str, Any], given: frozenset[str]) -> None:
     """Raises FlagError where flags of `evaluate`, some of them `given`, do not go together."""
+    if parsed["scenario"] and parsed["episodes"] is not None:
+        raise FlagError(
+            f"--episodes is {parsed['episodes']}, and --scenario names those to drive; leave one of them out"
+        )
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
@@ -186,6 +193,7 @@ def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Resu
         who = drawing.driver_of(parsed["policy"])
         seed = parsed["seed"] or 0
         drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"], seed)
+        drives = drives.named(parsed["scenario"])
         scores, _ = drives.play(acting, who)
         if process_group.index() > 0:
             return None
@@ -195,7 +203,7 @@ def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Resu
     else:
         if process_group.together():
             raise FlagError(f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}")
-        for name in ("data", "traffic", "realism", "worst"):
+        for name in ("data", "scenario", "traffic", "realism", "worst"):
             if parsed[name]:
                 what = named_task(run)
                 raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
@@ -235,7 +243,7 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             if not step:
                 egos[word] = found
     drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"] or 0)
-    drives = drives._replace(share=(process_group.index(), process_group.count()))
+    drives = drives.named(parsed["scenario"])._replace(share=(process_group.index(), process_group.count()))
     play = cross_play.arena(drives)
     if sought:
         partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"] or 0))
@@ -436,10 +444,9 @@ def render(words: Sequence[str]) -> int:
         "policy", choice(WHO), ("run",), "drivers, side by side; without RUN: pretrained, idm, log or constant",
         many=True,
     )  # fmt: skip
-    id_flag = Flag("scenario", TEXT, (), "ids of scenarios", shown="the first", many=True)
     count = Flag("episodes", INT, 1, "scenarios, the first ones, where none is named", least=1)
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, MEMBER, STEP, policy, DATA, SKIP, id_flag, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, STEP, policy, DATA, SKIP, SCENARIO, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
     parsed = shipped(flags.parse("render", about, groups, words).values)
     if parsed["out"] is None:

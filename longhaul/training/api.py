@@ -540,6 +540,7 @@ def evaluate(
     policy: str = "run",
     episodes: int | None = None,
     data: str | Path | Sequence[str | Path] = (),
+    scenario: str | Sequence[str] = (),
     traffic: str | None = None,
     safety: bool | None = None,
     skip_bad_logs: bool | None = None,
@@ -554,10 +555,10 @@ def evaluate(
     "idm", "log", "constant". `member` and `step` are those of `load`.
 
     `seed` draws the episodes: by default those of the run's own evaluation; of driving the sample of scenarios that
-    `episodes` takes. `data`, `traffic` and `safety` are driving's: logs (files, folders, globs) instead of the run's
-    own held-out scenarios; who drives the others ("log", "idm", "constant", "self"); whether the safety check is on.
-    With `skip_bad_logs` logs that can't be used are named on stderr and left out. Raises RunError, one line, before
-    anything is compiled.
+    `episodes` takes. The others are driving's: `data` are logs (files, folders, globs) instead of the run's own
+    scenarios, `scenario` ids of those to drive alone; `traffic` drives the others ("log", "idm", "constant", "self");
+    `safety` says whether the safety check is on; with `skip_bad_logs` logs that can't be used are named on stderr and
+    left out. Raises RunError, one line, before anything is compiled.
     """
     for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
         if word not in words and (name, word) != ("traffic", None):
@@ -573,19 +574,21 @@ def evaluate(
         stored, params = run.run, run.params if learnt else None
     else:
         stored, params = policy_of(_folder(run, runs_dir), policy, member, step)
-    paths = _texts(data)
+    paths, ids = _texts(data), _texts(scenario)
+    if ids and episodes is not None:
+        raise RunError(f"episodes is {episodes}, and scenario names those to drive; leave one of them out")
     if not isinstance(stored.environment, Driving):
-        if not learnt or paths or (traffic, safety, skip_bad_logs) != (None, None, None):
+        if not learnt or paths or ids or (traffic, safety, skip_bad_logs) != (None, None, None):
             raise RunError(
-                "data, traffic, safety, skip_bad_logs and the drivers idm, log and constant are driving's; leave them "
-                "out"
+                "data, scenario, traffic, safety, skip_bad_logs and the drivers idm, log and constant are driving's; "
+                "leave them out"
             )
         count = episodes or stored.evaluation_episodes or 100
         scores, _ = evaluation.scorer(stored, count)(params, stored.seed if seed is None else int(seed))
     else:
         asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
         stored = config_fields.replaced(stored, **{name: bool(x) for name, x in asked.items() if x is not None})
-        drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed or 0))
+        drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed or 0)).named(ids)
         scores, _ = drives.play(params, "policy" if learnt else policy)
     return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
 

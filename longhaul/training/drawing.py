@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,7 @@ def draw(
     run, policies = found[0][0], [policy for _, policy in found]
     asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
     run = replaced(run, **{name: bool(value) for name, value in asked.items() if value is not None})
-    drives = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic)
-    ids = list(drives.scenarios.ids)
-    for each in scenarios:
-        if each not in ids:
-            near = [known for known in ids if known.startswith(each)][:3] or difflib.get_close_matches(each, ids)
-            there = f"there are {', '.join(ids[:3])}{' ...' if len(ids) > 3 else ''}"
-            hint = f"did you mean {' or '.join(near)}?" if near else there
-            raise RunError(f"no scenario is named {each!r}; {hint}")
-    some = drives.some([ids.index(each) for each in scenarios]) if scenarios else drives
+    some = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic).named(scenarios)
     changes = evaluate_driving.past_violations(run) if past_violations else {}
     shown = range(len(some.scenarios))
     films = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -34,6 +35,7 @@ from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, on_cpu
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
 from longhaul.training.evaluate import EVENTS, MOST, Scores
@@ -215,6 +217,19 @@ class Drives(NamedTuple):
         """Drives restricted to these scenarios."""
         files = tuple(self.files[i] for i in which) if self.files else ()
         return Drives(self.run, scenario_set.held([self.scenarios[i] for i in which], files))
+
+    def named(self, ids: Sequence[str]) -> Drives:
+        """Drives restricted to the scenarios of these ids; all where none is given. RunError, with the nearest, for an
+        id that is not there."""
+        there = list(self.scenarios.ids)
+        for each in ids:
+            if each not in there:
+                begun = [known for known in there if known.startswith(each)][:3]
+                near = begun or difflib.get_close_matches(each, there)
+                few = f"there are {', '.join(there[:3])}{' ...' if len(there) > 3 else ''}"
+                hint = f"did you mean {' or '.join(near)}?" if near else few
+                raise RunError(f"no scenario is named {each!r}; {hint}")
+        return self.some([there.index(each) for each in ids]) if ids else self
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""

@@ -129,7 +129,12 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(trained: longhaul.Result) -
         ({"episodes": 2.5}, r"episodes is 2\.5; it must be a whole number, 1 at least"),
         ({"seed": -1}, r"seed is -1; it must be a whole number, 0 at least"),
         ({"policy": "idm"}, r"policy is 'idm', a driver, and run whole is .*Corridor; give run or untrained"),
-        ({"data": "logs"}, r"data, traffic, safety, skip_bad_logs and the drivers idm, log and constant are driving's"),
+        (
+            {"data": "logs"},
+            r"^data, scenario, traffic, safety, skip_bad_logs and the drivers idm, log and constant are",
+        ),
+        ({"scenario": "x"}, r"^data, scenario, traffic, safety, skip_bad_logs and the drivers idm, log and constant"),
+        ({"scenario": "x", "episodes": 2}, "episodes is 2, and scenario names those to drive; leave one of them out"),
         (
             {"safety": False},
             r"safety, skip_bad_logs and the drivers idm, log and constant are driving's; leave them out",

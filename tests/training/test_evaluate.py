@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import longhaul
 from longhaul.algorithms import ppo
 from longhaul.algorithms.run_context import RunContext
 from longhaul.cli import evaluate
@@ -34,6 +35,7 @@ from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
 from longhaul.runtime import process_group
 from longhaul.runtime.config_fields import replaced
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.training import evaluate as evaluation
 from longhaul.training import evaluate_driving
@@ -355,6 +357,25 @@ def test_the_picture_knows_of_everybody_what_the_table_says(logs: dict[str, Path
             assert not measure.valid[row] or verdict.metrics["progress"] == pytest.approx(measure.value[row])
 
 
+def test_scenarios_are_driven_by_their_ids(folder: Path, tmp_path: Path) -> None:
+    """From the command line and from Python; the nearest is named where there is none."""
+    paths = {}
+    for name in ("first", "second"):
+        paths[name] = tmp_path / f"{name}.json"
+        log = log_files.make_log(steps=41, cyclist=-2.5)
+        paths[name].write_text(json.dumps(log_files.gpudrive(dataclasses.replace(log, id=name))))
+    drives = evaluate_driving.drives(driving(), [str(path) for path in paths.values()])
+    assert drives.named(()) is drives
+    assert (drives.named(["second"]).scenarios.ids, drives.named(["second"]).files) == (
+        ("second",), (str(paths["second"]),)
+    )  # fmt: skip
+    says = r"no scenario is named 'secnd'; did you mean second\?$"
+    with pytest.raises(RunError, match=says):
+        longhaul.evaluate("d", policy="log", scenario="secnd", data=list(paths.values()))
+    with pytest.raises(RunError, match=says):
+        evaluate.evaluate(["d", "--policy", "log", "--scenario", "secnd", "--data", *map(str, paths.values())])
+
+
 @pytest.mark.slow
 def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path], tmp_path: Path) -> None:
     """What comes after is not even read: it may be damaged."""
@@ -497,6 +518,7 @@ def test_two_processes_print_the_table_of_one(tmp_path: Path) -> None:
         ("--cross-play idm", "--policy is 'log'; with --cross-play the ego is a run's policy; leave it out"),
         ("--cross-play idm --traffic log", "--traffic is not for --cross-play; leave one of them out"),
         ("--devices 0", "--devices is 0; it must be at least 1"),
+        ("--scenario a --episodes 2", "--episodes is 2, and --scenario names those to drive; leave one of them out"),
     ],
 )
 def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, message: str) -> None:
