@@ -5,8 +5,8 @@ update is its bytes times the trips of all loops around it. XLA writes a loop's 
 loop over updates, whose length is an argument, has none.
 
 Operations are counted for matrix products and convolutions only, the subject of a roofline. Bytes are those read and
-written, as if nothing stayed in a cache; of a large operand of which a fusion takes a slice, the slice counts. Of both,
-loop bodies count once; `runs` has the trips where XLA knows them, and a trace has all of them.
+written, as if nothing stayed in a cache; of a large operand of which a fusion takes or changes a part, the part counts.
+Of both, loop bodies count once; `runs` has the trips where XLA knows them, and a trace has all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ CONTROL = {
 """Opcodes that move no data themselves."""
 
 SLICES = ("dynamic-slice", "gather", "slice")
+
+IN_PLACE = ("dynamic-update-slice", "scatter")
+"""Opcodes that change a part of an operand, whose memory the result takes over."""
 
 BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16,
@@ -307,9 +310,8 @@ def _moved(line: Line, types: Mapping[str, str], called: Mapping[str, Line]) -> 
     """Bytes that an instruction reads and writes; `called` is the inside of a fusion."""
     if line.opcode in SLICES:
         return 2.0 * size(line.result)
-    if line.opcode in ("dynamic-update-slice", "scatter"):
-        changed = line.operands[1 if line.opcode == "dynamic-update-slice" else -1 :][:1]
-        return 2.0 * sum(size(types.get(name, "")) for name in changed)
+    if line.opcode in IN_PLACE:
+        return 2.0 * sum(size(types.get(name, "")) for name in _updates(line))
     parameters = {each.number: name for name, each in called.items() if each.opcode == "parameter"}
     total = _written(line, called)
     for i, operand in enumerate(line.operands):
@@ -318,20 +320,32 @@ def _moved(line: Line, types: Mapping[str, str], called: Mapping[str, Line]) -> 
     return total
 
 
+def _changed(line: Line) -> tuple[str, ...]:
+    """Operands that an instruction of `IN_PLACE` changes; a scatter may have several."""
+    return line.operands[: len(line.operands) // 2 if line.opcode == "scatter" else 1]
+
+
+def _updates(line: Line) -> tuple[str, ...]:
+    """Operands that it writes into them: a scatter has the indices between the two."""
+    return line.operands[len(line.operands) // 2 + 1 :] if line.opcode == "scatter" else line.operands[1:2]
+
+
 def _taken(parameter: str, called: Mapping[str, Line]) -> float:
-    """Bytes read of a fusion's parameter, if only slices are; else infinity."""
+    """Bytes read of a fusion's parameter, if it is only sliced, or changed in place; else infinity."""
+    taken = 0.0
     users = [each for each in called.values() if parameter in each.operands]
-    if users and all(each.opcode in SLICES and each.operands[0] == parameter for each in users):
-        return sum(size(each.result) for each in users)
-    if users and all(each.opcode == "dynamic-update-slice" and each.operands[0] == parameter for each in users):
-        return 0.0  # written in place
-    return math.inf
+    for each in users:
+        if each.opcode in SLICES and each.operands[0] == parameter:
+            taken += size(each.result)
+        elif each.opcode not in IN_PLACE or parameter not in _changed(each):
+            return math.inf
+    return taken if users else math.inf
 
 
 def _written(line: Line, called: Mapping[str, Line]) -> float:
-    """Bytes of the result, or of the slices of it that a fusion writes in place."""
-    updates = [each for each in called.values() if each.opcode == "dynamic-update-slice"]
+    """Bytes of the result, or of the parts of it that a fusion writes in place."""
     inside = {name: each.result for name, each in called.items()}
-    changed = sum(size(inside.get(each.operands[1], "")) for each in updates if len(each.operands) > 1)
-    whole = sum(size(each.result) for each in updates)
-    return max(size(line.result) - whole, 0.0) + changed if updates else size(line.result)
+    in_place = [each for each in called.values() if each.opcode in IN_PLACE]
+    changed = sum(size(inside.get(name, "")) for each in in_place for name in _updates(each))
+    whole = sum(size(each.result) for each in in_place)
+    return max(size(line.result) - whole, 0.0) + changed if in_place else size(line.result)

@@ -182,3 +182,64 @@ def test_a_type_has_the_bytes_of_its_elements() -> None:
     assert hlo.size("(f32[4]{0}, pred[], /*index=2*/bf16[2,3]{1,0:T(8,128)(2,1)})") == 16 + 1 + 12
     assert hlo.size("f8e4m3fn[10]") == 10
     assert hlo.size("(s4[3], token[], u32[])") == 2 + 4
+
+
+SCATTERS = """\
+HloModule jit_f, is_scheduled=true
+
+%take_new (old: f32[], new: f32[]) -> f32[] {
+  %old = f32[] parameter(0)
+  ROOT %new = f32[] parameter(1)
+}
+
+%change (map: f32[1000,64], where: s32[10,2], what: f32[10], whole: f32[50]) -> f32[1000,64] {
+  %map = f32[1000,64]{1,0} parameter(0)
+  %where = s32[10,2]{1,0} parameter(1)
+  %what = f32[10]{0} parameter(2)
+  %whole = f32[50]{0} parameter(3)
+  %twice = f32[10]{0} add(%what, %what)
+  ROOT %scatter.1 = f32[1000,64]{1,0} scatter(%map, %where, %twice), to_apply=%take_new
+}
+
+%change_two (a: f32[1000], b: f32[1000], where: s32[10], x: f32[10], y: f32[10]) -> (f32[1000], f32[1000]) {
+  %a = f32[1000]{0} parameter(0)
+  %b = f32[1000]{0} parameter(1)
+  %where.1 = s32[10]{0} parameter(2)
+  %x = f32[10]{0} parameter(3)
+  %y = f32[10]{0} parameter(4)
+  ROOT %scatter.2 = (f32[1000]{0}, f32[1000]{0}) scatter(%a, %b, %where.1, %x, %y), to_apply=%take_new
+}
+
+%read_too (map.1: f32[1000,64], what.1: f32[10], where.2: s32[10,2]) -> f32[1000,64] {
+  %map.1 = f32[1000,64]{1,0} parameter(0)
+  %what.1 = f32[10]{0} parameter(1)
+  %where.2 = s32[10,2]{1,0} parameter(2)
+  %sum = f32[1000,64]{1,0} add(%map.1, %map.1)
+  ROOT %scatter.3 = f32[1000,64]{1,0} scatter(%sum, %where.2, %what.1), to_apply=%take_new
+}
+
+ENTRY %main (m: f32[1000,64], w: s32[10,2], n: f32[10], o: f32[50], c: f32[1000], v: s32[10]) -> f32[1000,64] {
+  %m = f32[1000,64]{1,0} parameter(0)
+  %w = s32[10,2]{1,0} parameter(1)
+  %n = f32[10]{0} parameter(2)
+  %o = f32[50]{0} parameter(3)
+  %c = f32[1000]{0} parameter(4)
+  %v = s32[10]{0} parameter(5)
+  %one = f32[1000,64]{1,0} fusion(%m, %w, %n, %o), kind=kInput, calls=%change
+  %two = (f32[1000]{0}, f32[1000]{0}) fusion(%c, %c, %v, %n, %n), kind=kInput, calls=%change_two
+  %alone = f32[1000,64]{1,0} scatter(%one, %w, %n), to_apply=%take_new
+  ROOT %three = f32[1000,64]{1,0} fusion(%alone, %n, %w), kind=kInput, calls=%read_too
+}
+"""
+"""As XLA writes programs for GPUs: a scatter is fused with what makes its updates, and may have several operands."""
+
+
+def test_what_a_fusion_changes_in_place_counts_with_its_changes_alone() -> None:
+    program = hlo.read(SCATTERS)
+    updates, indices, row, whole = 4 * 10, 4 * 10 * 2, 4 * 10, 4 * 1000 * 64
+    assert program["one"].bytes == updates + indices + row + 4 * 50, (
+        "written; read: where, what, a whole operand"
+    )
+    assert program["two"].bytes == 2 * updates + 4 * 10 + 2 * row
+    assert program["alone"].bytes == 2 * updates
+    assert program["three"].bytes == updates + whole + row + indices, "what is read as a whole counts as a whole"
