@@ -145,7 +145,10 @@ def ahead(name: str, recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]
 def flags(recipe: str, settings: Mapping[str, Any]) -> list[str]:
     """Words of `longhaul plan` for a recipe with other settings, in few scenarios: the same program on a small bank."""
     few = {"scenarios": 8} if "scenarios" in settings else {}
-    return [recipe, *(f"--{name.replace('_', '-')}={value}" for name, value in {**settings, **few}.items())]
+    words = [recipe]
+    for name, value in {**settings, **few}.items():
+        words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
 
 
 def forecast(words: Sequence[str]) -> dict[str, Any]:
@@ -172,12 +175,23 @@ def met(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 
 def figure(row: dict[str, Any]) -> dict[str, Any]:
     """Forecast for a committed figure of a training run; {} for another."""
-    if row["name"] not in RECIPES:
+    words = program(row)
+    if not words:
         return {}
-    recipe, config = RECIPES[row["name"]], row["config"]
+    found = forecast(words) | {"measured": row["per_second"]}
+    return {"name": "plan-check", "program": " ".join(words), "of": row["commit"], "forecasts": [found]}
+
+
+def program(row: Mapping[str, Any]) -> list[str]:
+    """Words of `longhaul plan` for a committed figure; [] where it is not of a training run."""
+    config = row.get("config", {})
+    if row["name"] in ("train", "run"):
+        return flags(config["recipe"], config["settings"])
+    if row["name"] not in RECIPES:
+        return []
+    recipe = RECIPES[row["name"]]
     words = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(config[name]))]
-    found = forecast([recipe, *words, *SINCE.get(recipe, ())]) | {"measured": row["per_second"]}
-    return {"name": "plan-check", "program": row["name"], "of": row["commit"], "forecasts": [found]}
+    return [recipe, *words, *SINCE.get(recipe, ())]
 
 
 if __name__ == "__main__":

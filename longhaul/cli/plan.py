@@ -40,7 +40,7 @@ FLAGS = [
         optional(FLOAT),
         None,
         "share of the chip's peaks that is reached, on other hardware",
-        shown="1 of its own program, 0.4 of a CPU's",
+        shown=f"{compute_plan.REACHED:g} of its own program, 0.4 of a CPU's",
         least=1e-3,
         most=1.0,
     ),
@@ -98,7 +98,8 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         chip = CHIPS[values["hardware"]]
     bf16, strong = precision(run.algorithm) == "bf16", values["share"] == "strong"
     assumed = Assumptions(
-        values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"] or (1.0 if what.own else 0.4),
+        values["network"] * 1e9 / 8, values["latency"] * 1e-6,
+        values["efficiency"] or (compute_plan.REACHED if what.own else 0.4),
         run.save_interval_minutes, run.keep, values["price"],
     )  # fmt: skip
     if found is not None:

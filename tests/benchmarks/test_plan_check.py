@@ -49,3 +49,11 @@ def test_what_is_forecast_is_what_is_measured(name: str) -> None:
     if "scenarios" in settings:
         assert planned.environment.simulator == measured.environment.simulator  # type: ignore[union-attr]
         assert planned.environment.least == measured.environment.least == 16  # type: ignore[union-attr]
+
+
+def test_every_committed_training_run_of_the_chip_is_forecast_by_its_own_settings() -> None:
+    compared = [words for words in map(plan_check.program, plan_check.rows(plan_check.COMMITTED)) if words]
+    assert len(compared) >= 9
+    for words in compared:
+        if not any("craftax" in word for word in words):  # which may not be installed
+            plan_check.chosen(words, ["--hardware", "h100", "--on", "1"])
