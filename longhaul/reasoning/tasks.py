@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import operator
 import re
 from collections import Counter
@@ -402,6 +403,8 @@ def _question(line: str, where: str) -> tuple[Problem, str]:
         )
         raise ValueError(f"{where}: is a{held}; {FORM}")
     question, solution = fields["question"], fields["answer"]
+    if isinstance(solution, int | float) and not isinstance(solution, bool) and abs(solution) < math.inf:
+        solution = str(solution)
     for name, value in (("question", question), ("answer", solution)):
         if not isinstance(value, str):
             raise ValueError(f"{where}: {name} is {value!r:.80}; it must be text in quotes")

@@ -147,6 +147,15 @@ def test_questions_are_read_and_their_solutions_are_right(file: Path) -> None:
     assert tasks.questions(windows).listed == task.listed
 
 
+@pytest.mark.parametrize(("written", "answer"), [("7", "7"), ("-0.5", "-0.5"), ("1e3", "1000.0"), ('"7"', "7")])
+def test_an_answer_may_be_a_number(tmp_path: Path, written: str, answer: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"question": "what?", "answer": {written}}}')
+    task = tasks.questions(path)
+    (problem,) = task.listed
+    assert problem.answer == answer and task.reward(problem, f"It is {answer}.") == 1.0
+
+
 @pytest.mark.parametrize(
     ("check", "completion", "wanted"),
     [
@@ -189,6 +198,8 @@ def test_calculations_by_hand(completion: str, wanted: float) -> None:
         ('{"prompt": "a", "answer": "b"}', 'is an object with prompt, answer; each line is {"question": "3'),
         ('["a"]', ":1: is a list; each line is "),
         ('{"question": 1, "answer": "b"}', ":1: question is 1; it must be text in quotes"),
+        ('{"question": "1", "answer": true}', ":1: answer is True; it must be text in quotes"),
+        ('{"question": "1", "answer": NaN}', ":1: answer is nan; it must be text in quotes"),
         ("[", ":1: "),
         ("", "holds no question"),
     ],
