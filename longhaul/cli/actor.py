@@ -8,6 +8,7 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
 from longhaul.envs.host import registry
 from longhaul.runtime import credentials
+from longhaul.runtime.errors import FAILED
 from longhaul.topologies.inference_server import actor as client
 from longhaul.topologies.inference_server.config import check_installed
 from longhaul.topologies.inference_server.wire import ANY, WireError
@@ -47,5 +48,5 @@ def actor(words: Sequence[str]) -> int:
     except WireError as error:
         raise FlagError(str(error)) from error
     except ConnectionError as error:
-        return tables.say(str(error), tables.FAILED)
+        return tables.say(str(error), FAILED)
     return 0

@@ -9,7 +9,8 @@ from typing import Any
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, Flag, FlagError
-from longhaul.cli.tables import FAILED, say
+from longhaul.cli.tables import say
+from longhaul.runtime.errors import FAILED
 
 KINDS = ("vehicles", "pedestrians", "cyclists", "others")
 

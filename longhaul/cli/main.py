@@ -19,7 +19,8 @@ from contextlib import contextmanager, nullcontext
 import longhaul
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import FlagError
-from longhaul.cli.tables import BAD_INPUT, FAILED, STOPPED, say
+from longhaul.cli.tables import say
+from longhaul.runtime.errors import BAD_INPUT, FAILED, STOPPED
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.runtime.signals import AT_WORK, watching
 from longhaul.telemetry import screen

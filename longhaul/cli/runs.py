@@ -16,7 +16,7 @@ from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Run
 from longhaul.driving.render.recording import Recording
 from longhaul.runtime import bounded_json, config_fields, files
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import FAILED, RunError
 from longhaul.telemetry import health_log, screen, sinks
 from longhaul.telemetry.films import Film
 from longhaul.training import comparison, store
@@ -263,7 +263,7 @@ def rm(words: Sequence[str]) -> int:
         else:
             gone.append(folder)
     if not gone:
-        return tables.FAILED
+        return FAILED
     if not parsed["yes"]:
         if not sys.stdin.isatty():
             raise FlagError(
@@ -272,7 +272,7 @@ def rm(words: Sequence[str]) -> int:
         print(*(str(folder) for folder in gone), sep="\n")
         if input(f"remove {len(gone)} run{'s' * (len(gone) != 1)}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
-            return tables.FAILED
+            return FAILED
     for folder in gone:
         files.remove(folder)
         print(f"removed {folder}")

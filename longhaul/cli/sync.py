@@ -21,8 +21,8 @@ from typing import Any
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
 from longhaul.cli.run_flags import RUNS_DIR
-from longhaul.cli.tables import FAILED
 from longhaul.runtime import credentials
+from longhaul.runtime.errors import FAILED
 from longhaul.weight_sync import cost_model, model_shapes, transports
 from longhaul.weight_sync.cost_model import Cost, Setting
 from longhaul.weight_sync.receiver import SHARE

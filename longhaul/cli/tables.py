@@ -21,9 +21,6 @@ FIRST = (
 MOST = len(FIRST)
 """Columns of metrics that a table can have; where there are more, those of FIRST are shown."""
 
-FAILED, BAD_INPUT, STOPPED = 1, 2, 75
-"""Exit codes of a command that did not do what it was asked for."""
-
 
 def progress(line: str) -> None:
     """Line beside a command's results."""

@@ -1,8 +1,12 @@
-"""Errors that a user can fix."""
+"""Errors that a user can fix, and exit codes of the command."""
 
 from __future__ import annotations
 
 from typing import Any
+
+FAILED, BAD_INPUT, STOPPED = 1, 2, 75
+"""Exit codes: a run or a check failed; one line on stderr says what to mend; a signal stopped a run, which is saved and
+can be resumed (EX_TEMPFAIL of sysexits.h)."""
 
 
 class RunError(ValueError):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from longhaul.runtime import descriptors, gloo_listener
+from longhaul.runtime.errors import BAD_INPUT, STOPPED
 from longhaul.runtime.launch.process import end_with_parent
 
 T = TypeVar("T")
@@ -343,7 +344,8 @@ def hear(name: str) -> Any:
         return message["value"]
 
 
-END, BAD_INPUT, STOPPED = "end", 2, 75
+END = "end"
+"""Name of the message with the exit code of process 0."""
 
 
 def lead(work: Callable[[], int]) -> int:

@@ -32,7 +32,7 @@ from longhaul.runtime import bounded_json, compile_cache, files, heartbeat, part
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import STOPPED, RunError
 from longhaul.runtime.provenance import params_sha256, provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
 from longhaul.telemetry import health_log, screen, sinks, tracking
@@ -66,10 +66,6 @@ from longhaul.training.nan_rollback import Poisoned
 from longhaul.training.periodic_evaluation import Evaluations
 from longhaul.training.run_dir import alone, called, load_run, read_result, save_run, write_json
 from longhaul.types import Params, Progress, PyTree
-
-STOPPED = 75
-"""Exit code of a run that saved and stopped after a signal: it can be resumed."""
-
 
 COMPILED_FROM = (
     "environment", "algorithm", "topology", "population", "num_envs", "num_steps", "devices", "model", "block",

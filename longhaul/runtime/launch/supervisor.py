@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from longhaul.runtime import files, heartbeat
+from longhaul.runtime.errors import BAD_INPUT, FAILED, STOPPED
 from longhaul.runtime.launch.process import Restarts
 from longhaul.runtime.process_group import HostsError
-
-STOPPED, BAD_INPUT, FAILED = 75, 2, 1
-"""Exit codes."""
 
 DEADLINE = 1800.0
 """Seconds in which a process must get from its start, or a save, to updates."""

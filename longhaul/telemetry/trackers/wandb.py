@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from longhaul.runtime import bounded_json
+from longhaul.runtime.errors import FAILED, STOPPED
 from longhaul.telemetry.health import of_learning
 from longhaul.telemetry.sinks import Record
 
@@ -198,6 +199,6 @@ def begin(session: Session) -> Tracker:
     def finish(end: str) -> None:
         if end == "stopped":
             run.mark_preempting()
-        run.finish(exit_code={"done": 0, "stopped": 75}.get(end, 1))
+        run.finish(exit_code={"done": 0, "stopped": STOPPED}.get(end, FAILED))
 
     return Tracker(sent, log, finish, sender(session, run, online))
