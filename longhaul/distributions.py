@@ -41,7 +41,7 @@ class Distribution(NamedTuple):
     entropy: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> float32 [...], nats
     action: Callable[[jax.Array], jax.Array]  # raw -> the environment's action
     raw: Callable[[jax.Array], jax.Array]  # the inverse, for foreign actions: vectors are clipped by `WITHIN`
-    moved: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    from_noise: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     #     of vectors: (parameters, standard normal noise) -> raw, differentiable (the reparameterised `sample`)
 
 
@@ -54,6 +54,11 @@ def distribution(action: Action) -> Distribution:
             return _multi_categorical(sizes, scalar=False)
         case Box(low, high):
             return _tanh_gaussian(np.asarray(low, np.float32), np.asarray(high, np.float32))
+
+
+def k3(log_ratio: jax.Array) -> jax.Array:
+    """Estimate of the KL divergence, unbiased and never negative (Schulman 2020): exp(x) - 1 - x."""
+    return jnp.expm1(log_ratio) - log_ratio
 
 
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -153,9 +158,9 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         return _along(np.log(half), raw) + 2.0 * (math.log(2.0) - raw - jax.nn.softplus(-2.0 * raw))
 
     def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
-        return moved(parameters, prng.normal(key, (*parameters.shape[:-1], d)))
+        return from_noise(parameters, prng.normal(key, (*parameters.shape[:-1], d)))
 
-    def moved(parameters: jax.Array, noise: jax.Array) -> jax.Array:
+    def from_noise(parameters: jax.Array, noise: jax.Array) -> jax.Array:
         mean, log_std = split(parameters)
         return mean + jnp.exp(log_std) * noise
 
@@ -184,5 +189,5 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         raw=lambda action: jnp.arctanh(
             jnp.clip((action - _along(centre, action)) / _along(half, action), -WITHIN, WITHIN)
         ),
-        moved=moved,
+        from_noise=from_noise,
     )

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
 def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     """Network of a config for environments of `spec`; `norm` normalises its layers. Raises ValueError where the two do
     not fit."""
-    of = config.network
+    net = config.network
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     if spec.expand is not None:
         if config.normalise_observation:
@@ -71,20 +71,20 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
             )
         seen = jax.eval_shape(spec.expand, seen)
     policy = distribution(spec.action)
-    if config.normalise_observation and of.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
+    if config.normalise_observation and net.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
         raise ValueError(
-            f"normalise_observation is on, and torso {of.torso} reads from an item's last feature whether it is "
+            f"normalise_observation is on, and torso {net.torso} reads from an item's last feature whether it is "
             "there, which would be normalised too; turn it off, or take torso mlp"
         )
     options: dict[str, Any] = {
-        "free": policy.free, "torso": of.torso, "activation": of.activation, "memory": of.memory,
-        "precision": of.precision, "remat": of.remat, "shared": of.shared, "init": of.init, "norm": norm,
+        "free": policy.free, "torso": net.torso, "activation": net.activation, "memory": net.memory,
+        "precision": net.precision, "remat": net.remat, "shared": net.shared, "init": net.init, "norm": norm,
     }  # fmt: skip
-    width, depth = of.hidden_dim, of.num_layers
-    if of.model_size is not None:
-        width, depth = actor_critic.width_and_depth(seen, policy.size, of.model_size, **options)
+    width, depth = net.hidden_dim, net.num_layers
+    if net.model_size is not None:
+        width, depth = actor_critic.width_and_depth(seen, policy.size, net.model_size, **options)
     expand, live = spec.expand, None
-    if spec.compact is not None and actor_critic.takes_live(of.torso, of.shared, of.memory, norm):
+    if spec.compact is not None and actor_critic.takes_live(net.torso, net.shared, net.memory, norm):
         expand, live = spec.compact
     network = actor_critic.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
     if expand is None:
@@ -122,7 +122,7 @@ def acting(
     """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
     torso, no memory)."""
     _, policy, network = parts
-    free = config.network.shared and not config.network.memory
+    value_is_free = config.network.shared and not config.network.memory
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         visible, mask = look(acting.moments, observation)
@@ -130,8 +130,10 @@ def acting(
         raw = policy.mode(parameters, mask) if key is None else policy.sample(parameters, mask, key)
         if not extras:
             return policy.action(raw), memory, ()
-        judged = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
-        return policy.action(raw), memory, judged | ({"value": value} if free else {})
+        results = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
+        if value_is_free:
+            results["value"] = value
+        return policy.action(raw), memory, results
 
     return act
 
@@ -178,17 +180,17 @@ def moments_of(x: jax.Array, weight: jax.Array | None, context: RunContext) -> t
     """Mean and variance over all shards of x where weight is 1."""
     mean, isolated = context.mean, context.isolated
 
-    def of_sums(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+    def of_means(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:
         first, second = first / share, second / share
         return first, jnp.maximum(second - first**2, 0.0)
 
     # Isolated: whether a product is rounded before the subtraction depends on the program around it.
     if weight is None:  # no share to agree on: a shard sends two numbers
         first, second = mean(isolated(lambda x: (_mean(x), _mean(x * x)))(x))
-        return isolated(lambda first, second: of_sums(first, second, 1.0))(first, second)
+        return isolated(lambda first, second: of_means(first, second, 1.0))(first, second)
     sums = isolated(lambda x, weight: (_mean(x * weight), _mean(x * x * weight), _mean(weight)))
     first, second, share = mean(sums(x, weight))
-    return isolated(of_sums)(first, second, jnp.maximum(share, 1e-8))
+    return isolated(of_means)(first, second, jnp.maximum(share, 1e-8))
 
 
 SUMMANDS = 16

@@ -45,7 +45,7 @@ def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Sight, V
     return tower, sight, values
 
 
-def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
+def _value_of(q: jax.Array, choice: jax.Array) -> jax.Array:
     """Value of one choice, as a masked sum, whose gradient is no scatter."""
     return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
@@ -57,15 +57,15 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         """Huber(Q(s, a) - r - gamma Q'(s', argmax Q(s', .))); without `double` the argmax is that of Q'."""
         seen, mask = sight.look(batch.observation)
-        following, mask_next = sight.look(batch.successor)
-        ahead = values(target["q"], following, mask_next)
-        judged = values(params["q"], following, mask_next) if config.double else ahead
-        best = _of(ahead, jnp.argmax(judged, axis=-1))
+        next_seen, mask_next = sight.look(batch.successor)
+        next_q = values(target["q"], next_seen, mask_next)
+        selector = values(params["q"], next_seen, mask_next) if config.double else next_q
+        next_value = _value_of(next_q, jnp.argmax(selector, axis=-1))
         reward, discount = replay.discounted(batch, config.gamma)
-        goal = jax.lax.stop_gradient(config.reward_scale * reward + discount * best)
-        q = _of(values(params["q"], seen, mask), batch.action)
-        rows = optax.huber_loss(q, goal)
-        return rows, {"value_loss": rows, "q": q}, q - goal
+        q_target = jax.lax.stop_gradient(config.reward_scale * reward + discount * next_value)
+        q = _value_of(values(params["q"], seen, mask), batch.action)
+        row_loss = optax.huber_loss(q, q_target)
+        return row_loss, {"value_loss": row_loss, "q": q}, q - q_target
 
     def explore(done: jax.Array) -> jax.Array:
         passed = jnp.minimum(done / max(config.exploration * context.updates, 1.0), 1.0)
@@ -78,13 +78,15 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
         if key is None:
             return best, memory, ()
         rows, n = q.shape
-        key_even, key_which = prng.split(key, 2)
-        even = prng.uniform(key_which, (rows,)) < acting.random
-        return jnp.where(even, off_policy.evenly(key_even, mask, n, rows), best), memory, ()
+        key_uniform, key_explore = prng.split(key, 2)
+        explores = prng.uniform(key_explore, (rows,)) < acting.random
+        return jnp.where(explores, off_policy.uniform_legal(key_uniform, mask, n, rows), best), memory, ()
 
     assert isinstance(spec.action, Discrete)
-    kept = off_policy.kept_choice(spec.action)
-    parts = Parts(lambda key: {"q": tower.init(key)}, ("q",), loss, lambda action: action, kept, "q", explore)
+    parts = Parts(
+        init=lambda key: {"q": tower.init(key)}, targets=("q",), loss=loss,
+        store=lambda action: action, stored=off_policy.choice_type(spec.action), actor="q", explore=explore,
+    )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, act, context)
 
 

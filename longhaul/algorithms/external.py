@@ -59,18 +59,18 @@ def load(name: str) -> AlgorithmConfig:
         hint = f"it is a loss of grpo: --loss {name.lower()}" if name.lower() in LOSSES else hint
         raise RunError(f"no algorithm is named {name!r}; {hint}")
     try:
-        return of(user_modules.load(path))
+        return config_of(user_modules.load(path))
     except ValueError as error:
         raise ModuleError(f"--algorithm {name}: {error}") from error
 
 
-def of(found: Any) -> AlgorithmConfig:
+def config_of(candidate: Any) -> AlgorithmConfig:
     """Config of a class, or one that is made. Raises ValueError, one line, that names the part that is missing."""
-    kind = found if inspect.isclass(found) else type(found)
+    kind = candidate if inspect.isclass(candidate) else type(candidate)
     if kind in ALGORITHMS.values():
-        return typing.cast(AlgorithmConfig, found() if found is kind else found)
-    if inspect.isroutine(found) or not dataclasses.is_dataclass(kind):
-        what = "a function" if inspect.isroutine(found) else f"{kind.__name__}, which is no dataclass"
+        return typing.cast(AlgorithmConfig, candidate() if candidate is kind else candidate)
+    if inspect.isroutine(candidate) or not dataclasses.is_dataclass(kind):
+        what = "a function" if inspect.isroutine(candidate) else f"{kind.__name__}, which is no dataclass"
         raise ValueError(f"it is {what}; an algorithm is the class of its config: @dataclass(frozen=True), with "
                          "make(self, spec, context)")  # fmt: skip
     if not is_own(kind):
@@ -80,11 +80,11 @@ def of(found: Any) -> AlgorithmConfig:
     without = [field.name for field in dataclasses.fields(kind) if not _default(field)]
     if without:
         raise ValueError(f"{without[0]} has no default; every field of an algorithm needs one")
-    config = found() if found is kind else found
+    config = candidate() if candidate is kind else candidate
     for leaf in config_fields.walk(config):
         hint = typing.get_type_hints(leaf.owner)[leaf.path[-1]]
         inner = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple) else (hint,)
-        if not {each for each in inner if each not in (type(None), ...)} <= set(PLAIN):
+        if not {option for option in inner if option not in (type(None), ...)} <= set(PLAIN):
             raise ValueError(f"{leaf.name} is {hint}; a field with a setting is an int, float, str or bool")
     return typing.cast(AlgorithmConfig, config)
 
@@ -126,25 +126,25 @@ class Acting(NamedTuple):
     params: Any
 
 
-def made(config: Any, spec: Spec, context: RunContext) -> Algorithm:
+def make(config: Any, spec: Spec, context: RunContext) -> Algorithm:
     """Algorithm of the user's own. Raises ValueError, one line, where `make` returns something else."""
     from longhaul.types import Algorithm
 
-    found = config.make(spec, context)
-    if not isinstance(found, Algorithm):
+    algorithm = config.make(spec, context)
+    if not isinstance(algorithm, Algorithm):
         raise ValueError(
-            f"{name_of(config)}: make returns {type(found).__name__}; it must return a longhaul.types.Algorithm of "
+            f"{name_of(config)}: make returns {type(algorithm).__name__}; it must return a longhaul.types.Algorithm of "
             f"{', '.join(Algorithm._fields)}"
         )
 
     def policy(state: Any) -> Any:
-        acting = found.policy(state)
+        acting = algorithm.policy(state)
         return acting if "params" in getattr(acting, "_fields", ()) else Acting(acting)
 
     def act(acting: Any, memory: Any, observation: Any, key: Any) -> Any:
-        return found.act(acting.params if isinstance(acting, Acting) else acting, memory, observation, key)
+        return algorithm.act(acting.params if isinstance(acting, Acting) else acting, memory, observation, key)
 
-    return found._replace(policy=policy, act=act)
+    return algorithm._replace(policy=policy, act=act)
 
 
 def check(config: Any, spec: Spec, context: RunContext) -> None:
@@ -153,23 +153,23 @@ def check(config: Any, spec: Spec, context: RunContext) -> None:
 
     from longhaul.spaces import action_shape
 
-    name, found = name_of(config), made(config, spec, context)
+    name, algorithm = name_of(config), make(config, spec, context)
 
-    def traced(part: str, function: Any, *given: Any) -> Any:
+    def traced(part: str, function: Any, *arguments: Any) -> Any:
         try:
-            return jax.eval_shape(function, *given)
+            return jax.eval_shape(function, *arguments)
         except Exception as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise ValueError(f"{name}: {part} can't be traced by JAX: {type(error).__name__}: {line}") from error
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(f"{name}: {part} can't be traced by JAX: {type(error).__name__}: {first_line}") from error
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state = traced("init", found.init, key)
-    acting = traced("policy", found.policy, state)
-    memory = traced("memory", lambda: found.memory(2))
+    state = traced("init", algorithm.init, key)
+    acting = traced("policy", algorithm.policy, state)
+    memory = traced("memory", lambda: algorithm.memory(2))
     seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), spec.observation)
     shape, dtype = action_shape(spec.action)
     for sampled in (True, False):
-        result = traced("act", found.act, acting, memory, seen, key if sampled else None)
+        result = traced("act", algorithm.act, acting, memory, seen, key if sampled else None)
         if not isinstance(result, tuple) or len(result) != 3:
             raise ValueError(f"{name}: act returns {type(result).__name__}; it must return (action, memory, extras)")
         action = result[0]

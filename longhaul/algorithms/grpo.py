@@ -5,21 +5,24 @@ of tokens or of sequences, its clipping, the average of the losses, the scaling 
 2025, 2503.20783); DAPO (Yu et al. 2025, 2503.14476); GSPO (Zheng et al. 2025, 2507.18071); CISPO (MiniMax 2025,
 2506.13585).
 
-Groups whose rewards are all exactly equal teach nothing and count nowhere. The divisor of a loss covers all completions
-of an optimiser's step, on all shards, and is known before any gradient: so it is the same in one piece and in
-micro-batches, of whole groups or of parts of one, whose prompt is then read once a part. The ratio is to the
-log-probabilities that the sampler recorded; `mismatch` is the learner's mean difference from them in an update's first
-minibatch: rounding alone where both have the same parameters.
+- **Groups** whose rewards are all exactly equal teach nothing and count nowhere. Dynamic sampling (`resample`) replaces
+  them, a bounded number of times, so that batches keep their shape.
+- **The divisor** of a loss covers all completions of an optimiser's step, on all shards, and is known before any
+  gradient. So the gradient is the same in one piece and in micro-batches, of whole groups or of parts of one.
+- **The ratio** is to the log-probabilities that the sampler recorded. `mismatch` is the learner's mean difference from
+  them in an update's first minibatch: rounding alone where both have the same parameters.
+- **Prompts** are read once a group, since minibatches are whole groups unless the run imitates. With `pack` a minibatch
+  is read in rows of several completions (reasoning/packing.py), without those that teach nothing.
 
-Where we differ: the same learner imitates demonstrations (`Completions.taught`), with separate learning rates: in a
-warm start of `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed. KL is to the policy
-before the first update from rewards; with LoRA, to the model without it. A completion's ratio to the sampler's
-probability is bounded by `correction` (truncated or masked importance sampling; Yao et al. 2025). Where top-k, top-p or
-min-p truncate draws, the ratio, which is clipped, is to the probability before, and a token's loss is weighed by the
-probability that truncation left: the two make the importance weight of the draw. Dynamic sampling (`resample`) replaces
-groups that teach nothing, a bounded number of times: batches keep their shape. Unless the run imitates, minibatches are
-whole groups, whose prompt is read once. With `pack` a minibatch is read in rows of several completions (reasoning/
-packing.py), those that teach nothing left out.
+Where we differ:
+
+- The same learner imitates demonstrations (`Completions.taught`), with learning rates of their own: in a warm start of
+  `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed.
+- The KL divergence is to the policy before the first update from rewards; with LoRA, to the model without it.
+- The ratio to the sampler's probability is bounded by `correction` (truncated or masked importance sampling; Yao et al.
+  2025).
+- Where top-k, top-p or min-p truncate draws, the clipped ratio is to the probability before truncation, and a token's
+  loss is weighed by the probability that truncation left. The two make the importance weight of the draw.
 """
 
 from __future__ import annotations
@@ -35,12 +38,19 @@ import optax
 
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.algorithms.run_context import RunContext
+from longhaul.distributions import k3
 from longhaul.reasoning import packing, transformer
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning.draw import Rule
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.runtime.errors import FieldError
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, changing
+
+EASIEST_SHARE = 0.25
+"""Share of demonstrations in the first third of a curriculum."""
+
+FINAL_SHARE = 0.1
+"""Share of a learning rate at its end: it falls in the last third of the warm start, and of the rest of the run."""
 
 
 class State(NamedTuple):
@@ -165,17 +175,18 @@ def surrogate(
     log_ratio = jnp.where(taken, log_prob - acted, 0.0)
     if loss.level == "sequence":
         count = jnp.maximum(jnp.sum(taken, axis=1, keepdims=True), 1)
-        whole = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=1, keepdims=True) / count)
-        log_ratio = jnp.where(taken, whole + log_prob - jax.lax.stop_gradient(log_prob), 0.0)  # GSPO-token's
-    ratio, worth = jnp.exp(log_ratio), advantage[:, None]
+        mean_log_ratio = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=1, keepdims=True) / count)
+        log_ratio = jnp.where(taken, mean_log_ratio + log_prob - jax.lax.stop_gradient(log_prob), 0.0)  # GSPO-token's
+    ratio, token_advantage = jnp.exp(log_ratio), advantage[:, None]
     if correction == "truncate":
         ratio = jnp.minimum(ratio, cap)
     if correction == "mask":
-        worth = jnp.where(jnp.abs(log_ratio) > math.log(cap), 0.0, worth)
+        token_advantage = jnp.where(jnp.abs(log_ratio) > math.log(cap), 0.0, token_advantage)
     bounded = jnp.clip(ratio, 1.0 - loss.low, 1.0 + loss.high)
     if loss.clip == "weight":
-        return -jax.lax.stop_gradient(bounded) * worth * log_prob, bounded != ratio
-    return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
+        return -jax.lax.stop_gradient(bounded) * token_advantage * log_prob, bounded != ratio
+    plain, clipped = ratio * token_advantage, bounded * token_advantage
+    return -jnp.minimum(plain, clipped), plain > clipped
 
 
 def curriculum_share(config: GRPOConfig, updates: jax.Array) -> jax.Array:
@@ -185,15 +196,7 @@ def curriculum_share(config: GRPOConfig, updates: jax.Array) -> jax.Array:
     after hundreds of updates, or never; among problems of one sum, soon.
     """
     behind = updates / jnp.maximum(config.curriculum * config.taught, 1e-6)
-    return EASIEST + (1.0 - EASIEST) * jnp.clip(1.5 * behind - 0.5, 0.0, 1.0).astype(jnp.float32)
-
-
-EASIEST = 0.25
-"""Share of demonstrations in the first third of a curriculum."""
-
-
-LAST = 0.1
-"""Share of a learning rate at its end: it falls in the last third of the warm start, and of the rest of the run."""
+    return EASIEST_SHARE + (1.0 - EASIEST_SHARE) * jnp.clip(1.5 * behind - 0.5, 0.0, 1.0).astype(jnp.float32)
 
 
 def _rate(
@@ -208,7 +211,7 @@ def _rate(
     shares = mean(jnp.stack([jnp.mean(data.lesson == DEMONSTRATED), jnp.mean(data.lesson >= SOLVED)]))
 
     def falling(left: jax.Array) -> jax.Array:
-        return jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
+        return jnp.clip(FINAL_SHARE + 3.0 * (1.0 - FINAL_SHARE) * left, FINAL_SHARE, 1.0)
 
     def rate(step: jax.Array) -> jax.Array:
         taught = steps * state.imitated + step
@@ -236,39 +239,43 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
         if batch.row:
             log_prob, entropy = packing.log_probs(config.model, params, batch.row, data.token, config.temperature)
         else:
-            log_prob, entropy = log_probs(config.model, params, _asked(config, data), data.token, config.temperature)
-        each, clipped = surrogate(
+            log_prob, entropy = log_probs(config.model, params, _prompts(config, data), data.token, config.temperature)
+        token_loss, clipped = surrogate(
             loss, log_prob, data.log_prob, data.taken, batch.advantage, config.correction, config.correction_cap
         )
         if truncates(config) and config.correction != "none":
-            each = each * jnp.exp(data.log_prob - data.behaviour)
+            token_loss = token_loss * jnp.exp(data.log_prob - data.behaviour)
         taught = data.taught[:, None]
         own = data.taken & ~taught
-        off = jnp.where(own, log_prob - data.log_prob, 0.0)
-        parts = {"entropy": entropy, "approx_kl": jnp.expm1(off) - off, "clip_fraction": clipped.astype(jnp.float32)}
-        parts |= {"mismatch": jnp.abs(off), "own": own.astype(jnp.float32)}
-        parts["corrected"] = (jnp.abs(off) > math.log(config.correction_cap)).astype(jnp.float32)
-        parts["reference_kl"] = jnp.zeros_like(each)
+        log_ratio = jnp.where(own, log_prob - data.log_prob, 0.0)
+        parts = {
+            "entropy": entropy,
+            "approx_kl": k3(log_ratio),
+            "clip_fraction": clipped.astype(jnp.float32),
+            "mismatch": jnp.abs(log_ratio),
+            "own": own.astype(jnp.float32),
+            "corrected": (jnp.abs(log_ratio) > math.log(config.correction_cap)).astype(jnp.float32),
+            "reference_kl": jnp.zeros_like(token_loss),
+        }
         if config.kl_coef > 0.0:
-            away = jnp.where(data.taken, batch.reference - log_prob, 0.0)
-            parts["reference_kl"] = jnp.expm1(away) - away  # Schulman's k3
-            each = each + config.kl_coef * parts["reference_kl"]
-        parts["loss"] = jnp.where(taught, 0.0, each)
+            parts["reference_kl"] = k3(jnp.where(data.taken, batch.reference - log_prob, 0.0))
+            token_loss = token_loss + config.kl_coef * parts["reference_kl"]
+        parts["loss"] = jnp.where(taught, 0.0, token_loss)
         parts["imitation_loss"] = jnp.where(taught, -log_prob, 0.0)
-        each = parts["loss"] + parts["imitation_loss"]
+        token_loss = parts["loss"] + parts["imitation_loss"]
         summed = {name: jnp.sum(batch.weight * part) for name, part in parts.items()}
-        return jnp.sum(batch.weight * each), summed
+        return jnp.sum(batch.weight * token_loss), summed
 
     return total
 
 
-def _asked(config: GRPOConfig, data: Completions) -> jax.Array:
+def _prompts(config: GRPOConfig, data: Completions) -> jax.Array:
     """Prompts: one of each group, or part of a group, where completions lie in groups."""
     return data.prompt[:: min(config.group, len(data.prompt))] if grouped(config) else data.prompt
 
 
-def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
-    """Function that sums over a batch's rows, computed piece by piece."""
+def in_micro_batches(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
+    """Function that sums over a batch's rows, computed one micro-batch after the other."""
     if pieces == 1:
         return function
 
@@ -291,12 +298,12 @@ def in_rows(config: GRPOConfig, function: Callable[[Params, Batch], Any]) -> Cal
     """Function that sums over a batch's completions, packed into rows and computed row by row."""
 
     def run(params: Params, batch: Batch) -> Any:
-        def one(row: packing.Row) -> Any:
+        def of_row(row: packing.Row) -> Any:
             here = row.here[:, None]
             data = batch.data._replace(taken=batch.data.taken & here)
             return function(params, batch._replace(data=data, weight=jnp.where(here, batch.weight, 0.0), row=row))
 
-        return _over_rows(config, one, batch.data, batch.weight)
+        return _over_rows(config, of_row, batch.data, batch.weight)
 
     return run
 
@@ -314,9 +321,9 @@ def _batch(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     if config.mask_truncated:
         informative &= ~data.cut
     counts = (informative | data.taught)[:, None] & data.taken
-    nothing = jnp.zeros(data.token.shape)
-    referred = _reference_log_probs(config, data, counts, reference) if config.kl_coef else nothing
-    return Batch(data, advantage, counts, referred)
+    zeros = jnp.zeros(data.token.shape)
+    reference_log_prob = _reference_log_probs(config, data, counts, reference) if config.kl_coef else zeros
+    return Batch(data, advantage, counts, reference_log_prob)
 
 
 def _reference_log_probs(config: GRPOConfig, data: Completions, counts: jax.Array, reference: Params) -> jax.Array:
@@ -325,17 +332,17 @@ def _reference_log_probs(config: GRPOConfig, data: Completions, counts: jax.Arra
     assert config.num_minibatches is not None
     pieces = config.num_minibatches * config.accumulate
 
-    def of(row: packing.Row) -> jax.Array:
+    def of_row(row: packing.Row) -> jax.Array:
         return packing.log_probs(plain, reference, row, data.token, config.temperature)[0]
 
-    def piece(part: Completions) -> jax.Array:
-        return log_probs(plain, reference, _asked(config, part), part.token, config.temperature)[0]
+    def of_piece(part: Completions) -> jax.Array:
+        return log_probs(plain, reference, _prompts(config, part), part.token, config.temperature)[0]
 
     if config.pack:
-        found: jax.Array = _over_rows(config, of, data, counts)
-        return found
+        log_prob: jax.Array = _over_rows(config, of_row, data, counts)
+        return log_prob
     parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), data)
-    return piece(data) if pieces == 1 else jax.lax.map(piece, parts).reshape(data.token.shape)
+    return of_piece(data) if pieces == 1 else jax.lax.map(of_piece, parts).reshape(data.token.shape)
 
 
 def _gate_after(
@@ -381,15 +388,15 @@ def _metrics(
 def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     """Learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
     updates, mean = context.updates, context.mean
-    loss = LOSSES[config.loss]
+    over = LOSSES[config.loss].over
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(b2=config.adam_b2))
     total = objective(config)
 
     def init(key: Key) -> State:
         params = transformer.init(key, config.model, blank=bool(config.model_folder))
         reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 and not config.model.lora else ()
-        zero, begun = jnp.int32(0), optimiser.init(transformer.split(config.model, params)[0])
-        return State(params, begun, reference, zero, zero, gates.begin(config.gate))
+        zero, opt_state = jnp.int32(0), optimiser.init(transformer.split(config.model, params)[0])
+        return State(params, opt_state, reference, zero, zero, gates.begin(config.gate))
 
     def policy(state: State) -> Speaker:
         """Lesson of the next update: verified chains while the gate is closed, except for a look every few updates."""
@@ -402,26 +409,28 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
 
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         own_params, rest = transformer.split(config.model, state.params)
-        whole = jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True)
-        gradient = in_rows(config, whole) if config.pack else in_pieces(whole, config.accumulate)
+        at_once = jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True)
+        gradient = in_rows(config, at_once) if config.pack else in_micro_batches(at_once, config.accumulate)
         reference = state.reference
         if config.kl_coef > 0.0 and not config.model.lora:
-            fresh = state.updates == state.imitated
-            reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
+            only_imitated = state.updates == state.imitated
+            reference = jax.tree.map(lambda new, old: jnp.where(only_imitated, new, old), state.params, reference)
         batch = _batch(config, data, rest or reference)
         rate = _rate(config, state, data, updates, mean)
 
-        def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
-            (params, opt_state), (order, number) = carried, each
-            some = context.spread(jax.tree.map(lambda x: x[order] if x.ndim else x, batch), 0)
-            counts, taught = jnp.any(some.weight, axis=1), some.data.taught
-            over = jnp.where(taught[:, None], weights(some.weight, counts & taught, "token", mean),
-                             weights(some.weight, counts & ~taught, loss.over, mean))  # fmt: skip
-            grads, parts = mean(gradient(params, some._replace(weight=over)))
-            moved, opt_state = optimiser.update(grads, opt_state, params)
+        def step(carried: tuple[Params, optax.OptState], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
+            (params, opt_state), (order, number) = carried, xs
+            minibatch = context.spread(jax.tree.map(lambda x: x[order] if x.ndim else x, batch), 0)
+            taken, taught = minibatch.weight, minibatch.data.taught
+            counts = jnp.any(taken, axis=1)
+            imitated = weights(taken, counts & taught, "token", mean)
+            reinforced = weights(taken, counts & ~taught, over, mean)
+            weight = jnp.where(taught[:, None], imitated, reinforced)
+            grads, parts = mean(gradient(params, minibatch._replace(weight=weight)))
+            directions, opt_state = optimiser.update(grads, opt_state, params)
             lr = rate(number)
-            after = jax.tree.map(lambda x, move: x - lr * move, params, moved)
-            return (after, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
+            params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
+            return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
 
         orders = _orders(config, batch.advantage.shape[0], key)
         before = own_params, state.opt_state
@@ -439,9 +448,9 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
         raise NotImplementedError("completions are sampled by reasoning.sampler.collector, token by token with a cache")
 
     def fixed(tree: Any) -> Any:  # a State or a Speaker
-        nothing = changing(tree)
-        learnt, rest = transformer.split(config.model, nothing.params)
-        return nothing._replace(params=transformer.joined(learnt, jax.tree.map(lambda _: True, rest)))
+        flags = changing(tree)
+        learnt, rest = transformer.split(config.model, flags.params)
+        return flags._replace(params=transformer.joined(learnt, jax.tree.map(lambda _: True, rest)))
 
     return Algorithm(init, policy, lambda count: (), act, learn, fixed)
 

@@ -27,7 +27,7 @@ from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Policy, State, advanced, explained_variance, look, normalised
 from longhaul.algorithms.config import IMPALAConfig
 from longhaul.algorithms.run_context import RunContext
-from longhaul.distributions import Distribution
+from longhaul.distributions import Distribution, k3
 from longhaul.networks import actor_critic as networks
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
@@ -41,8 +41,8 @@ class Batch(NamedTuple):
     observation: PyTree
     mask: jax.Array | None
     raw: jax.Array
-    acted: jax.Array  # log-probability by the acting policy
-    begun: jax.Array  # log-probability by the policy at the update's beginning
+    behaviour_log_prob: jax.Array  # log-probability by the acting policy
+    old_log_prob: jax.Array  # log-probability by the policy at the update's beginning
     advantage: jax.Array  # V-trace's, with its ratio
     target: jax.Array  # for the value
     weight: jax.Array | None  # float32; None where every row counts alike
@@ -82,16 +82,16 @@ def _loss(
             parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
         log_prob = policy.log_prob(parameters, batch.mask, batch.raw)
         entropy = policy.entropy(parameters, batch.mask)
-        off = log_prob - batch.acted
+        log_ratio = log_prob - batch.behaviour_log_prob
         parts = {
             "value_loss": 0.5 * jnp.square(value - batch.target),
             "entropy": entropy,
-            "approx_kl": jnp.expm1(off) - off,
+            "approx_kl": k3(log_ratio),
         }
         if config.clip_eps is None:
             parts["policy_loss"] = -log_prob * batch.advantage
         else:
-            ratio = jnp.exp(log_prob - batch.begun)
+            ratio = jnp.exp(log_prob - batch.old_log_prob)
             clipped = jnp.clip(ratio, 1.0 - config.clip_eps, 1.0 + config.clip_eps)
             parts["policy_loss"] = -jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
             parts["clip_fraction"] = (jnp.abs(ratio - 1.0) > config.clip_eps).astype(jnp.float32)
@@ -108,9 +108,10 @@ def impala(spec: Spec, config: IMPALAConfig, context: RunContext) -> Algorithm:
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     optimiser = _optimiser(config)
-    told = ["policy_loss", "value_loss", "entropy", "approx_kl"]
-    told += [] if config.clip_eps is None else ["clip_fraction"]
-    optimise = minibatch.optimiser_steps(_loss(network, policy, config), network.live, optimiser, config, context, told)
+    reported = ["policy_loss", "value_loss", "entropy", "approx_kl"]
+    reported += [] if config.clip_eps is None else ["clip_fraction"]
+    loss = _loss(network, policy, config)
+    optimise = minibatch.optimiser_steps(loss, network.live, optimiser, config, context, reported)
     rho_clip, c_clip = (math.inf if clip is None else clip for clip in (config.rho_clip, config.c_clip))
 
     def log_prob(parameters: jax.Array, taken: tuple[jax.Array | None, jax.Array]) -> jax.Array:
@@ -125,20 +126,20 @@ def impala(spec: Spec, config: IMPALAConfig, context: RunContext) -> Algorithm:
         """(batch of one shard, advantages not yet normalised; V(s); logarithms of the ratios to the acting policy)."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
-        raw, acted = data.extras["raw"], data.extras["log_prob"]
-        begun, value, successor = values.judgements(
+        raw, behaviour = data.extras["raw"], data.extras["log_prob"]
+        old, value, successor = values.log_probs_and_values(
             network, log_prob, state.params, data, (visible, *others), (mask, raw), config.chunk, state.updates
         )
         if spec.agents is not None:  # rows of absent agents hold no log-probability
-            acted = jnp.where(data.valid, acted, begun)
-        log_ratio = begun - acted
+            behaviour = jnp.where(data.valid, behaviour, old)
+        log_ratio = old - behaviour
         reward = shaped(data.reward, config.reward_scale, config.reward_clip)
         target, advantage = jax.vmap(trace, in_axes=1, out_axes=1)(
             log_ratio, reward, value, successor, data.terminated, data.truncated
         )
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
         begins = values.begins(data) if config.network.memory else None
-        batch = Batch(visible, mask, raw, acted, begun, advantage, target, weight, begins, data.memory)
+        batch = Batch(visible, mask, raw, behaviour, old, advantage, target, weight, begins, data.memory)
         return batch, value, log_ratio
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:

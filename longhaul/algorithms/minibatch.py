@@ -51,9 +51,9 @@ def optimiser_steps(
     ) -> tuple[Params, optax.OptState, Metrics]:
         if not config.network.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        cut = _cut(config, batch, axis)
+        division = _division(config, batch, axis)
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(isolated(jnp.mean)(batch.weight)), 1e-8)
-        norm = share * cut.size  # one for the whole batch: no minibatch weighs more
+        norm = share * division.size  # one for the whole batch: no minibatch weighs more
         lr, weight = scheduled(update)
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
@@ -71,20 +71,20 @@ def optimiser_steps(
             return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
 
         def epoch(carried: Any, key: Key) -> tuple[Any, None]:
-            index = prng.permutation(key, cut.rows).reshape(cut.minibatches, -1, cut.chunk)
+            index = prng.permutation(key, division.rows).reshape(division.minibatches, -1, division.chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
         totals = {name: jnp.float32(0.0) for name in (*parts, "grad_norm")}
-        begun = opt_state if split else pack(opt_state, params)
-        carried = (params, begun, totals, jnp.bool_(False))
-        keys = jax.random.split(key, cut.epochs)
+        packed_state = opt_state if split else pack(opt_state, params)
+        carried = (params, packed_state, totals, jnp.bool_(False))
+        keys = jax.random.split(key, division.epochs)
         (params, ended, totals, _), _ = jax.lax.scan(epoch, carried, keys)
         opt_state = ended if split else unpack(ended, opt_state, params)
-        steps = cut.epochs * cut.minibatches
+        steps = division.epochs * division.minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
         if "policy_loss" in means:
-            of_value = means.get("value_loss", jnp.float32(0.0))  # imitation has none
-            means["total_loss"] = means["policy_loss"] + config.vf_coef * of_value - weight * means["entropy"]
+            value_loss = means.get("value_loss", jnp.float32(0.0))  # imitation has none
+            means["total_loss"] = means["policy_loss"] + config.vf_coef * value_loss - weight * means["entropy"]
         return params, opt_state, means | {"lr": lr}
 
     return optimise
@@ -106,7 +106,7 @@ def _schedules(config: InMinibatches, context: RunContext) -> Callable[[jax.Arra
     return scheduled
 
 
-class _Cut(NamedTuple):
+class _Division(NamedTuple):
     """Division of a batch into minibatches, and of these into chunks."""
 
     rows: int  # of the batch; with memory its columns
@@ -116,7 +116,7 @@ class _Cut(NamedTuple):
     chunk: int  # rows, or columns, whose gradient is computed at once
 
 
-def _cut(config: InMinibatches, batch: Any, axis: int) -> _Cut:
+def _division(config: InMinibatches, batch: Any, axis: int) -> _Division:
     """Division of a batch of rows [rows, ...], or with memory of columns [T, columns, ...]."""
     shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
     rows, steps = shape[axis], 1 if axis == 0 else shape[0]
@@ -124,7 +124,7 @@ def _cut(config: InMinibatches, batch: Any, axis: int) -> _Cut:
     minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
     most = max(1, values.at_once(config.chunk) // steps)
     chunk = chunk_of(rows // minibatches // (config.accumulate or 1), most)
-    return _Cut(rows, steps * rows // minibatches, minibatches, epochs, chunk)
+    return _Division(rows, steps * rows // minibatches, minibatches, epochs, chunk)
 
 
 def _in_chunks(
@@ -137,16 +137,16 @@ def _in_chunks(
     def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
         params, back = jax.vjp(live, params)
 
-        def of(chunk: jax.Array) -> Any:
+        def of_chunk(chunk: jax.Array) -> Any:
             return grad(params, _take(batch, chunk, axis, context.spread), weight)
 
         def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, of(chunk)), None
+            return jax.tree.map(jnp.add, total, of_chunk(chunk)), None
 
         if index.shape[0] == 1:
-            total, parts = of(index[0])
+            total, parts = of_chunk(index[0])
             return back(total)[0], parts
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, index[0]))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, index[0]))
         if context.overlaps(params):  # the last one stands outside of the loop, whose results are there at its end
             total, parts = add(jax.lax.scan(add, zeros, index[:-1])[0], index[-1])[0]
         else:
@@ -164,18 +164,18 @@ def _take(batch: Any, index: jax.Array, axis: int, spread: Spread) -> Any:
 
 def chunk_of(n: int, most: int) -> int:
     """Largest divisor of n that is at most `most`; n itself where that would make far too many chunks (n prime)."""
-    best = next(d for d in range(min(n, most), 0, -1) if n % d == 0)
-    return best if 8 * best >= min(n, most) else n
+    largest = next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+    return largest if 8 * largest >= min(n, most) else n
 
 
 def pack(opt_state: optax.OptState, params: Params) -> optax.OptState:
     """State with one vector for each part that has the parameters' structure, like that of `optax.flatten`."""
     is_like = _is_like(params)
 
-    def one(part: PyTree) -> PyTree:
+    def to_vector(part: PyTree) -> PyTree:
         return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(part)]) if is_like(part) else part
 
-    return jax.tree.map(one, opt_state, is_leaf=is_like)
+    return jax.tree.map(to_vector, opt_state, is_leaf=is_like)
 
 
 def unpack(packed: optax.OptState, opt_state: optax.OptState, params: Params) -> optax.OptState:
@@ -183,13 +183,13 @@ def unpack(packed: optax.OptState, opt_state: optax.OptState, params: Params) ->
     leaves, is_like = jax.tree.leaves(params), _is_like(params)
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
 
-    def one(part: PyTree, vector: PyTree) -> PyTree:
+    def to_leaves(part: PyTree, vector: PyTree) -> PyTree:
         if not is_like(part):
             return vector
         parts = [x.reshape(leaf.shape) for x, leaf in zip(jnp.split(vector, ends), leaves, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(params), parts)
 
-    return jax.tree.map(one, opt_state, packed, is_leaf=is_like)
+    return jax.tree.map(to_leaves, opt_state, packed, is_leaf=is_like)
 
 
 def _is_like(params: Params) -> Callable[[PyTree], bool]:

@@ -26,6 +26,9 @@ from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
 
+PRIORITY_FLOOR = 1e-6
+"""Term added to a step's error, so that every step may be sampled again (epsilon of Schaul et al. 2016)."""
+
 
 class State(NamedTuple):
     params: dict[str, Params]
@@ -47,18 +50,18 @@ class Parts(NamedTuple):
     """Specific part of one algorithm of this kind."""
 
     init: Callable[[Key], dict[str, Params]]
-    followed: tuple[str, ...]  # those of `params` with a target
+    targets: tuple[str, ...]  # those of `params` with a target network
     loss: Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
     #     (params, target, batch, noise) -> loss of each row [n], metrics of each row [n], its error for priorities [n]
-    keep: Callable[[jax.Array], jax.Array]  # an action -> its stored form
-    kept: jax.ShapeDtypeStruct  # shape and type of the stored form
-    acts: str  # the one of `params` that acts
+    store: Callable[[jax.Array], jax.Array]  # an action -> its stored form
+    stored: jax.ShapeDtypeStruct  # shape and type of the stored form
+    actor: str  # the one of `params` that acts
     explore: Callable[[jax.Array], jax.Array] = lambda updates: jnp.float32(0.0)
     #     finished updates -> share of random actions, once it learns
     rare: tuple[str, ...] = ()  # those of `params` that step more rarely, together with all targets
     interval: int = 1  # steps of the optimiser for one of the rare ones
     noise: Callable[[Key, int], PyTree] = lambda key, rows: ()  # random numbers of the loss of so many rows
-    mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # adds to the stored actions
+    mark: Callable[[jax.Array, Rollout], jax.Array] = lambda stored, data: stored  # adds to the stored actions
 
 
 def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
@@ -75,8 +78,8 @@ def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
         raise FieldError("replay_size", config.replay_size, str(error)) from error
     update = steps * columns * shards
     if not update <= config.learning_starts <= room:
-        few = config.learning_starts < update
-        remedy = f"give {update}, or lower --num-envs or --num-steps" if few else f"give at most {room}"
+        too_few = config.learning_starts < update
+        remedy = f"give {update}, or lower --num-envs or --num-steps" if too_few else f"give at most {room}"
         raise FieldError(
             "learning_starts",
             config.learning_starts,
@@ -88,10 +91,10 @@ def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
 
 def tower(config: OffPolicy, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
     """Network of a config."""
-    of = config.network
+    net = config.network
     return actor_critic.tower(
-        seen, outputs, torso=of.torso, sizes=(of.hidden_dim,) * of.num_layers, activation=of.activation,
-        precision=of.precision, remat=of.remat, init=of.init, scale=scale,
+        seen, outputs, torso=net.torso, sizes=(net.hidden_dim,) * net.num_layers, activation=net.activation,
+        precision=net.precision, remat=net.remat, init=net.init, scale=scale,
     )  # fmt: skip
 
 
@@ -114,35 +117,35 @@ def sight(spec: Spec) -> Sight:
     return Sight(jax.eval_shape(expand, stored), look)
 
 
-def evenly(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
+def uniform_legal(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
     """Legal actions int32 [rows], all with the same chance."""
     legal = jnp.ones((rows, actions), bool) if mask is None else mask
     return jnp.argmax(jnp.where(legal, prng.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
 
 
-def inward(box: Box, action: jax.Array) -> jax.Array:
+def to_unit(box: Box, action: jax.Array) -> jax.Array:
     """Environment's action scaled to -1 to 1."""
-    centre, half = _middle(box, action)
+    centre, half = _centre_and_half(box, action)
     return jnp.clip((action - centre) / half, -1.0, 1.0)
 
 
-def outward(box: Box, action: jax.Array) -> jax.Array:
-    """Inverse of `inward`."""
-    centre, half = _middle(box, action)
+def from_unit(box: Box, action: jax.Array) -> jax.Array:
+    """Inverse of `to_unit`."""
+    centre, half = _centre_and_half(box, action)
     return centre + half * action
 
 
-def _middle(box: Box, action: jax.Array) -> list[jax.Array]:
+def _centre_and_half(box: Box, action: jax.Array) -> list[jax.Array]:
     low, high = np.asarray(box.low, np.float32), np.asarray(box.high, np.float32)
     return [jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2)]
 
 
-def pair(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
+def q_values(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
     """Values float32 [critics, ...] of a vector within -1 to 1 by several critics."""
-    return jnp.stack([critic.apply(each, (seen, action))[..., 0] for each in params])
+    return jnp.stack([critic.apply(critic_params, (seen, action))[..., 0] for critic_params in params])
 
 
-def kept_choice(action: Discrete) -> jax.ShapeDtypeStruct:
+def choice_type(action: Discrete) -> jax.ShapeDtypeStruct:
     """Stored form of a choice."""
     return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)
 
@@ -161,16 +164,41 @@ def _gradient(
     return grads, metrics, error
 
 
-def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
-    """State `after` a step, with the rare parts and all targets as `before` unless they step this time."""
+class _Learnt(NamedTuple):
+    """Parts of a state that a step of the optimiser changes."""
+
+    params: dict[str, Params]
+    target: dict[str, Params]
+    opt_state: dict[str, optax.OptState]
+
+
+def _stepped(
+    config: OffPolicy, parts: Parts, optimiser: optax.GradientTransformation, before: _Learnt, grads: dict[str, Params],
+    updates: jax.Array, i: jax.Array,
+) -> _Learnt:  # fmt: skip
+    """Parameters after step `i` of the optimiser in an update; targets follow."""
+    opt_state = _scheduled(before.opt_state, updates)
+    changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in before.params.items()}
+    params = {name: optax.apply_updates(old, changes[name][0]) for name, old in before.params.items()}
+    opt_state = {name: after for name, (_, after) in changes.items()}
+    target = {name: optax.incremental_update(params[name], old, config.tau) for name, old in before.target.items()}
+    after = _Learnt(params, target, opt_state)
+    return _rarely(parts, after, before, i) if parts.interval > 1 else after
+
+
+def _rarely(parts: Parts, after: _Learnt, before: _Learnt, i: jax.Array) -> _Learnt:
+    """Result `after` a step, with the rare parts and all targets as `before` unless they join this step."""
     joins = i % parts.interval == parts.interval - 1
 
-    def chosen(new: PyTree, old: PyTree) -> PyTree:
+    def where_joins(new: PyTree, old: PyTree) -> PyTree:
         return jax.tree.map(lambda x, y: jnp.where(joins, x, y), new, old)
 
-    some = [{n: chosen(x, old[n]) if n in parts.rare else x for n, x in new.items()}
-            for new, old in zip(after[:2], before[:2])]  # fmt: skip
-    return (*some, chosen(after[2], before[2]))
+    def rare_where_joins(new: dict[str, PyTree], old: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {name: where_joins(x, old[name]) if name in parts.rare else x for name, x in new.items()}
+
+    params = rare_where_joins(after.params, before.params)
+    opt_state = rare_where_joins(after.opt_state, before.opt_state)
+    return _Learnt(params, where_joins(after.target, before.target), opt_state)
 
 
 def _scheduled(opt_state: PyTree, updates: jax.Array) -> PyTree:
@@ -193,17 +221,17 @@ def algorithm(
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
     sizes, optimiser = context.sizes, _optimiser(config, context)
     store = None if sizes is None else replay.replay(
-        spec, parts.kept, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
+        spec, parts.stored, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
         prioritised=config.priority_exponent is not None,
     )  # fmt: skip
     optimise = None if store is None or sizes is None else _steps(config, parts, context, store, optimiser)
 
     def init(key: Key) -> State:
         params = parts.init(key)
-        target = {name: jax.tree.map(jnp.copy, params[name]) for name in parts.followed}
+        target = {name: jax.tree.map(jnp.copy, params[name]) for name in parts.targets}
         rings = Local(store.start()) if store else ()
-        moments = {name: optimiser.init(each) for name, each in params.items()}
-        return State(params, target, moments, rings, replay.begun(), jnp.int32(0))
+        opt_state = {name: optimiser.init(network) for name, network in params.items()}
+        return State(params, target, opt_state, rings, replay.begun(), jnp.int32(0))
 
     def held(cursor: Cursor) -> jax.Array:
         """Number of steps in the replay, over all shards."""
@@ -211,12 +239,12 @@ def algorithm(
 
     def policy(state: State) -> Policy:
         learns = held(state.cursor) >= config.learning_starts
-        return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
+        return Policy(state.params[parts.actor], jnp.where(learns, parts.explore(state.updates), 1.0))
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and optimise is not None and isinstance(state.replay, Local), "it can only act"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
-        ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
+        ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.store(data.action), data)))
         state, metrics = optimise(state._replace(cursor=cursor), ring, held(cursor), key)
         return state, {f"{config.name}/{name}": value for name, value in metrics.items()}
 
@@ -254,36 +282,32 @@ def _steps(
         # Random numbers are drawn before the loop: inside, XLA would compute them again in each of a dozen uses. The
         # replay is read in the loop alone: outside, XLA would read the ring before the new row is written, and copy all
         # of it to write that row. The barrier hides from XLA that the loop returns the ring unchanged.
-        ahead = None if prioritised else jax.vmap(functools.partial(choose, ring))(key_samples)
+        choices = None if prioritised else jax.vmap(functools.partial(choose, ring))(key_samples)
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
-            params, target, opt_state, ring, sums = carried
+            learnt, ring, sums = carried
             ring = jax.lax.optimization_barrier(ring)
-            chosen = choose(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
+            chosen = choose(ring, key_samples[i]) if choices is None else jax.tree.map(lambda x: x[i], choices)
             noise = jax.tree.map(lambda x: x[i], noises)
             batch = store.look(ring, cursor, chosen)
-            grads, now, error = context.isolated(functools.partial(_gradient, parts))(params, target, batch, noise)
-            grads, now = mean((grads, now))
-            before = params, opt_state, target
-            opt_state = _scheduled(opt_state, state.updates)
-            changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
-            params = {name: optax.apply_updates(old, changes[name][0]) for name, old in params.items()}
-            opt_state = {name: after for name, (_, after) in changes.items()}
-            target = {name: optax.incremental_update(params[name], old, config.tau) for name, old in target.items()}
-            if parts.interval > 1:
-                params, opt_state, target = _rarely(parts, (params, opt_state, target), before, i)
+            gradient = context.isolated(functools.partial(_gradient, parts))
+            grads, metrics, error = gradient(learnt.params, learnt.target, batch, noise)
+            grads, metrics = mean((grads, metrics))
+            learnt = _stepped(config, parts, optimiser, learnt, grads, state.updates, i)
             if config.priority_exponent is not None:
-                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** config.priority_exponent)
-            return params, target, opt_state, ring, {name: sums.get(name, 0.0) + x for name, x in now.items()}
+                ring = store.prioritise(ring, batch, (jnp.abs(error) + PRIORITY_FLOOR) ** config.priority_exponent)
+            return learnt, ring, {name: sums.get(name, 0.0) + x for name, x in metrics.items()}
 
         steps = jnp.where(held >= config.learning_starts, config.gradient_steps, 0)
-        begun = state.params, state.target, state.opt_state, ring
-        nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
-        params, target, opt_state, ring, sums = jax.lax.fori_loop(0, steps, step, (*begun, nothing))
+        learnt = _Learnt(state.params, state.target, state.opt_state)
+        names = jax.eval_shape(step, 0, (learnt, ring, {}))[-1]
+        zeros = {name: jnp.float32(0.0) for name in names}
+        learnt, ring, sums = jax.lax.fori_loop(0, steps, step, (learnt, ring, zeros))
         metrics = {name: total / jnp.maximum(steps, 1) for name, total in sums.items()}
         metrics["replay"] = held.astype(jnp.float32)
         rings = Local(jax.tree.map(lambda x: x[None], ring))
-        return State(params, target, opt_state, rings, cursor, state.updates + 1), metrics
+        after = State(learnt.params, learnt.target, learnt.opt_state, rings, cursor, state.updates + 1)
+        return after, metrics
 
     return optimise

@@ -59,20 +59,20 @@ def tuned(make: Make, names: tuple[str, ...]) -> tuple[Algorithm, Callable[[PyTr
 
     zero = {name: jnp.float32(0.0) for name in names}
     for name in names:
-        _try(make, name)
+        _check_sweepable(make, name)
     memory = make({}).memory
     return Algorithm(lambda key: init(zero, key), policy, memory, act, learn), init
 
 
-def _try(make: Make, name: str) -> None:
+def _check_sweepable(make: Make, name: str) -> None:
     """Raises ValueError where `name` changes shapes or the program itself."""
     try:
         jax.eval_shape(lambda value: make({name: value}).init(jax.random.key(0)), jnp.float32(1.0))
     except (jax.errors.ConcretizationTypeError, TypeError) as error:
-        said = name.replace("_", "-")
+        flag = name.replace("_", "-")
         raise ValueError(
-            f"--sweep names {said}, which decides on the program itself, not on its numbers; "
-            f"train a run for each --{said} instead"
+            f"--sweep names {flag}, which decides on the program itself, not on its numbers; "
+            f"train a run for each --{flag} instead"
         ) from error
 
 
@@ -85,8 +85,8 @@ def parents(scores: jax.Array, key: Key) -> jax.Array:
     order = jnp.argsort(scores)
     rank = jnp.argsort(order)
     best = order[count - share + jax.random.randint(key, (count,), 0, share)]
-    mine = jnp.arange(count)
-    return jnp.where((rank < share) & (scores[best] > scores), best, mine).astype(jnp.int32)
+    members = jnp.arange(count)
+    return jnp.where((rank < share) & (scores[best] > scores), best, members).astype(jnp.int32)
 
 
 def evolve(bounds: Mapping[str, tuple[float, float]]) -> Callable[[Tuned, jax.Array, Key], Tuned]:

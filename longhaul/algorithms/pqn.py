@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def _make(spec: Spec, config: PQNConfig) -> Parts:
+def _q_parts(spec: Spec, config: PQNConfig) -> Parts:
     """Parts whose network takes (input, mask): the values of choices, the least float where one is not legal, and the
     greatest of them."""
     if not isinstance(spec.action, Discrete):
@@ -85,7 +85,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
     """PQN for environments of `spec`."""
     updates, first, done = context.updates, context.first, context.done
-    parts = _make(spec, config)
+    parts = _q_parts(spec, config)
     network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
     optimise = minibatch.optimiser_steps(_loss(network), network.live, optimiser, config, context, ("value_loss", "q"))
@@ -93,21 +93,19 @@ def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
         """(batch of one shard, its errors before the update)."""
         seen, *others = (actor_critic.look(state.moments, o) for o in (data.observation, *data.successors))
-        ahead, successor = values.estimates(
-            network, state.params, data, (seen, *others), config.chunk, state.updates
-        )  # fmt: skip
-        reach = jax.vmap(
+        value, successor = values.estimates(network, state.params, data, (seen, *others), config.chunk, state.updates)
+        lambda_return = jax.vmap(
             lambda r, s, end, cut: returns.q_lambda(r, s, end, cut, gamma=config.gamma, lam=config.q_lambda),
             in_axes=1, out_axes=1,
         )  # fmt: skip
-        target = reach(data.reward * config.reward_scale, successor, data.terminated, data.truncated)
+        target = lambda_return(data.reward * config.reward_scale, successor, data.terminated, data.truncated)
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
         begins = values.begins(data) if config.network.memory else None
-        return Batch(seen, data.action, target, weight, begins, data.memory), target - ahead
+        return Batch(seen, data.action, target, weight, begins, data.memory), target - value
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch, surplus = context.isolated(see)(state, data)
-        explained = explained_variance(surplus, batch.target, batch.weight, context)
+        batch, error = context.isolated(see)(state, data)
+        explained = explained_variance(error, batch.target, batch.weight, context)
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics |= {"explained_variance": explained, "epsilon": explore(state.updates)}
         after = advanced(state, params, opt_state, data, batch.weight, context)
@@ -131,22 +129,23 @@ def _acting(parts: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         looked = actor_critic.look(acting.moments, observation)
-        q, ahead, memory = parts.network.apply(acting.params, memory, looked)
+        q, greatest, memory = parts.network.apply(acting.params, memory, looked)
         best = jnp.argmax(q, axis=-1).astype(jnp.int32)
-        extras = {} if config.network.memory else {"value": ahead}
+        extras = {} if config.network.memory else {"value": greatest}
         if key is None:
             return best, memory, extras
         rows = q.shape[0]
-        key_even, key_which = prng.split(key, 2)
-        even = prng.uniform(key_which, (rows,)) < acting.random
-        return jnp.where(even, off_policy.evenly(key_even, looked[1], action.n, rows), best), memory, extras
+        key_uniform, key_explore = prng.split(key, 2)
+        explores = prng.uniform(key_explore, (rows,)) < acting.random
+        uniform = off_policy.uniform_legal(key_uniform, looked[1], action.n, rows)
+        return jnp.where(explores, uniform, best), memory, extras
 
     return act
 
 
 def network(spec: Spec, config: PQNConfig) -> networks.ActorCritic:
     """Network whose `apply` takes a `Policy`: values of the choices in place of logits, and the greatest value."""
-    inner = _make(spec, config).network
+    inner = _q_parts(spec, config).network
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return inner.apply(policy.params, memory, actor_critic.look(policy.moments, observation))

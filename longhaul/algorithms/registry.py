@@ -57,7 +57,7 @@ def _own(config: AlgorithmConfig) -> Learner:
     """Functions of an algorithm of the user's own."""
 
     def make(spec: Spec, config: Any, context: RunContext) -> Algorithm:
-        return external.made(config, spec, context)
+        return external.make(config, spec, context)
 
     def unknown(spec: Spec, config: Any) -> networks.ActorCritic:
         raise ValueError(f"{external.name_of(config)} is an algorithm of your own, whose network is not known here")

@@ -61,12 +61,12 @@ class _Networks:
                 raise ValueError(f"SAC learns one choice or a vector, and this environment takes {spec.action}")
 
 
-def _twins(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
+def _twin_values(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
     """Values float32 [2, ..., n] of both critics."""
     return jnp.stack([critic.apply(each, seen) for each in params])
 
 
-Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
+RowLoss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
 """(params, target, batch, noise) -> (loss, metrics, absolute error of the critics) of each row, [n] each."""
 
 
@@ -76,22 +76,23 @@ def _temperature(config: SACConfig, params: dict[str, Params]) -> jax.Array:
     return jax.lax.stop_gradient(jnp.exp(params["temperature"]))
 
 
-def _together(
-    config: SACConfig, params: dict[str, Params], q: jax.Array, target: jax.Array, actor: jax.Array, surplus: jax.Array
-) -> tuple[jax.Array, Metrics, jax.Array]:
-    """Loss of each row: both critics' q [2, n] against `target`, the `actor`'s own, and the temperature's, by the
-    policy's `surplus` of entropy."""
-    error = q - jax.lax.stop_gradient(target)[None]
-    critic = 0.5 * jnp.sum(jnp.square(error), axis=0)
-    total = critic + actor
+def _row_losses(
+    config: SACConfig, params: dict[str, Params], q: jax.Array, q_target: jax.Array, actor_loss: jax.Array,
+    surplus: jax.Array,
+) -> tuple[jax.Array, Metrics, jax.Array]:  # fmt: skip
+    """Loss of each row: both critics' q [2, n] against `q_target`, the actor's own, and the temperature's, by the
+    policy's `surplus` of entropy over the target entropy."""
+    error = q - jax.lax.stop_gradient(q_target)[None]
+    critic_loss = 0.5 * jnp.sum(jnp.square(error), axis=0)
+    total = critic_loss + actor_loss
     if config.temperature is None:
         total = total + params["temperature"] * jax.lax.stop_gradient(surplus)
-    alpha = jnp.broadcast_to(_temperature(config, params), critic.shape)
-    metrics = {"value_loss": critic, "policy_loss": actor, "q": jnp.mean(q, axis=0), "temperature": alpha}
+    alpha = jnp.broadcast_to(_temperature(config, params), critic_loss.shape)
+    metrics = {"value_loss": critic_loss, "policy_loss": actor_loss, "q": jnp.mean(q, axis=0), "temperature": alpha}
     return total, metrics, jnp.mean(jnp.abs(error), axis=0)
 
 
-def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
+def _imitation(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
     """(negative log-likelihood of the expert's action in each row, its metrics); 0 for rows of the policy.
 
     Its mean is the expectation over the expert's rows alone, for any number of them in the sample. `log_prob` takes the
@@ -106,7 +107,7 @@ def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Arr
     return config.imitation * scaled, {"imitation_loss": scaled, "expert": expert.astype(jnp.float32)}
 
 
-def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> Loss:
+def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
     """Losses of Haarnoja et al., summed: with a, a' drawn by the policy for s, s',
 
         critics      1/2 sum_i (Q_i(s, a_stored) - r - gamma (min_i Q'_i(s', a') - alpha log pi(a' | s')))^2
@@ -116,43 +117,43 @@ def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> Loss:
     Noise is that of (a, a'). Actions lie within -1 to 1, and entropies are of these.
     """
     policy, look = networks.policy, networks.sight.look
-    moved = policy.moved
-    assert moved is not None, "a vector's distribution has it"
+    from_noise = policy.from_noise
+    assert from_noise is not None, "a vector's distribution has it"
     half = (np.asarray(box.high, np.float32) - np.asarray(box.low, np.float32)) / 2
     shift = float(np.sum(np.log(half)))  # from the density in the environment's units to that within -1 to 1
-    wanted = -float(len(box.low)) if config.target_entropy is None else config.target_entropy
+    target_entropy = -float(len(box.low)) if config.target_entropy is None else config.target_entropy
 
     def drawn(parameters: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(action within -1 to 1, its log-probability)."""
-        raw = moved(parameters, noise)
+        raw = from_noise(parameters, noise)
         return jnp.tanh(raw), policy.log_prob(parameters, None, raw) + shift
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
-        now, next_ = noise
-        seen, following = look(batch.observation)[0], look(batch.successor)[0]
+        noise_now, noise_next = noise
+        seen, next_seen = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
-        action, log_prob = drawn(networks.actor.apply(params["actor"], following), next_)
-        ahead = (
-            jnp.min(off_policy.pair(networks.critic, target["critics"], following, action), axis=0) - alpha * log_prob
-        )
+        action, log_prob = drawn(networks.actor.apply(params["actor"], next_seen), noise_next)
+        next_q = jnp.min(off_policy.q_values(networks.critic, target["critics"], next_seen, action), axis=0)
+        next_value = next_q - alpha * log_prob
         reward, discount = replay.discounted(batch, config.gamma)
-        goal = config.reward_scale * reward + discount * ahead
-        q = off_policy.pair(networks.critic, params["critics"], seen, batch.action[..., : len(half)])
+        q_target = config.reward_scale * reward + discount * next_value
+        q = off_policy.q_values(networks.critic, params["critics"], seen, batch.action[..., : len(half)])
         parameters = networks.actor.apply(params["actor"], seen)
-        action, log_prob = drawn(parameters, now)
+        action, log_prob = drawn(parameters, noise_now)
         frozen = jax.lax.stop_gradient(params["critics"])
-        worth = jnp.min(off_policy.pair(networks.critic, frozen, seen, action), axis=0)
-        rows, metrics, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
-        imitated, more = _imitated(
+        min_q = jnp.min(off_policy.q_values(networks.critic, frozen, seen, action), axis=0)
+        actor_loss, surplus = alpha * log_prob - min_q, -log_prob - target_entropy
+        rows, metrics, error = _row_losses(config, params, q, q_target, actor_loss, surplus)
+        imitation, imitation_metrics = _imitation(
             config, batch,
-            lambda kept: shift + policy.log_prob(parameters, None, policy.raw(off_policy.outward(box, kept))),
+            lambda stored: shift + policy.log_prob(parameters, None, policy.raw(off_policy.from_unit(box, stored))),
         )  # fmt: skip
-        return rows + imitated, metrics | more | {"entropy": shift - log_prob}, error
+        return rows + imitation, metrics | imitation_metrics | {"entropy": shift - log_prob}, error
 
     return loss
 
 
-def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
+def _of_choices(config: SACConfig, networks: _Networks) -> RowLoss:
     """Losses of Christodoulou: those of `_of_vectors` with expectations over the legal choices in place of draws."""
     look = networks.sight.look
 
@@ -165,22 +166,22 @@ def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         seen, mask = look(batch.observation)
-        following, mask_next = look(batch.successor)
+        next_seen, mask_next = look(batch.successor)
         alpha = _temperature(config, params)
-        p, log_p = chances(params["actor"], following, mask_next)
-        ahead = jnp.min(_twins(networks.critic, target["critics"], following), axis=0)
+        p, log_p = chances(params["actor"], next_seen, mask_next)
+        next_q = jnp.min(_twin_values(networks.critic, target["critics"], next_seen), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
-        goal = config.reward_scale * reward + discount * jnp.sum(p * (ahead - alpha * log_p), axis=-1)
-        all_q = _twins(networks.critic, params["critics"], seen)
+        q_target = config.reward_scale * reward + discount * jnp.sum(p * (next_q - alpha * log_p), axis=-1)
+        all_q = _twin_values(networks.critic, params["critics"], seen)
         chosen = jax.nn.one_hot(batch.action, all_q.shape[-1], dtype=bool)
         q = jnp.sum(jnp.where(chosen, all_q, 0.0), axis=-1)
         p, log_p = chances(params["actor"], seen, mask)
-        worth = jax.lax.stop_gradient(jnp.min(all_q, axis=0))
-        actor = jnp.sum(p * (alpha * log_p - worth), axis=-1)
+        min_q = jax.lax.stop_gradient(jnp.min(all_q, axis=0))
+        actor_loss = jnp.sum(p * (alpha * log_p - min_q), axis=-1)
         entropy = -jnp.sum(p * log_p, axis=-1)
         legal = all_q.shape[-1] if mask is None else jnp.sum(mask, axis=-1)
-        wanted = 0.5 * jnp.log(legal) if config.target_entropy is None else config.target_entropy
-        rows, metrics, error = _together(config, params, q, goal, actor, entropy - wanted)
+        target_entropy = 0.5 * jnp.log(legal) if config.target_entropy is None else config.target_entropy
+        rows, metrics, error = _row_losses(config, params, q, q_target, actor_loss, entropy - target_entropy)
         return rows, metrics | {"entropy": entropy}, error
 
     return loss
@@ -200,28 +201,31 @@ def sac(spec: Spec, config: SACConfig, context: RunContext) -> Algorithm:
 
         def noise(key: Key, rows: int) -> tuple[jax.Array, jax.Array]:
             """Standard normal noise for the current actions and the next ones."""
-            now, next_ = prng.split(key, 2)
-            return prng.normal(now, (rows, size)), prng.normal(next_, (rows, size))
+            key_now, key_next = prng.split(key, 2)
+            return prng.normal(key_now, (rows, size)), prng.normal(key_next, (rows, size))
 
         parts = Parts(
-            init, ("critics",), _of_vectors(config, networks, box), lambda action: off_policy.inward(box, action),
-            jax.ShapeDtypeStruct((size,), jnp.float32), "actor", noise=noise,
+            init=init, targets=("critics",), loss=_of_vectors(config, networks, box),
+            store=lambda action: off_policy.to_unit(box, action), stored=jax.ShapeDtypeStruct((size,), jnp.float32),
+            actor="actor", noise=noise,
         )  # fmt: skip
         if config.imitation:
-            parts = parts._replace(kept=jax.ShapeDtypeStruct((size + 1,), jnp.float32), mark=_mark)
+            parts = parts._replace(stored=jax.ShapeDtypeStruct((size + 1,), jnp.float32), mark=_mark)
     elif config.imitation:
         raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
     else:
         assert isinstance(spec.action, Discrete)
-        loss, kept = _of_choices(config, networks), off_policy.kept_choice(spec.action)
-        parts = Parts(init, ("critics",), loss, lambda action: action, kept, "actor")
+        parts = Parts(
+            init=init, targets=("critics",), loss=_of_choices(config, networks),
+            store=lambda action: action, stored=off_policy.choice_type(spec.action), actor="actor",
+        )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, _acting(spec, networks), context)
 
 
-def _mark(kept: jax.Array, data: Rollout) -> jax.Array:
+def _mark(stored: jax.Array, data: Rollout) -> jax.Array:
     """Vectors with one more number: 1 if the action was the expert's."""
     assert isinstance(data.extras, Guided), "imitation without an expert: the collector has no guide"
-    return jnp.concatenate([kept, data.extras.followed[..., None].astype(kept.dtype)], axis=-1)
+    return jnp.concatenate([stored, data.extras.followed[..., None].astype(stored.dtype)], axis=-1)
 
 
 def _acting(spec: Spec, networks: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
@@ -233,14 +237,15 @@ def _acting(spec: Spec, networks: _Networks) -> Callable[..., tuple[jax.Array, P
         parameters = networks.actor.apply(acting.params, seen)
         if key is None:
             return policy.action(policy.mode(parameters, mask)), memory, ()
-        key_policy, key_even, key_which = prng.split(key, 3)
+        key_policy, key_uniform, key_explore = prng.split(key, 3)
         action = policy.action(policy.sample(parameters, mask, key_policy))
         rows = parameters.shape[0]
-        even = prng.uniform(key_which, (rows,)) < acting.random
+        explores = prng.uniform(key_explore, (rows,)) < acting.random
         if isinstance(spec.action, Box):
-            drawn = off_policy.outward(spec.action, 2.0 * prng.uniform(key_even, action.shape) - 1.0)
-            return jnp.where(even[:, None], drawn, action), memory, ()
-        return jnp.where(even, off_policy.evenly(key_even, mask, parameters.shape[-1], rows), action), memory, ()
+            uniform = off_policy.from_unit(spec.action, 2.0 * prng.uniform(key_uniform, action.shape) - 1.0)
+            return jnp.where(explores[:, None], uniform, action), memory, ()
+        uniform = off_policy.uniform_legal(key_uniform, mask, parameters.shape[-1], rows)
+        return jnp.where(explores, uniform, action), memory, ()
 
     return act
 
@@ -255,9 +260,9 @@ def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array
         parameters = networks.actor.apply(state.params["actor"], seen)
         if isinstance(spec.action, Box):
             action = jnp.tanh(networks.policy.mode(parameters, None))
-            return jnp.min(off_policy.pair(networks.critic, state.params["critics"], seen, action), axis=0)
+            return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], seen, action), axis=0)
         p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
-        return jnp.sum(p * jnp.min(_twins(networks.critic, state.params["critics"], seen), axis=0), axis=-1)
+        return jnp.sum(p * jnp.min(_twin_values(networks.critic, state.params["critics"], seen), axis=0), axis=-1)
 
     return value
 

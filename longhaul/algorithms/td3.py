@@ -6,7 +6,7 @@ Where we differ: actor and critics have one gradient, at the same parameters, so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,22 @@ def check(config: TD3Config, *, shards: int, columns: int, steps: int) -> None:
         )
 
 
-def _networks(spec: Spec, config: TD3Config) -> tuple[actor_critic.Tower, actor_critic.Tower, Sight, Box]:
-    """Networks and spaces: (actor, one critic, sight, space of actions)."""
+class _Networks(NamedTuple):
+    """Networks of a config, with what they read and return."""
+
+    actor: actor_critic.Tower
+    critic: actor_critic.Tower  # one of two
+    sight: Sight
+    box: Box
+
+
+def _networks(spec: Spec, config: TD3Config) -> _Networks:
     if not isinstance(spec.action, Box):
         raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
     sight = off_policy.sight(spec)
     action = jax.ShapeDtypeStruct((len(spec.action.low),), jnp.float32)
     actor = off_policy.tower(config, sight.shape, action.shape[0], 0.01)
-    return actor, off_policy.tower(config, (sight.shape, action), 1), sight, spec.action
+    return _Networks(actor, off_policy.tower(config, (sight.shape, action), 1), sight, spec.action)
 
 
 def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
@@ -52,58 +60,59 @@ def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: jax.Array) -> Any:
         """1/2 sum_i (Q_i(s, a) - r - gamma min_i Q'_i(s', a'))^2 - Q_1(s, mu(s)); a' is mu'(s') plus clipped noise."""
-        seen, following = sight.look(batch.observation)[0], sight.look(batch.successor)[0]
-        action = jnp.tanh(actor.apply(target["actor"], following))
-        moved = jnp.clip(config.target_noise * noise, -config.noise_clip, config.noise_clip)
-        action = jnp.clip(action + moved, -1.0, 1.0)
-        ahead = jnp.min(off_policy.pair(critic, target["critics"], following, action), axis=0)
+        seen, next_seen = sight.look(batch.observation)[0], sight.look(batch.successor)[0]
+        next_action = jnp.tanh(actor.apply(target["actor"], next_seen))
+        noise_clipped = jnp.clip(config.target_noise * noise, -config.noise_clip, config.noise_clip)
+        next_action = jnp.clip(next_action + noise_clipped, -1.0, 1.0)
+        next_q = jnp.min(off_policy.q_values(critic, target["critics"], next_seen, next_action), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
-        goal = jax.lax.stop_gradient(config.reward_scale * reward + discount * ahead)
-        q = off_policy.pair(critic, params["critics"], seen, batch.action)
-        error = q - goal[None]
+        q_target = jax.lax.stop_gradient(config.reward_scale * reward + discount * next_q)
+        q = off_policy.q_values(critic, params["critics"], seen, batch.action)
+        error = q - q_target[None]
         frozen = jax.lax.stop_gradient(params["critics"][:1])
-        worth = off_policy.pair(critic, frozen, seen, jnp.tanh(actor.apply(params["actor"], seen)))[0]
-        judged = 0.5 * jnp.sum(jnp.square(error), axis=0)
-        metrics = {"value_loss": judged, "policy_loss": -worth, "q": jnp.mean(q, axis=0)}
-        return judged - worth, metrics, jnp.mean(jnp.abs(error), axis=0)
+        actor_q = off_policy.q_values(critic, frozen, seen, jnp.tanh(actor.apply(params["actor"], seen)))[0]
+        critic_loss = 0.5 * jnp.sum(jnp.square(error), axis=0)
+        metrics = {"value_loss": critic_loss, "policy_loss": -actor_q, "q": jnp.mean(q, axis=0)}
+        return critic_loss - actor_q, metrics, jnp.mean(jnp.abs(error), axis=0)
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
-        chosen = jnp.tanh(actor.apply(acting.params, sight.look(observation)[0]))
+        action = jnp.tanh(actor.apply(acting.params, sight.look(observation)[0]))
         if key is not None:
-            key_noise, key_even, key_which = prng.split(key, 3)
-            drawn = 2.0 * prng.uniform(key_even, chosen.shape) - 1.0
-            noisy = jnp.clip(chosen + config.noise * prng.normal(key_noise, chosen.shape), -1.0, 1.0)
-            even = prng.uniform(key_which, chosen.shape[:1]) < acting.random
-            chosen = jnp.where(even[:, None], drawn, noisy)
-        return off_policy.outward(box, chosen), memory, ()
+            key_noise, key_uniform, key_explore = prng.split(key, 3)
+            uniform = 2.0 * prng.uniform(key_uniform, action.shape) - 1.0
+            noisy = jnp.clip(action + config.noise * prng.normal(key_noise, action.shape), -1.0, 1.0)
+            explores = prng.uniform(key_explore, action.shape[:1]) < acting.random
+            action = jnp.where(explores[:, None], uniform, noisy)
+        return off_policy.from_unit(box, action), memory, ()
 
-    kept = jax.ShapeDtypeStruct((len(box.low),), jnp.float32)
+    size = len(box.low)
     parts = Parts(
-        init, ("actor", "critics"), loss, lambda action: off_policy.inward(box, action), kept, "actor",
-        rare=("actor",), interval=config.actor_interval,
-        noise=lambda key, rows: prng.normal(key, (rows, len(box.low))),
+        init=init, targets=("actor", "critics"), loss=loss,
+        store=lambda action: off_policy.to_unit(box, action), stored=jax.ShapeDtypeStruct((size,), jnp.float32),
+        actor="actor", rare=("actor",), interval=config.actor_interval,
+        noise=lambda key, rows: prng.normal(key, (rows, size)),
     )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, act, context)
 
 
 def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array]:
     """Function (state, observation [B, ...]) -> the smaller critic's value of the actor's action, float32 [B]."""
-    actor, judge, sight, _ = _networks(spec, config)
+    networks = _networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
-        seen = sight.look(observation)[0]
-        action = jnp.tanh(actor.apply(state.params["actor"], seen))
-        return jnp.min(off_policy.pair(judge, state.params["critics"], seen, action), axis=0)
+        seen = networks.sight.look(observation)[0]
+        action = jnp.tanh(networks.actor.apply(state.params["actor"], seen))
+        return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], seen, action), axis=0)
 
     return value
 
 
 def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
     """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
-    actor, _, sight, _ = _networks(spec, config)
+    networks = _networks(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        parameters = actor.apply(policy.params, sight.look(observation)[0])
+        parameters = networks.actor.apply(policy.params, networks.sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return actor_critic.ActorCritic(actor.init, apply, lambda columns: (), apply)
+    return actor_critic.ActorCritic(networks.actor.init, apply, lambda columns: (), apply)

@@ -13,6 +13,10 @@ from longhaul import returns
 from longhaul.networks import actor_critic
 from longhaul.types import Params, PyTree, Rollout, platform
 
+ROWS_OF_A_CORE, ROWS_OF_AN_ACCELERATOR = 1_024, 65_536
+"""Rows of a batch computed at once: on a core those that fit its cache, on an accelerator, which starts a kernel in the
+time of a few thousand rows, many more."""
+
 
 def along_time(
     network: actor_critic.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
@@ -44,25 +48,25 @@ def estimates(
     steps, last, truncated = observation
     if not isinstance(data.memory, tuple):
         _, value, after = along_time(network, params, data.memory, steps, begins(data))
-        return value, _following(network, params, data, value, after, last, truncated)
-    of = functools.partial(_plain, network, params, chunk=chunk)
+        return value, _recurrent_successors(network, params, data, value, after, last, truncated)
+    value_of = functools.partial(_values, network, params, chunk=chunk)
     if "value" in data.extras:
-        ahead = of(jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated))
-        value = jax.lax.cond(data.version == updates, lambda: data.extras["value"], lambda: of(steps))
-        return value, returns.successor_values(value, ahead[0], ahead[1:], data.truncated)
+        later = value_of(jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated))
+        value = jax.lax.cond(data.version == updates, lambda: data.extras["value"], lambda: value_of(steps))
+        return value, returns.successor_values(value, later[0], later[1:], data.truncated)
     t = len(data.reward)
-    value = of(jax.tree.map(lambda x, y, z: jnp.concatenate([x, y[None], z]), steps, last, truncated))
+    value = value_of(jax.tree.map(lambda x, y, z: jnp.concatenate([x, y[None], z]), steps, last, truncated))
     return value[:t], returns.successor_values(value[:t], value[t], value[t + 1 :], data.truncated)
 
 
-def _plain(network: actor_critic.ActorCritic, params: Params, rows: PyTree, *, chunk: int | None) -> jax.Array:
+def _values(network: actor_critic.ActorCritic, params: Params, rows: PyTree, *, chunk: int | None) -> jax.Array:
     """Values [N, B] of observations [N, B, ...] without memory."""
     lead = jax.tree.leaves(rows)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     return by_chunks(lambda part: network.apply(params, (), part)[1], flat, chunk).reshape(lead)
 
 
-def _following(
+def _recurrent_successors(
     network: actor_critic.ActorCritic, params: Params, data: Rollout, value: jax.Array, after: jax.Array, last: PyTree,
     truncated: PyTree,
 ) -> jax.Array:  # fmt: skip
@@ -71,14 +75,14 @@ def _following(
     last_value = network.apply(params, jnp.where(ended[:, None], jnp.zeros_like(after[-1]), after[-1]), last)[1]
     # A truncated episode would have continued with the memory after its last step: it is picked out slot by slot.
     slot = jnp.cumsum(data.truncated, axis=0) - data.truncated
-    which = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])
-    here = data.truncated[None] & (slot[None] == which[:, None, None])  # [K, T, B]
-    remembered = jnp.take_along_axis(after, jnp.argmax(here, axis=1)[..., None], axis=0)
+    slots = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])
+    lies_here = data.truncated[None] & (slot[None] == slots[:, None, None])  # [K, T, B]
+    remembered = jnp.take_along_axis(after, jnp.argmax(lies_here, axis=1)[..., None], axis=0)
     truncated_value = network.apply(params, remembered, truncated)[1]
     return returns.successor_values(value, last_value, truncated_value, data.truncated)
 
 
-def judgements(
+def log_probs_and_values(
     network: actor_critic.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
     observation: PyTree, taken: PyTree, chunk: int | None, updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
@@ -90,7 +94,8 @@ def judgements(
     t, b = data.reward.shape
     if not isinstance(data.memory, tuple):
         parameters, value, after = along_time(network, params, data.memory, steps, begins(data))
-        return log_prob(parameters, taken), value, _following(network, params, data, value, after, last, truncated)
+        log_pi = log_prob(parameters, taken)
+        return log_pi, value, _recurrent_successors(network, params, data, value, after, last, truncated)
 
     def judge(rows: tuple[PyTree, PyTree]) -> tuple[jax.Array, jax.Array]:
         parameters, value, _ = network.both(params, (), rows[0])
@@ -103,12 +108,12 @@ def judgements(
 
     if "value" in data.extras:  # acting computed both: they are used if its parameters were the same
         known = data.extras["log_prob"], data.extras["value"]
-        pi, value = jax.lax.cond(jnp.all(data.version == updates), lambda: known, of_steps)
+        log_pi, value = jax.lax.cond(jnp.all(data.version == updates), lambda: known, of_steps)
     else:
-        pi, value = of_steps()
+        log_pi, value = of_steps()
     others = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated)
-    ahead = _plain(network, params, others, chunk=chunk)
-    return pi, value, returns.successor_values(value, ahead[0], ahead[1:], data.truncated)
+    later = _values(network, params, others, chunk=chunk)
+    return log_pi, value, returns.successor_values(value, later[0], later[1:], data.truncated)
 
 
 def begins(data: Rollout) -> jax.Array:
@@ -117,18 +122,11 @@ def begins(data: Rollout) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
-OF_A_CORE, OF_AN_ACCELERATOR = 1_024, 65_536
-"""Rows of a batch computed at once on a core, and on an accelerator."""
-
-
 def at_once(chunk: int | None) -> int:
-    """Number of rows to compute at once: `chunk`, or a default for the device.
-
-    The rows should fit a core's cache; an accelerator starts a kernel in the time of a few thousand rows.
-    """
+    """Number of rows to compute at once: `chunk`, or a default for the device."""
     if chunk is not None:
         return chunk
-    return OF_A_CORE if platform() == "cpu" else OF_AN_ACCELERATOR
+    return ROWS_OF_A_CORE if platform() == "cpu" else ROWS_OF_AN_ACCELERATOR
 
 
 def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int | None) -> Any:

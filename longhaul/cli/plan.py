@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms.config import precision
-from longhaul.algorithms.values import OF_AN_ACCELERATOR
+from longhaul.algorithms.values import ROWS_OF_AN_ACCELERATOR
 from longhaul.cli import run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, OUTPUT, SWITCH, Flag, FlagError, Parsed, choice, optional
 from longhaul.config.resolve import resolve
@@ -83,7 +83,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     few = [n for n in DEVICES if n <= max(4, 2 * cores())] if values["calibrate"] else []
     on = _numbers(values["on"] or few, run.model)
     if not here and getattr(run.algorithm, "chunk", 0) is None:  # the program that they would run
-        of_theirs = dataclasses.replace(run.algorithm, chunk=OF_AN_ACCELERATOR)  # type: ignore[arg-type]
+        of_theirs = dataclasses.replace(run.algorithm, chunk=ROWS_OF_AN_ACCELERATOR)  # type: ignore[arg-type]
         run = dataclasses.replace(run, algorithm=of_theirs)
     steps = float(values["steps"] or run.total_steps)
     found, shards = None, max(on) // run.model

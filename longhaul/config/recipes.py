@@ -682,7 +682,7 @@ def with_algorithm(recipe: Run, algorithm: Any) -> Run:
         config = external.load(algorithm)
     else:
         try:
-            config = external.of(algorithm)
+            config = external.config_of(algorithm)
         except ValueError as error:
             raise RunError(f"algorithm {getattr(algorithm, '__qualname__', repr(algorithm))}: {error}") from error
     if isinstance(algorithm, str | type) and type(config) is type(recipe.algorithm):

@@ -229,13 +229,13 @@ def sample(action: Any, weight: Any) -> Transitions:
 def test_the_loss_is_the_mean_over_the_experts_rows() -> None:
     """Two of four rows are the expert's, and one of these is nobody's step."""
     batch = sample([[0.1, 1.0], [0.2, 0.0], [0.3, 1.0], [0.4, 1.0]], [1.0, 1.0, 1.0, 0.0])
-    rows, told = sac._imitated(SACConfig(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
+    rows, told = sac._imitation(SACConfig(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
     np.testing.assert_allclose(rows, 0.5 * np.array([2.0, 0.0, 6.0, 0.0]), rtol=1e-6)
     assert float(jnp.mean(told["imitation_loss"])) == pytest.approx((1.0 + 3.0) / 2)
     assert float(jnp.mean(told["expert"])) == 0.5
     nobody = sample([[0.1, 0.0]] * 4, [1.0] * 4)
-    assert float(jnp.sum(sac._imitated(SACConfig(imitation=0.5), nobody, lambda kept: kept[:, 0])[0])) == 0.0
-    assert sac._imitated(SACConfig(), batch, lambda kept: kept[:, 0])[1] == {}
+    assert float(jnp.sum(sac._imitation(SACConfig(imitation=0.5), nobody, lambda kept: kept[:, 0])[0])) == 0.0
+    assert sac._imitation(SACConfig(), batch, lambda kept: kept[:, 0])[1] == {}
 
 
 def test_imitation_that_can_not_work_is_refused() -> None:

@@ -110,9 +110,9 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_programs_are_traced_for_the_platform_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (platform(), values.at_once(None)) == ("cpu", values.OF_A_CORE)
+    assert (platform(), values.at_once(None)) == ("cpu", values.ROWS_OF_A_CORE)
     monkeypatch.setenv(PLATFORM, "gpu")
-    assert (platform(), values.at_once(None)) == ("gpu", values.OF_AN_ACCELERATOR)
+    assert (platform(), values.at_once(None)) == ("gpu", values.ROWS_OF_AN_ACCELERATOR)
 
 
 def test_a_process_of_its_own_gets_the_chip_and_the_platform() -> None:
