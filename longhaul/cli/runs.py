@@ -185,7 +185,7 @@ def report(words: Sequence[str]) -> int:
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
-        from longhaul.training import evaluate, loop, population
+        from longhaul.training import final_evaluation, population
         from longhaul.training import report as pages
         from longhaul.training.run_dir import load_run
     run = load_run(folder)
@@ -210,14 +210,10 @@ def report(words: Sequence[str]) -> int:
         number = parsed["checkpoint"] or (steps[-1] if steps else None)
         with screen.stage("restoring the policy", plain=False):
             run, policy, untrained = restore_policy(folder, which, number)
-        scores: dict[str, Any] = {}
-        chains: dict[str, Any] = {}
-        for name, means, driven in loop.evaluations(run, policy, untrained, parsed["past-violations"]):
-            chains[name] = means.pop("chains", ())
-            scores[name] = means
-            recordings += driven
-        films = evaluate.filmed(run, ("trained", policy), ("untrained", untrained))
-        result = {"status": f"checkpoint {number}", "evaluation": scores, "chains": evaluate.conversations(chains)}
+        past_violations = parsed["past-violations"]
+        compared = final_evaluation.compare(run, policy, untrained, past_violations=past_violations)
+        recordings, films = compared.recordings, compared.films
+        result = {"status": f"checkpoint {number}", "evaluation": compared.means, "chains": compared.chains}
         records = [record for record in records if number is None or record["update"] <= number]
         page = folder / (f"report-{number}.html" if which is None else f"report-{number}-run-{which}.html")
     page = Path(parsed["out"] or page)

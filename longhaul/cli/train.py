@@ -201,18 +201,18 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     from longhaul.config.resolve import named
     from longhaul.diagnostics.compiled_run import compiled
     from longhaul.runtime import device_memory
-    from longhaul.training import loop
+    from longhaul.training import compilation
 
     if process_group.together():
         raise FlagError("--dry-run is of one process; leave longhaul launch out")
     if parsed.values["resume"] is None and (shaped := _of_shapes(run_flags.chosen(recipe, parsed))) is not None:
         return _planned(shaped)
     run, _ = _asked(recipe, parsed)
-    loop.prepare_devices(run.shown_devices, run.threads)
+    prepare_devices(run.shown_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
     if run.topology != "fused":
-        found = loop.weighed(run)
+        found = compilation.learner_footprint(run)
     else:
         made = compiled(run)
         parts = device_memory.parts(made.assembly.algorithm, made.start(run.seed), made.context)

@@ -44,6 +44,7 @@ from longhaul.runtime import bounded_json, files
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.process_group import say
 from longhaul.runtime.signals import listening
 from longhaul.telemetry import pages
 from longhaul.telemetry.pages import HEIGHT, WIDTH, Axes, short
@@ -163,7 +164,7 @@ def run_grid(folder: Path, grid: Grid, at_once: int = 1) -> int:
 
 def _one_by_one(folder: Path, grid: Grid, todo: Sequence[Job]) -> int:
     for i, job in enumerate(todo):
-        _say(f"{i + 1} of {len(todo)}: {folder / job.name}")
+        say(f"{i + 1} of {len(todo)}: {folder / job.name}")
         code = _train(folder, grid, job)
         if code:
             return code
@@ -186,7 +187,7 @@ def _side_by_side(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -
         _fill_store(grid)
     spawn = multiprocessing.get_context("spawn")
     waiting, running, code = list(todo), dict[Job, BaseProcess](), 0
-    with listening(_say) as stop:
+    with listening(say) as stop:
         stop.ending = "stopping all jobs"
         while (waiting and not stop.asked and not code) or running:
             while waiting and not stop.asked and not code and len(running) < at_once:
@@ -195,12 +196,12 @@ def _side_by_side(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -
                 process: BaseProcess = spawn.Process(target=_apart, args=(folder, job), name=job.name)
                 process.start()
                 running[job] = process
-                _say(f"{job.name} began: {folder / job.name / LOG}")
+                say(f"{job.name} began: {folder / job.name / LOG}")
             connection.wait([process.sentinel for process in running.values()], timeout=0.5)
             for job in [job for job, process in running.items() if not process.is_alive()]:
                 ended = running.pop(job).exitcode or 0
                 code = code or (ended if ended >= 0 else 1)
-                _say(
+                say(
                     f"{job.name} ended"
                     + (f" with code {ended}: {_last_line(folder / job.name / LOG)}" if ended else "")
                 )
@@ -230,7 +231,7 @@ def _apart(folder: Path, job: Job) -> None:
     try:
         code = _train(folder, load_grid(folder), job, sole=True)
     except RunError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         code = 2
     except Exception:
         traceback.print_exc()
@@ -253,10 +254,6 @@ def _fill_store(grid: Grid) -> None:
 def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def write(folder: Path, grid: Grid) -> dict[str, Any]:

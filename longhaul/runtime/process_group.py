@@ -287,6 +287,12 @@ def index() -> int:
     return int(_state().process_id) if together() else 0
 
 
+def say(line: str) -> None:
+    """Line on stderr, printed by the first process alone."""
+    if index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
 def count() -> int:
     """Number of joined processes; 1 if alone."""
     return int(_state().num_processes) if together() else 1

@@ -40,7 +40,7 @@ from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training import reasoning_setup, rollout_servers
 from longhaul.training.assemble import Assembly, completing
-from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
+from longhaul.types import Algorithm, Collector, Metrics, Params, Progress, PyTree
 
 EVERY = 1.0
 """Seconds between two writes of `LIVE`."""
@@ -81,6 +81,25 @@ def shares(run: Run, assembly: Assembly) -> bool:
         return False
     pinned = config.rule(run.acting, assembly.updates, assembly.origin.updates).pinned
     return not pinned and assembly.mesh.size == 1 and not any(run.acting.actor_devices)
+
+
+def policy_on_host(run: Run, assembly: Assembly, state: PyTree) -> Params:
+    """Policy of a state on the host, where no update overwrites it; arrays that actors share are not copied.
+
+    On a mesh of several processes all of them must call this.
+    """
+    policy, mesh = assembly.policy(state), assembly.mesh
+    if shares(run, assembly):
+        parts = learner.parted(policy, assembly.algorithm, shared=True)
+        changing, fixed = parts.split(policy)
+        return parts.join(_copied(changing), fixed)
+    # Parts on several devices are joined on the host; those of other processes must be gathered first.
+    return _copied(meshes.gathered(policy, mesh) if mesh.is_multi_process else policy)
+
+
+def _copied(tree: PyTree) -> PyTree:
+    """Copy on the host: a buffer of `device_get` may be donated next."""
+    return jax.tree.map(np.array, jax.device_get(tree))
 
 
 def placed(run: Run, assembly: Assembly) -> list[jax.Device]:

@@ -32,7 +32,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
-from longhaul.training import assemble, loop, run_dir
+from longhaul.training import assemble, final_evaluation, loop, run_dir
 from longhaul.training.data import Feeding, feed
 from tests.helpers.small_runs import begin, make_quick, records, small
 from tests.runtime.test_process_group import together
@@ -136,7 +136,7 @@ def test_threads_of_the_cpu_change_nothing() -> None:
 def pair(folder: Path) -> int:
     """In each of two processes of two devices: trains what the folder is named after."""
     with pytest.MonkeyPatch.context() as patch:  # evaluations take long to compile, and change no parameter
-        patch.setattr(loop, "evaluations", lambda *_: iter(()))
+        patch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
         loop.train(run_of(folder.name, 4), folder, resumed=False)
     return 0
 
@@ -147,7 +147,7 @@ def test_two_processes_of_two_devices_make_the_parameters_of_one_device(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so those of four in one process, which others here compare with one."""
-    monkeypatch.setattr(loop, "evaluations", lambda *_: iter(()))
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     monkeypatch.setattr(loop, "prepare_devices", lambda *_: None)  # other tests here need more devices than one
     two, one = tmp_path / "two" / name, tmp_path / "one"
     two.mkdir(parents=True)

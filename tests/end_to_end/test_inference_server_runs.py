@@ -15,7 +15,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import learner as topology
 from longhaul.topologies.inference_server.config import ServerConfig
-from longhaul.training import loop
+from longhaul.training import final_evaluation, loop
 from tests.helpers.inference_server_runs import POLES, processes
 from tests.helpers.small_runs import after, begin, records, result, resume, small
 
@@ -34,7 +34,7 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 ) -> None:
     """An actor is killed in one update, the whole run stopped in a later one: each update is made once."""
     before, run, real = processes(), in_processes(), topology.central
-    monkeypatch.setattr(loop, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     killed: list[int] = []
 
     def central(*args: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     acting = ActorConfig(2, staleness=0)
     run = in_processes(environment=Named(env), acting=acting, total_steps=8 * 16 * 12, log_interval=1)
     assert begin(run, tmp_path / "whole").code == 0

@@ -15,7 +15,7 @@ import pytest
 from longhaul.cli import main
 from longhaul.runtime.launch import supervisor
 from longhaul.telemetry import sinks
-from longhaul.training import loop
+from longhaul.training import final_evaluation, loop
 from tests.helpers import launch_faults, nan_environment
 from tests.helpers.small_runs import records, result
 
@@ -127,7 +127,8 @@ def assert_as_if_nothing_had_been(folder: Path, whole: Path) -> None:
 @pytest.mark.slow
 def test_one_hit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are killed, and a bit of the newest checkpoint is flipped: they go on from the one before."""
-    monkeypatch.setattr(loop, "evaluations", lambda *_: iter(()))  # which the hits of the slow tests go through, too
+    # The hits of the slow tests go through evaluations, too.
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     whole = undisturbed(tmp_path, 60)
     storm = Storm(tmp_path, 60, seed=5)
     storm.variables[launch_faults.UNSCORED] = "1"

@@ -30,7 +30,7 @@ from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import assemble, loop, run_dir
+from longhaul.training import assemble, compilation, loop, run_dir
 from longhaul.training import data as feeds
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -303,8 +303,8 @@ def test_a_run_is_gone_on_with_whole(
         return fused.Program(split.executable, assembly.mesh)
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(loop, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
-    monkeypatch.setattr(loop, "_compiled", compiled_before)
+    monkeypatch.setattr(compilation, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
+    monkeypatch.setattr(compilation, "compiled", compiled_before)
     stop(run, folder)
     assert "parameters and optimiser are split over 2 devices" in capfd.readouterr().err
     about = (folder / "run.json").read_text()

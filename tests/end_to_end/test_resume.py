@@ -30,7 +30,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused
-from longhaul.training import assemble, loop, run_dir
+from longhaul.training import assemble, final_evaluation, loop, run_dir
 from longhaul.training.checkpoint import checkpoint
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, small, stop
@@ -200,7 +200,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
     assert f"SIGTERM: nothing was left to save; go on with --resume {folder}\n" in stopped(loop, "feed")
     assert f"SIGTERM: stopped before its first update; go on with --resume {folder}\n" in stopped(fused, "compiled")
     assert not (folder / "checkpoints").exists()
-    assert f"SIGTERM: saved after update 60; go on with --resume {folder}\n" in stopped(loop, "evaluations")
+    assert f"SIGTERM: saved after update 60; go on with --resume {folder}\n" in stopped(final_evaluation, "evaluations")
     assert checkpoints(folder)[-1] == 60
     assert not (folder / "result.json").exists()
     with monkeypatch.context() as patch:  # all updates are made: nothing is compiled, nothing is trained

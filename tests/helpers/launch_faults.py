@@ -37,11 +37,11 @@ def main() -> int:
 
 def spoil() -> None:
     """Faults in a process that trains, until it ends."""
-    from longhaul.training import loop
+    from longhaul.training import final_evaluation
     from longhaul.training.checkpoint import checkpoint
 
     if UNSCORED in os.environ:
-        loop.evaluations = lambda *_: iter(())
+        final_evaluation.evaluations = lambda *_, **__: iter(())
     if CHANCE in os.environ:
         import pytest
 

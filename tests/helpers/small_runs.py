@@ -20,7 +20,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.topologies import fused
 from longhaul.training import assemble as training_assemble
-from longhaul.training import evaluate, loop, run_dir
+from longhaul.training import compilation, evaluate, final_evaluation, loop, run_dir
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 
@@ -140,11 +140,11 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
             STARTS[key] = start(assembly, seed, context)
         return jax.tree.map(lambda leaf: leaf.copy(), STARTS[key])  # the loop donates what it gets
 
-    def digests(run: Run, policy: Any, untrained: Any) -> Iterator[tuple[str, Any, list]]:
+    def digests(run: Run, policy: Any, untrained: Any, **_: Any) -> Iterator[final_evaluation.Evaluated]:
         for name, params in (("trained", policy), ("untrained", untrained)):
-            yield name, {"digest": params_sha256(params)}, []
+            yield final_evaluation.Evaluated(name, {"digest": params_sha256(params)})
 
-    patch.setattr(loop, "assemble", assemble_once)
+    patch.setattr(compilation, "assemble", assemble_once)
 
     def scorer_once(run: Run, episodes: int) -> Any:
         key = repr((whose(run), run.environment, run.algorithm, run.seed, episodes))
@@ -155,7 +155,7 @@ def make_quick(patch: pytest.MonkeyPatch, *, evaluated: bool = False) -> None:
     if evaluated:
         patch.setattr(evaluate, "scorer", scorer_once)
     else:
-        patch.setattr(loop, "evaluations", digests)
+        patch.setattr(final_evaluation, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

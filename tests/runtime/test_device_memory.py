@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from longhaul.cli import main
+from longhaul.cli import train as train_command
 from longhaul.config import recipes
 from longhaul.config.resolve import changed, resolve
 from longhaul.config.run import Run
@@ -22,7 +23,7 @@ from longhaul.driving import scenario_source
 from longhaul.runtime import device_memory
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
-from longhaul.training import loop
+from longhaul.training import compilation, final_evaluation
 from longhaul.training.assemble import Assembly
 from tests.helpers.small_runs import begin, small
 
@@ -67,7 +68,7 @@ def test_the_footprint_is_told_before_the_first_update(
     assert need is not None
     program = fused.Program(made.executable, made.assembly.mesh)
     monkeypatch.setattr(fused, "compiled", lambda *args, **words: program)
-    monkeypatch.setattr(loop, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * need.total * 20 // 19)
     run = small(devices=2, total_steps=8 * 16 * 2)
     result = begin(run, tmp_path / "tight").result
@@ -121,7 +122,7 @@ def test_a_dry_run_looks_at_the_program_of_its_topology(
         asked.append(run.topology)
         raise RunError("far enough")
 
-    monkeypatch.setattr(loop, "weighed", lambda run: asked.append("learner"))
+    monkeypatch.setattr(compilation, "learner_footprint", lambda run: asked.append("learner"))
     monkeypatch.setattr(compiled_run, "compiled", fused_program)
     code = main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1", "--topology", topology])
     assert (code, asked) == ((0, ["learner"]) if weighed else (2, ["fused"]))
@@ -140,7 +141,7 @@ def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyP
         prepared.append(devices)
         raise RunError("far enough")
 
-    monkeypatch.setattr(loop, "prepare_devices", prepare)
+    monkeypatch.setattr(train_command, "prepare_devices", prepare)
     assert main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1,model=2"]) == 2
     assert prepared == [2]
 

@@ -32,7 +32,7 @@ from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
-from longhaul.training import assemble, loop
+from longhaul.training import assemble, compilation, final_evaluation, loop
 from longhaul.training import data as feeds
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
@@ -168,8 +168,8 @@ def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: 
     for bank in (1, 2, 5):
         run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
         (fed,) = contexts(run, 1)
-        assert loop.alike(fed.context, feeds.feed(run).like)
-        assert not loop.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
+        assert compilation.matches(fed.context, feeds.feed(run).like)
+        assert not compilation.matches(fed.context, feeds.feed(streaming(data, bank=3)).like)
 
 
 def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
@@ -295,7 +295,7 @@ WHO: list[str] = []
 
 @pytest.mark.slow
 def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
-    assert [f"{loop.THREAD}_0"] == WHO
+    assert [f"{compilation.THREAD}_0"] == WHO
 
 
 def ended_the_same(folder: Path, whole: Path) -> bool:
@@ -413,7 +413,7 @@ def train_by_host(folder: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "picks", noted)
-        patch.setattr(loop, "evaluations", lambda *_: iter(()))
+        patch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
         patch.setattr(feeds, "_within", lambda *_: Glance)
         run = dataclasses.replace(streaming(folder / "shards", bank_by_host=True), devices=4, num_envs=8)
         loop.train(runs.resolve(run), folder / "run", resumed=False)

@@ -15,7 +15,7 @@ import longhaul
 from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
-from longhaul.training import hub, init_from, loop
+from longhaul.training import actor_learner, hub, init_from
 from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers.small_runs import quick_programs
 
@@ -54,14 +54,14 @@ def policy_arrays(result: longhaul.Result, step: int | None = None) -> dict[str,
 def beginning(folder: Path, name: str, **changes: Any) -> tuple[longhaul.Result, dict[str, np.ndarray]]:
     """A run, and the arrays of the policy that it began with."""
     begun: list[dict[str, np.ndarray]] = []
-    aside = loop._aside
+    aside = actor_learner.policy_on_host
 
     def kept(*given: Any) -> Any:
         begun.append(dotted(policy := aside(*given)))
         return policy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_aside", kept)
+        patch.setattr(actor_learner, "policy_on_host", kept)
         run = longhaul.train("cartpole", runs_dir=folder, run_name=name, **(SMALL | changes))
     assert any((begun[0][name] != begun[-1][name]).any() for name in begun[0]), "it learnt nothing"
     return run, begun[0]

@@ -26,7 +26,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
-from longhaul.training import loop, run_dir
+from longhaul.training import compilation, final_evaluation, loop, run_dir
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers import log_files
@@ -73,12 +73,13 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
             yield call
         counts.append(count())
 
-    def scored(*_: Any) -> Iterator[tuple[str, dict[str, Any], list]]:
+    def scored(*_: Any, **__: Any) -> Iterator[final_evaluation.Evaluated]:
         """Stand-ins for scores, whose program is compiled after all calls."""
-        yield from (("trained", {"return": 2.0}, []), ("untrained", {"return": 1.0}, []))
+        yield final_evaluation.Evaluated("trained", {"return": 2.0})
+        yield final_evaluation.Evaluated("untrained", {"return": 1.0})
 
     monkeypatch.setattr(fused, "fused", watched)
-    monkeypatch.setattr(loop, "evaluations", scored)
+    monkeypatch.setattr(final_evaluation, "evaluations", scored)
     run, folder = small(block=4, log_interval=8, total_steps=8 * 16 * 58), tmp_path / "run"
     try:
         outcome = begin(run, folder)
@@ -234,7 +235,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
             yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows, fused.FINITE: rows > 0}
 
     monkeypatch.setattr(fused, "compiled", lambda *_, **__: fused.Program(None, None))
-    monkeypatch.setattr(loop, "_weigh", lambda *_: None)
+    monkeypatch.setattr(compilation, "weigh", lambda *_: None)
     monkeypatch.setattr(fused, "fused", idle)
     begin(run, tmp_path / "run")
     assert len(capfd.readouterr().err.splitlines()) < 4100

@@ -27,7 +27,7 @@ from longhaul.runtime import heartbeat, mesh
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
-from longhaul.training import assemble, loop, run_dir
+from longhaul.training import assemble, compilation, loop, run_dir
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Fed, Feed, Feeding, Place
@@ -89,7 +89,7 @@ def first_call(run: Run, folder: Path, **asked: Any) -> Any:
         raise Enough
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_compiled", noting)
+        patch.setattr(compilation, "compiled", noting)
         with pytest.raises(Enough):
             loop.train(run, folder, resumed=True, asked=asked)
     return jax.tree.map(np.array, jax.device_get(seen[0]))
