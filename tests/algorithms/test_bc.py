@@ -69,7 +69,7 @@ def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Ar
     limits, dt = dynamics.VEHICLE, jnp.float32(0.1)
 
     def step(now: Drive, aim: Motion) -> tuple[Drive, jax.Array]:
-        action = dynamics.tell(now, aim, limits, dt, model, actions)
+        action = dynamics.nearest_action(now, aim, limits, dt, model, actions)
         after = dynamics.act(now, action, limits, dt, model, actions)
         return after, jnp.hypot(after.motion.x - aim.x, after.motion.y - aim.y)
 

@@ -337,13 +337,13 @@ LIMITS: dict[int, Limits] = {
 HIGHEST = max(limits.speed for limits in (VEHICLE, *LIMITS.values()))
 """Top speed of any kind, m/s."""
 
-TABLE = np.array([LIMITS.get(kind, VEHICLE) for kind in range(max(LIMITS) + 2)], np.float32)
+LIMITS_BY_KIND = np.array([LIMITS.get(kind, VEHICLE) for kind in range(max(LIMITS) + 2)], np.float32)
 """The limits [kinds, fields] by number of the kind."""
 
 
 def limits_of(kind: jax.Array, length: jax.Array) -> Limits:
     """The limits [A] of agents of these kinds (int32 [A]) and lengths (m)."""
-    row = jnp.asarray(TABLE)[jnp.clip(kind, 0, len(TABLE) - 1)]
+    row = jnp.asarray(LIMITS_BY_KIND)[jnp.clip(kind, 0, len(LIMITS_BY_KIND) - 1)]
     limits = Limits(*(row[..., i] for i in range(len(Limits._fields))))
     return limits._replace(wheelbase=WHEELBASE * length)
 
@@ -394,9 +394,9 @@ def make_actions(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
 
 def act(now: Drive, action: jax.Array, limits: Limits, dt: jax.Array, model: str, actions: str) -> Drive:
     """One step on by a policy's action, as `Config.dynamics` and `Config.actions` read it."""
-    moves = MODELS[model]()
-    shares = make_actions(actions, moves.grids).read(action)
-    return moves.advance(now, moves.scale(shares, now, limits, dt), limits, dt)
+    motion_model = MODELS[model]()
+    shares = make_actions(actions, motion_model.grids).read(action)
+    return motion_model.advance(now, motion_model.scale(shares, now, limits, dt), limits, dt)
 
 
 PULL, STEER, SOFT = 1.0, 2.0, 1.0
@@ -415,15 +415,15 @@ def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
     return aim._replace(speed=jnp.maximum(aim.speed + PULL * behind, 0.0), heading=wrap(heading))
 
 
-def tell(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
+def nearest_action(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
     """The action that leads nearest to `aim` in a step: inverse dynamics, within what actions can say."""
-    moves = MODELS[model]()
+    motion_model = MODELS[model]()
     after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # whose moves are told by the place itself
-    command = moves.invert(now, after, limits, dt)
-    return make_actions(actions, moves.grids).write(moves.share(command, now, limits, dt))
+    command = motion_model.invert(now, after, limits, dt)
+    return make_actions(actions, motion_model.grids).write(motion_model.share(command, now, limits, dt))
 
 
-def beside(now: Motion, logged: Motion) -> jax.Array:
+def near_log(now: Motion, logged: Motion) -> jax.Array:
     """bool: near enough to where the log has it for the log to tell what to do."""
     away = jnp.square(now.x - logged.x) + jnp.square(now.y - logged.y)
     return (away <= ASTRAY**2) & (jnp.abs(wrap(now.heading - logged.heading)) <= TURNED)

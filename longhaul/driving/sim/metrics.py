@@ -154,12 +154,12 @@ def begin(agents: int, s: jax.Array) -> Tally:
 def score(tally: Tally, counts: jax.Array, events: Events, features: Features, ride: Ride, course: Course) -> Tally:
     """The tally after a step, unchanged for those of whom it does not count."""
     lanes, ttc = features.lanes, features.ttc
-    felt, jerk, turn, uneasy = feel(tally, ride, course)
+    comfort = smoothed(tally, ride, course)
     limit = limit_of(lanes, course)
     over = speeding(limit, course) * course.dt
     aside = jnp.abs(features.lateral)
     on_way = jnp.where(jnp.cos(features.heading_error) > 0.0, aside, np.inf)
-    slots, part, against = oppose(tally, lanes.against & (on_way > HALF_WIDTH), course)
+    against = driven_against(tally, lanes.against & (on_way > HALF_WIDTH), course)
     bent = (jnp.abs(ride.yaw) > MAX_BENT * course.speed) & (course.speed >= CRAWLING)
     now = {
         **events._asdict(),
@@ -168,10 +168,10 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
         "wrong_way": jnp.minimum(on_way, lanes.along) > WRONG_WAY,
         "off_route": (aside > OFF_ROUTE) | (aside > lanes.along + FARTHER),
         "near_collision": ttc < TTC_BOUND,
-        "uncomfortable": uneasy,
+        "uncomfortable": comfort.exceeded,
         "infeasible": (jnp.abs(ride.longitudinal) > MAX_FEASIBLE) | bent,
-        "against": against >= AGAINST[0],
-        "far_against": against >= AGAINST[1],
+        "against": against.metres >= AGAINST[0],
+        "far_against": against.metres >= AGAINST[1],
         "laned": lanes.near,
         "limited": limit > 0.0,
         "lit": features.lit,
@@ -192,11 +192,11 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
         logged=known,
         final=jnp.where(course.logged, _natural(course.divergence, FINAL_UNIT, jnp.uint16), tally.final),
         speeding=_natural(tally.speeding.astype(jnp.float32) * EXCESS_UNIT + over, EXCESS_UNIT, jnp.uint16),
-        slots=slots,
-        part=part,
-        felt=felt,
-        jerk=jerk,
-        turn=turn,
+        slots=against.slots,
+        part=against.part,
+        felt=comfort.felt,
+        jerk=comfort.jerk,
+        turn=comfort.turn,
     )
     return jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, tally)
 
@@ -214,12 +214,20 @@ def speeding(limit: jax.Array, course: Course) -> jax.Array:
 def conduct(tally: Tally, features: Features, ride: Ride, course: Course) -> Conduct:
     """Conduct of a step by the rules of the metrics; `tally` is the one before it."""
     over = speeding(limit_of(features.lanes, course), course)
-    return Conduct(over, feel(tally, ride, course)[3], features.ttc < TTC_BOUND)
+    return Conduct(over, smoothed(tally, ride, course).exceeded, features.ttc < TTC_BOUND)
 
 
-def feel(tally: Tally, ride: Ride, course: Course) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """-> the smoothed acceleration, jerk and yaw rate after a step, as the tally has them, and whether any is beyond
-    nuPlan's limits."""
+class Comfort(NamedTuple):
+    """Smoothed motion after a step, each [A]; the numbers as `Tally` keeps them."""
+
+    felt: jax.Array
+    jerk: jax.Array
+    turn: jax.Array
+    exceeded: jax.Array  # bool: any is beyond nuPlan's limits
+
+
+def smoothed(tally: Tally, ride: Ride, course: Course) -> Comfort:
+    """Exponentially smoothed acceleration, jerk and yaw rate after a step; `tally` is the one before it."""
     weight = 1.0 - jnp.exp(-course.dt / SMOOTHING)
     first = tally.steps == 0
     felt, jerk = (value.astype(jnp.float32) * FELT_UNIT for value in (tally.felt, tally.jerk))
@@ -229,7 +237,7 @@ def feel(tally: Tally, ride: Ride, course: Course) -> tuple[jax.Array, jax.Array
     felt = jnp.where(first, ride.longitudinal, felt + change)
     turn = jnp.where(first, ride.yaw, turn + turning)
     jerk = jerk + weight * (change / course.dt - jerk)
-    uneasy = (
+    exceeded = (
         (felt < MIN_LONGITUDINAL)
         | (felt > MAX_LONGITUDINAL)
         | (jnp.abs(jerk) > MAX_JERK)
@@ -237,14 +245,15 @@ def feel(tally: Tally, ride: Ride, course: Course) -> tuple[jax.Array, jax.Array
         | (jnp.abs(turning) > MAX_YAW_ACCELERATION * course.dt)
         | (jnp.abs(turn) * course.speed > MAX_LATERAL)
     )
-    return _whole(felt, FELT_UNIT), _whole(jerk, FELT_UNIT), _whole(turn, TURN_UNIT), uneasy
+    return Comfort(_whole(felt, FELT_UNIT), _whole(jerk, FELT_UNIT), _whole(turn, TURN_UNIT), exceeded)
 
 
-def gentle(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gentle_range(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Lowest and highest acceleration [A], m/s^2, that may be held from now on without a jerk beyond nuPlan's limit.
 
-    `feel` smooths twice, so that the jerk n steps on is keep^n of today's and n keep^(n - 1) weight^2 / dt of what the
-    acceleration is from the one felt now: linear in it, for every n. Nothing is known of the jerk of a first step.
+    `smoothed` smooths twice. With keep = 1 - weight, the jerk n steps on is keep^n times today's, plus n keep^(n - 1)
+    weight^2 / dt times the difference of the acceleration from the one felt now: linear in it, for every n. Nothing is
+    known of the jerk of a first step.
     """
     weight = 1.0 - jnp.exp(-dt / SMOOTHING)
     steps = np.arange(1, 13, dtype=np.float32).reshape(-1, *([1] * tally.felt.ndim))
@@ -257,20 +266,27 @@ def gentle(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(first, -np.inf, low), jnp.where(first, np.inf, high)
 
 
-def oppose(tally: Tally, against: jax.Array, course: Course) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> slots and part after a step, and the metres driven against the traffic in the window that ends with it (0
-    where no slot ends)."""
-    each = jnp.maximum(jnp.round(AGAINST_SLOT / course.dt), 1.0)  # steps of a slot
-    window = jnp.round(AGAINST_WINDOW / (each * course.dt))  # slots of a window
-    ends = course.t % each.astype(jnp.int32) == 0
-    gone = tally.part.astype(jnp.float32) * PART_UNIT + jnp.where(against, course.speed * course.dt, 0.0)
-    before = jnp.zeros_like(gone)
+class Against(NamedTuple):
+    """Metres driven against the traffic, each [A]; `slots` and `part` as in `Tally`."""
+
+    slots: jax.Array
+    part: jax.Array
+    metres: jax.Array  # in the window that ends with this step; 0 where no slot ends
+
+
+def driven_against(tally: Tally, against: jax.Array, course: Course) -> Against:
+    """Way against the traffic after a step; `against`, bool [A]: this step was."""
+    steps_a_slot = jnp.maximum(jnp.round(AGAINST_SLOT / course.dt), 1.0)
+    slots_a_window = jnp.round(AGAINST_WINDOW / (steps_a_slot * course.dt))
+    ends = course.t % steps_a_slot.astype(jnp.int32) == 0
+    metres = tally.part.astype(jnp.float32) * PART_UNIT + jnp.where(against, course.speed * course.dt, 0.0)
+    before = jnp.zeros_like(metres)
     for k in range(4):
         slot = ((tally.slots >> (8 * k)) & 0xFF).astype(jnp.float32) * LONG_UNIT
-        before = before + jnp.where(window > k + 1, slot, 0.0)
-    shifted = (tally.slots << 8) | _natural(gone, LONG_UNIT, jnp.uint8).astype(jnp.uint32)
-    part = jnp.where(ends, np.uint8(0), _natural(gone, PART_UNIT, jnp.uint8))
-    return jnp.where(ends, shifted, tally.slots), part, jnp.where(ends, before + gone, 0.0)
+        before = before + jnp.where(slots_a_window > k + 1, slot, 0.0)
+    shifted = (tally.slots << 8) | _natural(metres, LONG_UNIT, jnp.uint8).astype(jnp.uint32)
+    part = jnp.where(ends, np.uint8(0), _natural(metres, PART_UNIT, jnp.uint8))
+    return Against(jnp.where(ends, shifted, tally.slots), part, jnp.where(ends, before + metres, 0.0))
 
 
 def _natural(value: jax.Array, unit: float, kind: jax.typing.DTypeLike) -> jax.Array:

@@ -70,7 +70,7 @@ class Conduct(NamedTuple):
     near_collision: jax.Array  # bool: a time to collision below 0.95 s
 
 
-def feel(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
+def ride_of(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
     """Comfort of the step from `now` to `drive`; the `first` of an episode has no jerk, for nothing is known of what
     was before."""
     before, after = now.motion, drive.motion
@@ -80,7 +80,7 @@ def feel(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
     return Ride(longitudinal, yaw * 0.5 * (before.speed + after.speed), jerk, yaw)
 
 
-def judge(features: Features, route_length: jax.Array, over: jax.Array) -> Events:
+def detect_events(features: Features, route_length: jax.Array, over: jax.Array) -> Events:
     """The events of a step; `over`: whether the log ends with it."""
     arrived = features.s >= route_length - jnp.minimum(1.0, 0.02 * route_length)
     stayed = over & (jnp.abs(features.s) <= STAY) & (jnp.abs(features.lateral) <= STAY)
@@ -150,7 +150,7 @@ class Step(NamedTuple):
     route_length: jax.Array  # m
 
 
-def own(name: str, step: Step) -> jax.Array:
+def user_reward(name: str, step: Step) -> jax.Array:
     """The reward [A] by the function "module:name" of a `Step`. ValueError where it returns something else."""
     value = load(name)(step)
     if not isinstance(value, jax.Array) or value.shape != step.metres.shape:
@@ -173,16 +173,16 @@ RANGES: dict[str, float] = {
 """Range by term of `Weights`: the factor, up and down, within which its weight is drawn."""
 
 
-def draws(episode: jax.Array, agents: int) -> jax.Array:
+def weight_draws(episode: jax.Array, agents: int) -> jax.Array:
     """float32 [A, len(RANGES)] within -1 .. 1, for the uint32 scalar `episode`."""
     count = agents * len(RANGES)
     number = jnp.arange(1, count + 1, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
-    drawn = mix(mix(number ^ episode) + episode) >> 8
-    share = drawn.astype(jnp.float32) * np.float32(2.0**-23) - 1.0
+    bits = mix_bits(mix_bits(number ^ episode) + episode) >> 8
+    share = bits.astype(jnp.float32) * np.float32(2.0**-23) - 1.0
     return jnp.where(episode == 0, 0.0, share).reshape(agents, len(RANGES))
 
 
-def mix(bits: jax.Array) -> jax.Array:
+def mix_bits(bits: jax.Array) -> jax.Array:
     """uint32 -> uint32, a bijection in which each bit of the input moves half of the output (the finaliser of
     Appleby's MurmurHash3)."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
@@ -190,10 +190,10 @@ def mix(bits: jax.Array) -> jax.Array:
     return bits ^ (bits >> 16)
 
 
-def weigh(weights: Weights, drawn: jax.Array) -> Weights:
+def drawn_weights(weights: Weights, draws: jax.Array) -> Weights:
     """The weights of agents, arrays [A], given their draws [A, len(RANGES)]; terms without a range stay numbers."""
     terms = {
-        name: getattr(weights, name) * jnp.exp(np.log(factor) * drawn[:, i])
+        name: getattr(weights, name) * jnp.exp(np.log(factor) * draws[:, i])
         for i, (name, factor) in enumerate(RANGES.items())
     }
     return replace(weights, **terms)

@@ -123,6 +123,13 @@ is later, and what 1 s of that is worth, m/s^2. nuPlan and V-Max want 0.95 s."""
 NEAR = 1.0
 """s to a conflict above which braking stays gentle: others may turn out to do something else."""
 
+FIRM_TIER, LAST_TIER = -1e2, -1e3
+"""Ranks below all others, of choices after which only firm braking avoids a conflict, and of those after which nothing
+does."""
+
+LATENESS = 10.0
+"""m/s^2 that a second until a conflict is worth, if nothing avoids it."""
+
 BLEND = 6.0
 """m of the way on which an agent that is beside its route comes back to it."""
 
@@ -185,35 +192,41 @@ class View(NamedTuple):
     dt: jax.Array
 
 
-def see(agent: Agent, features: Features, here: Scene, limits: Limits, road: Field, dt: jax.Array, count: int) -> View:
+def view_of(
+    agent: Agent, features: Features, here: Scene, limits: Limits, road: Field, dt: jax.Array, count: int
+) -> View:
     """View of an agent that looks at `count` of the others."""
     return View(agent, features, here, relevant(features, count), limits, road, dt)
 
 
-def keep_safe(view: View, drive: Drive, easy: tuple[jax.Array, jax.Array]) -> tuple[Drive, jax.Array]:
-    """The next motion of one agent, that a command leads to (`drive`), or that of the nearest safe acceleration; and
-    whether the command was unsafe, a bool. `easy` are the lowest and highest acceleration that jolt nobody
-    (`metrics.gentle`)."""
+def keep_safe(view: View, drive: Drive, comfortable: tuple[jax.Array, jax.Array]) -> tuple[Drive, jax.Array]:
+    """(next motion of one agent: `drive`, to which its command leads, or that of the nearest safe acceleration; bool:
+    the command was unsafe). `comfortable` are the lowest and the highest acceleration that jolt nobody
+    (`metrics.gentle_range`).
+
+    Choices rank in three tiers: first those after which gentle braking is enough, the nearest to the command; then
+    those after which firm braking is, the nearest to gentle braking; then the latest conflict, or the hardest braking
+    if it is near.
+    """
     now, limits, dt = view.agent.drive, view.limits, view.dt
     before = now.acceleration
-    low, high = jnp.maximum(easy[0], GENTLE[0]), jnp.minimum(easy[1], GENTLE[1])
+    low, high = jnp.maximum(comfortable[0], GENTLE[0]), jnp.minimum(comfortable[1], GENTLE[1])
     most = jnp.maximum(before + PUSHING_JERK * dt, RELEASED)
     smooth = jnp.clip(jnp.clip(drive.acceleration, before - BRAKING_JERK * dt, most), low, high)
     eased = jnp.maximum(before + EASING, low)
     choices = jnp.concatenate([smooth[None], eased, low[None], jnp.asarray(ACCELERATIONS)])
     choices = jnp.maximum(choices, -limits.braking)
-    soft, free = time_to_conflict(view, choices, jnp.maximum(low, SLOWING))
-    safe, gentle = free >= HORIZON, soft >= HORIZON
-    # those after which gentle braking is enough first, the nearest to what was wanted; then those after which the
-    # brakes are, the nearest to gentle braking; else the latest conflict: if it is near, the hardest braking
+    conflict = time_to_conflict(view, choices, jnp.maximum(low, SLOWING))
+    seconds = conflict.by_any
+    safe, gentle = seconds >= HORIZON, conflict.by_gentle >= HORIZON
     crowding = jnp.maximum(CALM - contact_after(view, choices), 0.0)
     crowding = jnp.where(choices > smooth, jnp.maximum(crowding, crowding[0]), crowding)
     near = -jnp.abs(choices - smooth) - PRICE * crowding
-    last = -1e3 + 10.0 * free + jnp.where(jnp.max(free) < IMMINENT, -choices, near)
-    rank = jnp.where(gentle, near, jnp.where(safe, -1e2 - jnp.abs(choices - low), last))
+    last = LAST_TIER + LATENESS * seconds + jnp.where(jnp.max(seconds) < IMMINENT, -choices, near)
+    rank = jnp.where(gentle, near, jnp.where(safe, FIRM_TIER - jnp.abs(choices - low), last))
     chosen = choices[jnp.argmax(rank)]
     # what is far off may turn out to be nothing: until it is near, as hard as is gentle
-    chosen = jnp.where(jnp.max(free[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
+    chosen = jnp.where(jnp.max(seconds[: 2 + len(EASING)]) >= NEAR, jnp.maximum(chosen, low), chosen)
     chosen = jnp.where(gentle[0] & (crowding[0] <= 0.0), smooth, chosen)
     grip = LATERAL / jnp.maximum(jnp.square(now.motion.speed), 1e-3)
     curvature, steered = keep_clear(view, drive.curvature)
@@ -254,8 +267,8 @@ def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
     def after(lateral: jax.Array, error: jax.Array) -> tuple[jax.Array, ...]:
         return return_to(features, features.s + held, lateral, error, way, blend)
 
-    mine = jax.vmap(after)(lateral, features.heading_error + turn)
-    x, y, cos, sin = (value[..., None] for value in mine)  # [4, T, 1]
+    own_poses = jax.vmap(after)(lateral, features.heading_error + turn)
+    x, y, cos, sin = (value[..., None] for value in own_poses)  # [4, T, 1]
     half_length, half_width = features.others.own
     box_x, box_y = (value[None, None] for value in corners(half_length, half_width))
     dx, dy = out_of(box_x, box_y, cos, sin)
@@ -271,33 +284,39 @@ def keep_clear(view: View, curvature: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(replaced, choices[least], curvature), replaced
 
 
-def time_to_conflict(view: View, choices: jax.Array, slowing: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Seconds [C] to the first conflict after each of `choices` [C], m/s^2 for one step, and then the best manoeuvre
-    but FIRM braking, and the best of all; HORIZON where there is none. `slowing` is the braking that is enough before a
+class Conflict(NamedTuple):
+    """Seconds [C] to the first conflict after each choice and the best manoeuvre; HORIZON where there is none."""
+
+    by_gentle: jax.Array  # manoeuvres without FIRM braking
+    by_any: jax.Array
+
+
+def time_to_conflict(view: View, choices: jax.Array, slowing: jax.Array) -> Conflict:
+    """First conflict after each of `choices` [C], m/s^2 for one step. `slowing` is the braking that is enough before a
     bend."""
     features, limits, dt, speed = view.features, view.limits, view.dt, view.agent.drive.motion.speed
     times = np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32) * np.float32(STEP)
     way = distances(speed, choices, times, limits, dt)  # [C, F, T]
     # held back from fusion: a CPU would work out a pose anew for each of the others
     others = others_at(view, times, turns=True)
-    mine, boxes = lax.optimization_barrier((poses(features, way), others))
+    own_poses, boxes = lax.optimization_barrier((poses(features, way), others))
     # longer by what is swept half way to the next look, so that no corner is cut between two
     own_length, own_width = features.others.own
     moved = jnp.diff(way, axis=-1, prepend=0.0)[..., None]
     forward = 0.5 * boxes.ahead[None, None, None]
     own = own_length + SWEPT * moved + forward, jnp.broadcast_to(own_width, moved.shape)
-    x, y, cos, sin = (value[..., None] for value in mine)  # [C, F, T, 1]
+    x, y, cos, sin = (value[..., None] for value in own_poses)  # [C, F, T, 1]
     gap = gaps((x, y, cos, sin), own, boxes, forward)  # [C, F, T, K]
     stop = features.light_distance
     stoppable = jnp.square(speed) < 2.0 * limits.braking * stop
     red = (features.light_state == RED) & stoppable
     hit = jnp.any(gap < boxes.least[None, None, None], axis=-1) | (red & (way > jnp.maximum(stop - LINE, 0.0)))
     before = (times - np.float32(STEP)).reshape(1, 1, -1)
-    each = jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1)
+    seconds = jnp.min(jnp.where(hit, before, np.float32(HORIZON)), axis=-1)
     bend = bend_speed(features.route[2, BEHIND:], ROUTE_SPACING, np.arange(AHEAD, dtype=np.float32), BEND)
     fast = (travel(speed, choices, dt, limits.speed)[1] > bend) & (choices > slowing)
-    each = jnp.where(fast[:, None], jnp.minimum(each, HORIZON - STEP), each)
-    return jnp.max(each[:, 1:], axis=-1), jnp.max(each, axis=-1)
+    seconds = jnp.where(fast[:, None], jnp.minimum(seconds, HORIZON - STEP), seconds)
+    return Conflict(jnp.max(seconds[:, 1:], axis=-1), jnp.max(seconds, axis=-1))
 
 
 def distances(speed: jax.Array, choices: jax.Array, times: np.ndarray, limits: Limits, dt: jax.Array) -> jax.Array:
@@ -308,13 +327,13 @@ def distances(speed: jax.Array, choices: jax.Array, times: np.ndarray, limits: L
     return begun[:, None, None] + travel(then[:, None, None], manoeuvres, left, limits.speed)[0]
 
 
-def gaps(mine: tuple[jax.Array, ...], own: tuple[Any, Any], boxes: Boxes, forward: Any = 0.0) -> jax.Array:
+def gaps(own_pose: tuple[jax.Array, ...], own: tuple[Any, Any], boxes: Boxes, forward: Any = 0.0) -> jax.Array:
     """Metres [..., T, K] between the own box and those of others.
 
     `mine`: x, y, cosine and sine [..., T, 1]; `own`: half length and half width of a box whose centre is `forward`
     metres ahead of them.
     """
-    x, y, cos, sin = mine
+    x, y, cos, sin = own_pose
     lead = (None,) * (x.ndim - 2)
     other_x, other_y, other_cos, other_sin = (value[lead] for value in boxes[:4])
     half_length, half_width = (value[(*lead, None)] for value in boxes.half)

@@ -14,16 +14,19 @@ stage, a number kept in the state:
 - ARRIVED: reached its goal and is put back in the next step; nowhere meanwhile.
 - GHOST: was put back, and is not free yet. It drives and sees; nobody sees or meets it, and it collides with nobody.
 
-`Config.goal`, for who reaches its goal: "remove" ends its episode, and it is GONE; "stop" ends it, and it is STANDING;
-with "respawn" it goes on: it is paid for the goal, and in the step after it (of which nothing is paid or counted) it is
-put to where and how fast its log begins, its route ahead of it once more, as a GHOST. A ghost becomes real after a step
-in which nobody real was within CLEARANCE, counting for each what it comes nearer in HEED seconds; only the first of
-several in one step, so that two ghosts never become real within each other. An episode then ends by another event or
-with the log. Goals that only the log's end decides (nothing to reach) are as with "remove", and so are all where the
-log drives.
+`Config.goal` is the fate of an agent that reaches its goal:
 
-`Config.crash`, for who fails (by any other event that ends an episode): "remove" or "stop", likewise. Where goal and
-failure fall in one step, it failed.
+- "remove": its episode ends, and it is GONE.
+- "stop": its episode ends, and it is STANDING.
+- "respawn": it is paid for the goal and goes on. In the next step, of which nothing is paid or counted, it is put back
+  to where its log begins, as a GHOST, with its route ahead of it once more. A ghost becomes real after a step in which
+  nobody real was within CLEARANCE, less what each comes nearer in HEED seconds; of several ghosts only the first does
+  in one step, so that two never become real within each other. Its episode ends by another event or with the log.
+
+Goals that only the log's end decides (nothing to reach) are as with "remove", and so are all where the log drives.
+
+`Config.crash` is the fate of an agent whose episode ends by any other event: "remove" or "stop", likewise. Where goal
+and failure fall in one step, it failed.
 """
 
 from __future__ import annotations
@@ -62,10 +65,10 @@ from longhaul.spaces import Measure
 from longhaul.types import Key, Spec, TimeStep, transition
 
 GONE, STANDING, PLAYING, GHOST, ARRIVED = range(5)
-"""Stages, uint8."""
+"""Stages, uint8; from PLAYING on the episode is running."""
 
 CLEARANCE, HEED = 0.5, 1.0
-"""m, s."""
+"""m to be free around a ghost before it becomes real, and s of the others' approach that count against it."""
 
 
 class State(NamedTuple):
@@ -81,12 +84,12 @@ class State(NamedTuple):
     reactive: Reactive | None
     tally: Tally
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
-    episode: jax.Array | None = None  # uint32 scalar, see `reward.draws`; None without conditioning
+    episode: jax.Array | None = None  # uint32 scalar, see `reward.weight_draws`; None without conditioning
     partners: Partners | None = None  # who drives the others; None: as the configuration says
 
     @property
     def playing(self) -> jax.Array:
-        """bool [A]: whose episode is running."""
+        """Flag bool [A]: the agent's episode is running."""
         return self.stage >= PLAYING
 
     @property
@@ -112,6 +115,22 @@ class Frame(NamedTuple):
     light_state: jax.Array  # int32 [L]
     scenario: jax.Array  # int32
     t: jax.Array  # int32
+
+
+class _Advance(NamedTuple):
+    """Motion of a step."""
+
+    drive: Drive  # of the controlled agents
+    unsafe: jax.Array | None  # bool [A]: the safety check replaced the command; None without it
+    reactive: Reactive | None
+
+
+class _Ends(NamedTuple):
+    """Ends of episodes in a step, bool [A] each."""
+
+    failed: jax.Array
+    arrived: jax.Array
+    terminated: jax.Array  # the episode is over, by either
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +164,11 @@ class Simulator:
         self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None,
         partners: Partners | None = None, moved: Key | None = None,
     ) -> tuple[State, Observation]:  # fmt: skip
-        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `reward.draws`. What chance hides
-        in the first observation is drawn from `key`, or where there is none, from the scenario's number. With `moved`
-        the agents begin beside their logs, as drawn from it (`Config.start_offset`, `start_speed`)."""
+        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is that of `reward.weight_draws`.
+
+        What chance hides in the first observation is drawn from `key`; without one, from the scenario's number. With
+        the key `moved`, agents begin beside their logs (`Config.start_offset`, `start_speed`).
+        """
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)
         t = jnp.zeros((), jnp.int32)
@@ -155,7 +176,7 @@ class Simulator:
         if partners is not None:
             there = there & partners.driven
         if moved is not None:
-            motion = self._moved(moved, motion)
+            motion = self._displaced(moved, motion)
         zeros = jnp.zeros(agents, jnp.float32)
         state = State(
             scenario=scenario,
@@ -185,46 +206,44 @@ class Simulator:
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
         last = tables.steps[state.scenario] - 1
         state, held = self._put_back(state)
-        drive, unsafe, reactive = self._advance(key, state, action, held, dt)
-        after = state.moved(drive)._replace(t=state.t + 1, reactive=reactive)
+        advance = self._advance(key, state, action, held, dt)
+        drive = advance.drive
+        after = state.moved(drive)._replace(t=state.t + 1, reactive=advance.reactive)
         here = self._scene(after)
         features = self._features(after, here)
         over = after.t >= last
         logged, present = self._logged(state.scenario, after.t)
-        events = reward.judge(features, length, over)
+        events = reward.detect_events(features, length, over)
         counts = paid = state.playing if held is None else state.playing & ~held
         if config.driver == "log":  # where the log has lost an agent, nothing can be said about it
             events = jax.tree.map(lambda event: event & present, events)
             counts = counts & present & self._logged(state.scenario, state.t)[1]
         events = self._spared(state, events)
-        ride = reward.feel(state.drive, drive, state.t == 0, dt)
+        ride = reward.ride_of(state.drive, drive, state.t == 0, dt)
         mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
         divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
         if state.goals is not None:  # who begins anew has left its log
             present = present & (state.goals == 0)
         course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
-        pay = self._pay(state, events, features, ride, course, length, unsafe)
-        failed, arrived, terminated = self._ends(state, events, length)
+        pay = self._pay(state, events, features, ride, course, length, advance.unsafe)
+        ends = self._ends(state, events, length)
         after = after._replace(
             s=features.s,
             tally=metrics.score(state.tally, counts, events, features, ride, course),
-            stage=next_stage(state.stage, failed, arrived, over, clear(features), config.goal, config.crash),
+            stage=next_stage(state.stage, ends.failed, ends.arrived, over, clear(features), config.goal, config.crash),
         )
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):
             halted = after.motion._replace(speed=jnp.zeros_like(after.motion.speed))
             after = after.moved(hold(after.stage == STANDING, halted, after.drive))
-        terminated = terminated & state.playing
+        terminated = ends.terminated & state.playing
         truncated = state.playing & ~terminated & over
         observation = self._observe(after, here, features, key)
         return after, transition(observation, jnp.where(paid, pay, 0.0), terminated, truncated)
 
-    def _advance(
-        self, key: Key, state: State, action: jax.Array, held: jax.Array | None, dt: jax.Array
-    ) -> tuple[Drive, jax.Array | None, Reactive | None]:
-        """(next motion of the controlled agents; bool [A]: whose command was unsafe, None unchecked; the reactive
-        vehicles). Who is `held` stays."""
+    def _advance(self, key: Key, state: State, action: jax.Array, held: jax.Array | None, dt: jax.Array) -> _Advance:
+        """Motion of a step from `state`. Agents that are `held` [A] stay where they are."""
         config, reactive = self.config, state.reactive
         checked = config.safety and config.driver == "policy"
         if config.driver == "idm" or reactive is not None or checked:
@@ -237,7 +256,7 @@ class Simulator:
             drive = hold(held, state.motion, drive)
         if reactive is not None:
             reactive = traffic.react(self.tables, state.scenario, state.t, before, reactive, state.partners)
-        return drive, unsafe, reactive
+        return _Advance(drive, unsafe, reactive)
 
     def _pay(
         self, state: State, events: Events, features: Features, ride: Ride, course: Course, length: jax.Array,
@@ -249,13 +268,13 @@ class Simulator:
             happened = happened._replace(goal=jnp.zeros_like(happened.goal))
         if config.reward is not None:
             metres = reward.covered(furthest, features, length)
-            return reward.own(config.reward, reward.Step(events, happened, metres, features, ride, length))
+            return reward.user_reward(config.reward, reward.Step(events, happened, metres, features, ride, length))
         conduct = metrics.conduct(state.tally, features, ride, course) if config.weights.conduct else None
         pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length, conduct)
         return pay if unsafe is None else pay + config.weights.unsafe * unsafe
 
-    def _ends(self, state: State, events: Events, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """bool [A] each: who failed, who arrived, whose episode is over by either (`Config.terminations`)."""
+    def _ends(self, state: State, events: Events, length: jax.Array) -> _Ends:
+        """Ends of episodes by the events of a step, as `Config.terminations` and `Config.goal` say."""
         config = self.config
         failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
         for name in config.terminations:
@@ -264,27 +283,27 @@ class Simulator:
         if config.goal == "respawn":
             arrived = arrived & (length >= reward.STILL)
             terminated = failed | (terminated & ~arrived)
-        return failed, arrived, terminated
+        return _Ends(failed, arrived, terminated)
 
     def active(self, state: State) -> jax.Array:
-        """bool [A]: who still plays."""
         return state.playing
 
     def demonstrate(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """Action of `Config.expert`, as `spec.action` says it, [A, ...], and for whom that is known, bool [A]: by
-        the log for who is near it and will be there in the next step."""
+        """Action of `Config.expert` in `spec.action`, [A, ...], and a flag that it is known, bool [A]. The log knows
+        it for agents near their logged place that have one in the next step, too."""
         config, scenario, dt = self.config, state.scenario, self.tables.dt[state.scenario]
         if config.expert == "idm":
             features = self._features(state, self._scene(state))
             aim, known = idm.follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
         else:
             (logged, _), (aim, there) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
-            known = state.playing & there & dynamics.beside(state.motion, logged)
+            known = state.playing & there & dynamics.near_log(state.motion, logged)
         limits = self._limits(scenario)
-        return dynamics.tell(state.drive, aim, limits, dt, config.dynamics, config.actions), known
+        return dynamics.nearest_action(state.drive, aim, limits, dt, config.dynamics, config.actions), known
 
     def metrics(self, state: State) -> dict[str, Measure]:
-        """See the module `metrics`; [A]. Where agents begin anew, how often each reached its goal, too: `goals`."""
+        """Metrics [A] of the module `metrics`; where agents are put back, also `goals`: how often each reached its
+        goal."""
         tables, scenario = self.tables, state.scenario
         values = metrics.metrics(
             state.tally,
@@ -326,30 +345,29 @@ class Simulator:
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
 
     def _bystanders(self, key: Key) -> Partners:
-        """Partners of a world as `Config.bystanders` has them, each agent but the ego with an even chance of being one;
-        in the other worlds all are driven, and who is not controlled reacts if `Config.traffic` says so."""
+        """Partners of a world, drawn by `Config.bystanders`: in such a world each agent but the ego is one with an even
+        chance. In the other worlds all agents are driven, and the rest react if `Config.traffic` says so."""
         replayed, drifting = self.config.bystanders
-        drawn = prng.uniform(key, (1 + self.config.agents,))
+        uniform = prng.uniform(key, (1 + self.config.agents,))
         usual = traffic.REACTING if self.config.traffic == "idm" else traffic.DRIVEN
-        kind = jnp.where(drawn[0] < replayed + drifting, traffic.DRIFTING, usual)
-        kind = jnp.where(drawn[0] < replayed, traffic.REPLAYED, kind)
+        kind = jnp.where(uniform[0] < replayed + drifting, traffic.DRIFTING, usual)
+        kind = jnp.where(uniform[0] < replayed, traffic.REPLAYED, kind)
         ego = jnp.arange(self.config.agents) == 0
-        driven = ego | (kind == usual) | (drawn[1:] < 0.5)
-        one = jnp.ones((), jnp.float32)
-        return Partners(kind.astype(jnp.int32), driven, one, one, jnp.array(True), jnp.array(True))
+        driven = ego | (kind == usual) | (uniform[1:] < 0.5)
+        unit = jnp.ones((), jnp.float32)
+        return Partners(kind.astype(jnp.int32), driven, unit, unit, jnp.array(True), jnp.array(True))
 
-    def _moved(self, key: Key, motion: Motion) -> Motion:
-        """Motion [A] of agents that begin beside their log, at another angle and speed; at most twice the deviations
-        away."""
+    def _displaced(self, key: Key, motion: Motion) -> Motion:
+        """Motion [A] of agents that begin beside their log, at another angle and speed, at most two deviations away."""
         config, (aside, turned) = self.config, self.config.start_offset
-        drawn = jnp.clip(prng.normal(jax.random.fold_in(key, 0), (2, config.agents)), -2.0, 2.0)
-        other, share = prng.uniform(jax.random.fold_in(key, 1), (2, config.agents))
-        speed = jnp.where(other < config.start_speed, 1.2 * share * motion.speed, motion.speed)
-        lateral = aside * drawn[0]
+        normal = jnp.clip(prng.normal(jax.random.fold_in(key, 0), (2, config.agents)), -2.0, 2.0)
+        chance, share = prng.uniform(jax.random.fold_in(key, 1), (2, config.agents))
+        speed = jnp.where(chance < config.start_speed, 1.2 * share * motion.speed, motion.speed)
+        lateral = aside * normal[0]
         return Motion(
             motion.x - lateral * jnp.sin(motion.heading),
             motion.y + lateral * jnp.cos(motion.heading),
-            wrap(motion.heading + turned * drawn[1]),
+            wrap(motion.heading + turned * normal[1]),
             speed,
         )
 
@@ -366,17 +384,17 @@ class Simulator:
         return Agent(state.drive, state.s, slots, self.tables.controlled[state.scenario])
 
     def _features(self, state: State, here: Scene) -> Features:
-        def one(agent: Agent) -> Features:
+        def of_agent(agent: Agent) -> Features:
             return extract(self.tables, self.search, state.scenario, state.t, here, agent)
 
-        return jax.vmap(one)(self._agents(state))
+        return jax.vmap(of_agent)(self._agents(state))
 
     def _observe(self, state: State, here: Scene, features: Features, key: Key | None) -> Observation:
         tables, config = self.tables, self.config
         offsets = waypoint_offsets(config.waypoints)
         left = tables.route_length[state.scenario] - features.s
 
-        def one(features: Features, agent: Agent, left: jax.Array, key: Key | None) -> Observation:
+        def view_of(features: Features, agent: Agent, left: jax.Array, key: Key | None) -> Observation:
             seen = here
             if not config.perfect:
                 seen = perceive(config, here, agent, key)
@@ -392,10 +410,11 @@ class Simulator:
             return view._replace(points=describe(perceive_road(config, road, key)))
 
         keys = prng.split(key, config.agents) if key is not None and config.draws else None
-        views = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(features, self._agents(state), left, keys)
+        axes = (0, 0, 0, None if keys is None else 0)
+        views = jax.vmap(view_of, in_axes=axes)(features, self._agents(state), left, keys)
         if state.episode is None:
             return views
-        return views._replace(ego=jnp.concatenate([views.ego, reward.draws(state.episode, config.agents)], -1))
+        return views._replace(ego=jnp.concatenate([views.ego, reward.weight_draws(state.episode, config.agents)], -1))
 
     def _drive(self, state: State, here: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
         """The next motion of the controlled agents; `here` for IDM alone."""
@@ -413,21 +432,23 @@ class Simulator:
         return dynamics.act(now, action, limits, dt, config.dynamics, config.actions)
 
     def _check(self, state: State, here: Scene, drive: Drive, dt: jax.Array, key: Key) -> tuple[Drive, jax.Array]:
-        """`drive` as `safety` leaves it, and whose commands it replaced, bool [A], by what each perceives before the
-        step."""
+        """`drive` with unsafe commands replaced, by what each agent perceives before the step, and a flag that they
+        were, bool [A]."""
         config = self.config
 
-        def one(agent: Agent, drive: Drive, limits: Limits, easy: Any, key: Key | None) -> tuple[Drive, jax.Array]:
+        def checked(
+            agent: Agent, drive: Drive, limits: Limits, gentle: Any, key: Key | None
+        ) -> tuple[Drive, jax.Array]:
             seen = here if config.perfect else perceive(config, here, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
-            view = safety.see(agent, features, seen, limits, road, dt, config.neighbours)
-            return safety.keep_safe(view, drive, easy)
+            view = safety.view_of(agent, features, seen, limits, road, dt, config.neighbours)
+            return safety.keep_safe(view, drive, gentle)
 
         road = device_bank.field(self.tables, state.scenario)
         keys = prng.split(key, config.agents) if config.draws else None
         limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
-        judged = jax.vmap(one, in_axes=(0, 0, 0, 0, None if keys is None else 0))
-        safe, unsafe = judged(self._agents(state), drive, limits, metrics.gentle(state.tally, dt), keys)
+        check_all = jax.vmap(checked, in_axes=(0, 0, 0, 0, None if keys is None else 0))
+        safe, unsafe = check_all(self._agents(state), drive, limits, metrics.gentle_range(state.tally, dt), keys)
         if state.partners is None:
             return safe, unsafe
         counts = state.partners.checked | (jnp.arange(config.agents) == 0)
@@ -449,10 +470,10 @@ class Simulator:
         """Reward weights of each agent."""
         if state.episode is None:
             return self.config.weights
-        return reward.weigh(self.config.weights, reward.draws(state.episode, self.config.agents))
+        return reward.drawn_weights(self.config.weights, reward.weight_draws(state.episode, self.config.agents))
 
     def _spared(self, state: State, events: Events) -> Events:
-        """The events without those that mean nothing: ghosts collide with nobody, and people may leave the road."""
+        """Events without those that mean nothing: ghosts collide with nobody, and pedestrians may leave the road."""
         if self.config.goal == "respawn":
             events = events._replace(collision=events.collision & (state.stage != GHOST))
         if self.config.control == "all":
@@ -460,8 +481,8 @@ class Simulator:
         return events
 
     def _put_back(self, state: State) -> tuple[State, jax.Array | None]:
-        """The state with everybody who arrived at its log's beginning, and who is not driven in this step: bool [A],
-        or None where that is nobody for sure."""
+        """State with the agents that ARRIVED put back to where their log begins, and a flag bool [A] of those that are
+        held in this step; None where no agent can be."""
         if self.config.goal != "respawn":
             return state, state.stage == STANDING if "stop" in (self.config.goal, self.config.crash) else None
         back = state.stage == ARRIVED
@@ -476,7 +497,7 @@ class Simulator:
 
 
 def clear(features: Features) -> jax.Array:
-    """bool [A]: nobody is near, nor comes near soon; `features` have a leading [A]."""
+    """Flag bool [A]: nobody is near, nor comes near soon. `features` have a leading [A]."""
     others = features.others
     distance = jnp.maximum(jnp.hypot(others.x, others.y), 0.1)
     closing = jnp.maximum(-(others.x * others.vx + others.y * others.vy) / distance, 0.0)
@@ -486,8 +507,8 @@ def clear(features: Features) -> jax.Array:
 def next_stage(
     stage: jax.Array, failed: jax.Array, arrived: jax.Array, over: jax.Array, free: jax.Array, goal: str, crash: str
 ) -> jax.Array:
-    """The stages [A] after a step: who failed, who arrived (each only where that ends an episode or puts back),
-    whether the log is over, and who is `clear`."""
+    """Stages [A] after a step. `failed` and `arrived` are of episodes that this ends or puts back, `over` says that the
+    log ends, `free` is the result of `clear`."""
     plays = stage >= PLAYING
     if goal == "respawn":
         ready = (stage == GHOST) & free

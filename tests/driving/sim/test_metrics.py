@@ -249,12 +249,12 @@ def test_an_acceleration_within_what_is_gentle_can_be_held_and_no_more() -> None
     def worst(held: jax.Array) -> np.ndarray:
         now, found = tally, []
         for _ in range(20):
-            smoothed, jolt, _, _ = metrics.feel(now, Ride(held, zeros, zeros, zeros), course)
-            now = now._replace(felt=smoothed, jerk=jolt)
-            found.append(np.abs(np.asarray(jolt, float)) * metrics.FELT_UNIT)
+            comfort = metrics.smoothed(now, Ride(held, zeros, zeros, zeros), course)
+            now = now._replace(felt=comfort.felt, jerk=comfort.jerk)
+            found.append(np.abs(np.asarray(comfort.jerk, float)) * metrics.FELT_UNIT)
         return np.max(found, axis=0)
 
-    low, high = metrics.gentle(tally, course.dt)
+    low, high = metrics.gentle_range(tally, course.dt)
     for bound, way in ((low, -1.0), (high, 1.0)):
         assert worst(bound).max() < metrics.MAX_JERK
         assert worst(bound + 0.1 * way).min() > metrics.EASY_JERK

@@ -174,7 +174,7 @@ def test_scenarios_have_the_agents_that_are_asked_for(monkeypatch: pytest.Monkey
 
 def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
     episodes = jnp.arange(1, 2001, dtype=jnp.uint32)
-    drawn = np.asarray(jax.vmap(lambda e: reward.draws(e, 4))(episodes))
+    drawn = np.asarray(jax.vmap(lambda e: reward.weight_draws(e, 4))(episodes))
     assert drawn.shape == (2000, 4, len(reward.RANGES))
     assert drawn.min() >= -1.0
     assert drawn.max() < 1.0
@@ -191,7 +191,7 @@ def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
 def test_weights_lie_within_their_ranges_around_the_configured_ones() -> None:
     drawn = jnp.stack([jnp.full(len(reward.RANGES), d) for d in (-1.0, 0.0, 1.0)])
     given = Weights()
-    found = reward.weigh(given, drawn)
+    found = reward.drawn_weights(given, drawn)
     for field in fields(Weights):
         value, wanted = getattr(found, field.name), getattr(given, field.name)
         factor = reward.RANGES.get(field.name)
@@ -199,7 +199,7 @@ def test_weights_lie_within_their_ranges_around_the_configured_ones() -> None:
             assert value == wanted
         else:
             np.testing.assert_allclose(value, [wanted / factor, wanted, wanted * factor], rtol=1e-5)
-    assert not reward.draws(jnp.uint32(0), 3).any()
+    assert not reward.weight_draws(jnp.uint32(0), 3).any()
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_each_driver_of_a_drawn_episode_sees_weights_of_its_own() -> None:
     assert seen.ego.shape[2:] == environment.spec.observation.ego.shape
     shown = np.asarray(seen.ego)[..., -count:]
     assert len(np.unique(shown)) == shown.size
-    np.testing.assert_array_equal(shown[0], reward.draws(states.episode[0], 2))
+    np.testing.assert_array_equal(shown[0], reward.weight_draws(states.episode[0], 2))
 
 
 # ------------------------------------------------------------------------------------------------------- recipes
