@@ -253,7 +253,7 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
     report = {
         "run": folder.name,
         "cells": cells,
-        "adversary": cross_play.told(partners[-1], conditioned) if sought else None,
+        "adversary": cross_play.conditioning_of(partners[-1], conditioned) if sought else None,
     }
     if parsed["json"] != "-":
         rows = [
@@ -294,7 +294,7 @@ def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- tables and files
 
 
-def told(measure: Measure) -> list[float | None]:
+def values_or_none(measure: Measure) -> list[float | None]:
     """A metric's values, None where the episode does not tell it."""
     return [float(value) if valid else None for value, valid in zip(*measure, strict=True)]
 
@@ -304,7 +304,7 @@ def _print(result: Result) -> None:
     if drives is None:
         rows = []
         for name in tables.columns(scores.metrics):
-            known = [value for value in told(scores.metrics[name]) if value is not None]
+            known = [value for value in values_or_none(scores.metrics[name]) if value is not None]
             mean, *rest = [float(f(known)) if known else None for f in (np.mean, np.std, np.min, np.max)]
             rows.append([name, *map(tables.number, (mean, *_interval(result.estimates.get(name)), *rest))])
         tables.table([f"{len(scores.names)} episodes", "mean", "2.5 %", "97.5 %", "std", "min", "max"], rows)
@@ -371,7 +371,7 @@ def _print_infractions(rates: dict[str, Rate]) -> None:
 def _entries(result: Result) -> list[dict[str, Any]]:
     """A row an episode: where it was, who it was, and each metric, None where it is not told."""
     scores, drives = result.scores, result.drives
-    values = {name: told(measure) for name, measure in scores.metrics.items()}
+    values = {name: values_or_none(measure) for name, measure in scores.metrics.items()}
     rows = []
     for i, name in enumerate(scores.names):
         row: dict[str, Any] = {"id": name}
@@ -422,7 +422,7 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
     """Draws them into `folder`, and names each file."""
     assert result.drives is not None
     chosen = evaluate_driving.worst(result.scores, parsed["worst"])
-    who, some = parsed["policy"], result.drives.some(chosen)
+    who, some = parsed["policy"], result.drives.subset(chosen)
     changes = evaluate_driving.past_violations(some.run) if parsed["past-violations"] else {}
     _, films = some.play(acting, drawing.driver_of(who), range(len(chosen)), **changes)
     folder.mkdir(parents=True, exist_ok=True)

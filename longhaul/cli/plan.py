@@ -92,7 +92,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         devices, chip = 1, chips.machine()
     elif here:
         what, devices = short_run(run, values["calls"], shards)
-        chip = chips.here(devices)
+        chip = chips.of_this_process(devices)
     else:
         what, devices = program_of(run, shards, values["hardware"]), run.all_devices
         chip = CHIPS[values["hardware"]]
@@ -116,7 +116,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         whole = assumed._replace(efficiency=1.0) if here else assumed
         measured["instructions"] = sum(runs for runs, _, _ in what.work)
         measured["roofline_seconds"] = compute_plan.roofline_seconds(what, chip, whole, bf16=bf16 and not here)
-    words = compute_plan.said(what, chip, assumed, here=here, bf16=bf16, strong=strong, found=found)
+    words = compute_plan.assumptions_in_words(what, chip, assumed, here=here, bf16=bf16, strong=strong, found=found)
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"], "measured": measured,
         "assumptions": dict(words),

@@ -202,17 +202,17 @@ def learning(recipe: Run, words: Sequence[str]) -> Run:
 
     The words are not parsed yet, since its fields are flags.
     """
-    name, path, run_id = (said(words, flag) for flag in ("algorithm", "config", "resume"))
+    name, path, run_id = (unparsed_value(words, flag) for flag in ("algorithm", "config", "resume"))
     if name is None and path is not None:
         name = files.algorithm(files.load(expanded(path)))
     elif name is None and run_id is not None:
-        where = said(words, "project"), said(words, "entity")
-        runs_dir = expanded(said(words, "runs-dir") or RUNS_DIR.default)
+        where = unparsed_value(words, "project"), unparsed_value(words, "entity")
+        runs_dir = expanded(unparsed_value(words, "runs-dir") or RUNS_DIR.default)
         name = own_algorithm(find_or_fetch(runs_dir, run_id, recipe.recipe, *where))
     return recipe if name is None else recipes.with_algorithm(recipe, name)
 
 
-def said(words: Sequence[str], name: str) -> str | None:
+def unparsed_value(words: Sequence[str], name: str) -> str | None:
     """Value of a flag in words that are not parsed yet; None where it is not given."""
     found = None
     for word, after in zip(words, [*words[1:], ""], strict=True):
@@ -231,10 +231,10 @@ def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     """The recipe's Run as the flags change it. Raises RunError where a flag would change nothing."""
     from longhaul.config.resolve import changed
 
-    return changed(recipe, given(recipe, parsed))
+    return changed(recipe, given_settings(recipe, parsed))
 
 
-def given(recipe: Run, parsed: flags.Parsed) -> dict[str, Any]:
+def given_settings(recipe: Run, parsed: flags.Parsed) -> dict[str, Any]:
     """Settings that the words gave, and the file of --config before them, by the names of fields."""
     named = sorted({flag.name for flag in run_flags(recipe)} & parsed.given)
     path = parsed.values.get("config")
@@ -244,9 +244,8 @@ def given(recipe: Run, parsed: flags.Parsed) -> dict[str, Any]:
 
 def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
     """Settings of `run` that the words gave, by field, as JSON holds them."""
-    return {
-        name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given(run, parsed).items()
-    }
+    settings = given_settings(run, parsed)
+    return {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in settings.items()}
 
 
 def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:

@@ -111,7 +111,7 @@ def compare(words: Sequence[str]) -> int:
     folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
     if len(folders) < 2:
         raise FlagError("which runs? longhaul compare RUN RUN... [--metric NAME...]")
-    curves, groups, differences = comparison.of(folders)
+    curves, groups, differences = comparison.compare(folders)
     there = dict.fromkeys(name for each in curves.values() for name in each.names)
     metrics = parsed["metric"] or [name for name in there if name in MAIN]
     if unknown := [name for name in metrics if name not in there]:

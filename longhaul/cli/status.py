@@ -56,7 +56,7 @@ def status(words: Sequence[str]) -> int:
         rows.append((tracking.KINDS[name].title, said))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
-    rows += forecast.said(found)
+    rows += forecast.in_words(found)
     if about.get("detours"):
         rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
     if lines:

@@ -89,11 +89,11 @@ def _beginning_with_recipe(words: Sequence[str]) -> Sequence[str]:
     """Words that begin with the recipe, also where flags come first and --config or --resume names it."""
     if not words or not words[0].startswith("-"):
         return words
-    path, run_id = run_flags.said(words, "config"), run_flags.said(words, "resume")
+    path, run_id = run_flags.unparsed_value(words, "config"), run_flags.unparsed_value(words, "resume")
     if path is not None and (name := files.load(expanded(path)).get("recipe")):
         return [str(name), *words]
     if run_id is not None:
-        runs_dir = expanded(run_flags.said(words, "runs-dir") or run_flags.RUNS_DIR.default)
+        runs_dir = expanded(run_flags.unparsed_value(words, "runs-dir") or run_flags.RUNS_DIR.default)
         return [load_run(find_folder(runs_dir, run_id)).recipe, *words]
     return words
 
@@ -164,9 +164,9 @@ def _start_together(words: Sequence[str]) -> None:
 
     Its module is imported before the flags are read, and what it computes would start JAX in this process alone.
     """
-    if not any(map(is_named, (words[0], run_flags.said(words, "algorithm") or ""))):
+    if not any(map(is_named, (words[0], run_flags.unparsed_value(words, "algorithm") or ""))):
         return
-    mesh, threads = run_flags.said(words, "mesh"), run_flags.said(words, "threads")
+    mesh, threads = run_flags.unparsed_value(words, "mesh"), run_flags.unparsed_value(words, "threads")
     try:
         shape = run_flags.MESH.read(mesh) if mesh else MeshShape(None)
         own = None if threads is None else int(threads)

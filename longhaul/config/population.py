@@ -142,11 +142,11 @@ def check(population: Population, config: Any, seed: int, most_scenarios: int | 
     return found
 
 
-def own(found: tuple[Member, ...]) -> dict[str, np.ndarray]:
+def values_of(members: tuple[Member, ...]) -> dict[str, np.ndarray]:
     """The members' values, float32 [M] each."""
-    return {name: np.array([member.values[name] for member in found], np.float32) for name in found[0].values}
+    return {name: np.array([member.values[name] for member in members], np.float32) for name in members[0].values}
 
 
-def bounds(found: tuple[Member, ...]) -> dict[str, tuple[float, float]]:
+def bounds(members: tuple[Member, ...]) -> dict[str, tuple[float, float]]:
     """The range of each swept hyperparameter."""
-    return {name: (float(column.min()), float(column.max())) for name, column in own(found).items()}
+    return {name: (float(column.min()), float(column.max())) for name, column in values_of(members).items()}

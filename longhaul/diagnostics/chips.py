@@ -55,19 +55,19 @@ KINDS = {
 """Part of JAX's device name -> name here; the first match counts."""
 
 
-def known(kind: str) -> Chip | None:
+def listed(kind: str) -> Chip | None:
     """Chip of JAX's device kind ("NVIDIA H100 80GB HBM3", "TPU v4"); None if not listed."""
     words = kind.lower()
     return next((CHIPS[name] for part, name in KINDS.items() if part in words), None)
 
 
-def here(devices: int = 1) -> Chip:
+def of_this_process(devices: int = 1) -> Chip:
     """Chip of this process: listed, else measured in about a second.
 
     A CPU is shared evenly by `devices` devices.
     """
     device = jax.devices()[0]
-    chip = known(device.device_kind)
+    chip = listed(device.device_kind)
     if chip is not None:
         return chip
     memory = (device.memory_stats() or {}).get("bytes_limit") or machine_memory()

@@ -250,7 +250,7 @@ def _row(
     )  # fmt: skip
 
 
-def said(
+def assumptions_in_words(
     what: Measured, chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool,
     found: Calibration | None = None,
 ) -> list[tuple[str, str]]:  # fmt: skip

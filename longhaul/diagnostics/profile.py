@@ -86,7 +86,7 @@ def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
     program, updates = traced.program, traced.updates
     devices, steps = program.assembly.mesh.size, program.assembly.steps_per_update * updates
     seconds, read = traced.update_seconds * updates, reading(traced.events, traced.instructions)
-    chip = chips.here(devices)
+    chip = chips.of_this_process(devices)
     machine = provenance()
     return {
         "recipe": run.recipe, "devices": devices, "chip": chip.name, "updates": updates, "agent_steps": steps,

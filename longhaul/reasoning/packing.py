@@ -99,13 +99,13 @@ def laid(to: Packed, prompt: jax.Array, text: jax.Array, number: jax.Array, *, r
 def summed(function: Callable[[Row], Any], to: Packed, prompt: jax.Array, text: jax.Array, *, room: int) -> Any:
     """Sum of function(row) over the rows of completions [B, N] of prompts [B, P]."""
 
-    def of(number: jax.Array) -> Any:
+    def of_row(number: jax.Array) -> Any:
         return function(laid(to, prompt, text, number, room=room))
 
     def add(number: jax.Array, sums: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, of(number))
+        return jax.tree.map(jnp.add, sums, of_row(number))
 
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of, jnp.int32(0)))
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_row, jnp.int32(0)))
     return jax.lax.fori_loop(0, to.rows, add, none)
 
 

@@ -259,7 +259,7 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
         return Problem(f"{','.join(map(str, numbers))}:{target}=", str(target))
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
-        numbers, target = given(problem)
+        numbers, target = numbers_and_target(problem)
         while (found := solved(numbers, rng))[2] != target:
             pass  # this ends: the target was reached when the problem was generated
         return write(found[0], found[1])
@@ -267,18 +267,18 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
         if rng.random() >= aimless:
             return solution(problem, rng)
-        steps, expression, _ = solved(given(problem)[0], rng)
+        steps, expression, _ = solved(numbers_and_target(problem)[0], rng)
         return write(steps, expression)
 
     def reward(problem: Problem, completion: str) -> float:
         answer = read(completion).answer
-        numbers, target = given(problem)
+        numbers, target = numbers_and_target(problem)
         found = None if answer is None else evaluate(answer)
         return float(found is not None and found[0] == target and sorted(found[1]) == sorted(numbers))
 
     def soundness(problem: Problem, completion: str) -> float:
         """Share of steps before the first that is wrong or uses a number that is not available."""
-        left, sound, (steps, unfinished, _) = given(problem)[0], 0, read(completion)
+        left, sound, (steps, unfinished, _) = numbers_and_target(problem)[0], 0, read(completion)
         for step in steps:
             parts = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
             if parts is None or SIGNS[parts[2]](int(parts[1]), int(parts[3])) != int(parts[4]):
@@ -298,7 +298,7 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     return Task("countdown", problem, demonstration, reward, soundness, False, posed, solution)
 
 
-def given(problem: Problem) -> tuple[list[int], int]:
+def numbers_and_target(problem: Problem) -> tuple[list[int], int]:
     """Numbers and target of a problem of countdown."""
     numbers, _, target = problem.prompt.removesuffix("=").partition(":")
     return [int(number) for number in numbers.split(",")], int(target)

@@ -213,7 +213,7 @@ class Ledger:
         self.misses += event == MISS
 
     @property
-    def found(self) -> str:
+    def summary(self) -> str:
         """Origin of the programs in words."""
         if not self.hits + self.misses:
             return "no compilation cache"

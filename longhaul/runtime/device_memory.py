@@ -163,7 +163,7 @@ def held(tree: PyTree) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def made(function: Any, *arguments: Any) -> PyTree:
+def allocated(function: Any, *arguments: Any) -> PyTree:
     """Result of a jitted function. RunError, before it is allocated, where the memory can't hold it.
 
     A file may name any sizes, and an allocation that can't succeed may wait for ever.

@@ -192,7 +192,7 @@ def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
 
 
-def here(leaf: jax.Array) -> np.ndarray:
+def local_part(leaf: jax.Array) -> np.ndarray:
     """Part of a possibly split array in this process; 0 elsewhere."""
     first = leaf.addressable_data(0)
     if first.shape == leaf.shape:

@@ -147,7 +147,7 @@ def forecast(records: Sequence[Mapping[str, Any]]) -> Forecast:
     return Forecast(ceiling, last, now, doubled, worth_going_on(law, last, worth))
 
 
-def said(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def in_words(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Forecast in words, a name and a line each; none if records have no return."""
     if not len(points(records)[0]):
         return []

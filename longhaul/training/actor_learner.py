@@ -285,7 +285,7 @@ def calls(
 
         where = placed(run, assembly)
         if where:
-            note(placement.said(where))
+            note(placement.describe(where))
         pool, updates = opened(run, folder, assembly, prepared, progress, closed, left)
         written = 0.0
         for progress, n, rows in updates:

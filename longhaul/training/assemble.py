@@ -61,7 +61,7 @@ class Assembly(NamedTuple):
 
     def start(self, seed: int, context: PyTree) -> Progress:
         if self.begin is not None:
-            return self.begin(population.own(self.members), members.keys(self.members), context)
+            return self.begin(population.values_of(self.members), members.keys(self.members), context)
         return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
 
     def policy(self, state: PyTree) -> Params:
@@ -169,7 +169,7 @@ def _entering_actors(
         enter = host_rollout.entering(run.environment.env, algorithm, sizes, count)
     else:
         enter = acted.entering(collector_in, count)
-    own = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
+    own = acted.with_pinned_weights(enter, layouts.rule(run.acting, updates).pinned, algorithm)
     return lambda key, context: acted.whole_carry(own(key, context), mesh)
 
 

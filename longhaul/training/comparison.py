@@ -133,10 +133,18 @@ def over_seeds(curves: Sequence[Curves], metric: str, axis: str = "agent_steps")
     return grid, iqm(scores, 0), low, high
 
 
-def of(folders: Mapping[str, Path]) -> tuple[dict[str, Curves], list[list[str]], dict[str, list[Any]]]:
-    """(curves by name, groups of the runs, differing settings) of runs by name."""
+class Comparison(NamedTuple):
+    """Runs side by side."""
+
+    curves: dict[str, Curves]  # by name
+    groups: list[list[str]]  # names of runs that differ in their seed alone
+    differences: dict[str, list[Any]]  # settings that differ, a value each run
+
+
+def compare(folders: Mapping[str, Path]) -> Comparison:
+    """Comparison of runs by name."""
     curves, configs = {}, {}
     for name, folder in folders.items():
         curves[name], configs[name] = Curves(folder), runs.config(folder)
         curves[name].update()
-    return curves, groups(configs), differences(configs)
+    return Comparison(curves, groups(configs), differences(configs))

@@ -171,7 +171,7 @@ def _of_point(point: np.ndarray, conditioned: bool) -> Partner:
     return Partner("adversary", traffic.REACTING, pace=1.6**pace, headway=4.0**headway, yields=courtesy > 0.0)
 
 
-def told(partner: Partner, conditioned: bool) -> dict[str, float | bool]:
+def conditioning_of(partner: Partner, conditioned: bool) -> dict[str, float | bool]:
     """Conditioning of a partner, for the JSON."""
     if conditioned:
         return dict(zip(RANGES, map(float, partner.draws), strict=True))

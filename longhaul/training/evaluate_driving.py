@@ -213,7 +213,7 @@ class Drives(NamedTuple):
         """Scores and recordings of one policy, as from `player`."""
         return self.player(driver, len(record), **changes)(policy, record)
 
-    def some(self, which: Sequence[int]) -> Drives:
+    def subset(self, which: Sequence[int]) -> Drives:
         """Drives restricted to these scenarios."""
         files = tuple(self.files[i] for i in which) if self.files else ()
         return Drives(self.run, scenario_set.held([self.scenarios[i] for i in which], files))
@@ -229,7 +229,7 @@ class Drives(NamedTuple):
                 few = f"there are {', '.join(there[:3])}{' ...' if len(there) > 3 else ''}"
                 hint = f"did you mean {' or '.join(near)}?" if near else few
                 raise RunError(f"no scenario is named {each!r}; {hint}")
-        return self.some([there.index(each) for each in ids]) if ids else self
+        return self.subset([there.index(each) for each in ids]) if ids else self
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""

@@ -140,6 +140,6 @@ def evaluations(run: Run, policy: Params, untrained: Params, *, past_violations:
     ):  # fmt: skip
         scores, recorded = play(params, shown)
         if past_violations:
-            driver = "policy" if play is by_policy else name
-            _, recorded = drives.some(shown).play(params, driver, range(films), **evaluate_driving.past_violations(run))
+            driver, changes = "policy" if play is by_policy else name, evaluate_driving.past_violations(run)
+            _, recorded = drives.subset(shown).play(params, driver, range(films), **changes)
         yield Evaluated(name, scores.means(), evaluate_driving.label(recorded, name))

@@ -98,7 +98,7 @@ def train(
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
     with alone(folder), screen.outlasting(folder), listening(say) as stop, _mirrored(folder, stop):
-        sole = sole and not process_group.together() and store.of(folder) is None
+        sole = sole and not process_group.together() and store.address_of(folder) is None
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
             attempt = Attempt(run, folder, stop, source, asked or {}, callback, edited, sole, resumed, detours)
@@ -421,7 +421,7 @@ class Loop:
         seconds = clock.read()
         # Printed by each process: all wait for the one that compiles.
         print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
-              f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
+              f"of that traced; {clock.ledger.summary}", file=sys.stderr, flush=True)  # fmt: skip
         compilation.weigh(self.folder, run, assembly, program, self.progress, context)
         return program
 

@@ -88,7 +88,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     made, since = about.get("detours", []), poisoned.before
     where = _new_folder(folder / FOLDER, poisoned.update)
     back = since.step if since else 0
-    state = jax.tree.map(meshes.here, poisoned.progress.state)
+    state = jax.tree.map(meshes.local_part, poisoned.progress.state)
     odd = {  # the elements of each leaf that are not finite
         name: f"{count} of {leaf.size}"
         for name, leaf in pytree_serialization.name(state).items()

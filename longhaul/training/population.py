@@ -23,7 +23,7 @@ import numpy as np
 from longhaul.algorithms import population, registry
 from longhaul.algorithms.population import Make, Tuned
 from longhaul.algorithms.run_context import RunContext
-from longhaul.config.population import SCENARIOS, Member, own
+from longhaul.config.population import SCENARIOS, Member, values_of
 from longhaul.config.resolve import members_of
 from longhaul.config.run import Driving, Run
 from longhaul.runtime import device_memory
@@ -66,7 +66,7 @@ def keys(members: tuple[Member, ...]) -> Key:
     return jax.vmap(jax.random.key)(jnp.array([member.seed for member in members], jnp.uint32))
 
 
-def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
+def initial_states(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     """(algorithm of a population, its initial states [M, ...] without a replay), for the restore of who acts."""
     found = members_of(run)
     algorithm, init = tuned(
@@ -78,7 +78,7 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     )  # fmt: skip
     first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # keys as in a population's start
     of_all = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))
-    states = device_memory.made(of_all, (own(found), first))
+    states = device_memory.allocated(of_all, (values_of(found), first))
     return algorithm, states
 
 

@@ -128,7 +128,7 @@ def write_report(
         _section("Driving", _driving(recordings)),
         _cross_play(_document(Path(path).parent / CROSS_PLAY)),
         *curves(records),
-        _section("Forecast", _listing(forecast.said(records) if taught else [])),
+        _section("Forecast", _listing(forecast.in_words(records) if taught else [])),
         _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
         _section("Where it comes from", _listing([("command", line), *((key, run.get(key)) for key in PROVENANCE)])),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),

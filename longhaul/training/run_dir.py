@@ -86,9 +86,9 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
     if hub.is_address(run_id):
         raise RunError(f"{run_id} is a policy without its run; give a run, or --init-from {run_id} to train")
     if url := store.address(run_id):
-        return store.found(*url.rsplit("/", 1))
+        return store.local_folder(*url.rsplit("/", 1))
     if url := store.address(runs_dir):
-        return store.found(url, run_id)
+        return store.local_folder(url, run_id)
     for folder in (runs_dir / run_id, files.expanded(run_id)):
         if (folder / "run.json").is_file():
             return folder
@@ -126,7 +126,7 @@ def find_or_fetch(runs_dir: Path, run_id: str, recipe: str, project: str | None,
 
 def called(folder: Path) -> str:
     """Argument of --resume for a run's folder, quoted for a shell: its name, or its path or address outside ./runs."""
-    if url := store.of(folder):
+    if url := store.address_of(folder):
         return shlex.quote(url)
     usual = os.path.abspath(folder.parent) == os.path.abspath(RUNS)
     return folder.name if usual else shlex.quote(str(folder))

@@ -180,11 +180,11 @@ class Fsspec:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         try:
-            found = self._fs.find(self._path(prefix), detail=True)
+            local_folder = self._fs.find(self._path(prefix), detail=True)
         except FileNotFoundError:  # a folder that nobody has made
             return {}
         begin = len(self._root.lstrip("/")) + 1
-        return {name.lstrip("/")[begin:]: int(about["size"]) for name, about in found.items()}
+        return {name.lstrip("/")[begin:]: int(about["size"]) for name, about in local_folder.items()}
 
     def has(self, name: str) -> bool:
         return bool(self._fs.exists(self._path(name)))
@@ -220,8 +220,8 @@ class Store:
         Those whose name as a path leads out of its folder are left out.
         """
         with self._asking():
-            found = self._objects.sizes(prefix)
-        return {name: size for name, size in found.items() if not {"", ".", ".."} & set(name.split("/"))}
+            local_folder = self._objects.sizes(prefix)
+        return {name: size for name, size in local_folder.items() if not {"", ".", ".."} & set(name.split("/"))}
 
     def has(self, name: str) -> bool:
         with self._asking():
@@ -281,7 +281,7 @@ def _reason(url: str, error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------ a run's folder
 
 
-def of(folder: Path) -> str | None:
+def address_of(folder: Path) -> str | None:
     """Address that a run's folder is mirrored to."""
     try:
         return str(bounded_json.read(folder / MARK)["address"])
@@ -291,7 +291,7 @@ def of(folder: Path) -> str | None:
 
 def shown(folder: Path) -> str:
     """Address of a run, or its folder where it has none."""
-    return of(folder) or str(folder)
+    return address_of(folder) or str(folder)
 
 
 def prepared(url: str, taken: Callable[[Path], Path]) -> Path:
@@ -314,7 +314,7 @@ def prepared(url: str, taken: Callable[[Path], Path]) -> Path:
     return folder
 
 
-def found(url: str, name: str) -> Path:
+def local_folder(url: str, name: str) -> Path:
     """Staging folder of the run `name` of the address `url`, with what the store has of it."""
     there: set[str] = set()
     try:
@@ -500,15 +500,15 @@ class Mirror:
 
     def _plain(self) -> Iterator[Path]:
         """All files but checkpoints; the result last, since it tells that a run is done."""
-        found = []
+        local_folder = []
         for folder, folders, names in os.walk(self._folder):
             inner = Path(folder) != self._folder
             folders[:] = [name for name in folders if inner or (name not in LOCAL and name != CHECKPOINTS)]
             hidden = (".partial", ".lock")
-            found += [
+            local_folder += [
                 Path(folder, name) for name in names if not name.endswith(hidden) and (inner or name not in LOCAL)
             ]
-        return iter(sorted(found, key=lambda path: (path.name == "result.json", path)))
+        return iter(sorted(local_folder, key=lambda path: (path.name == "result.json", path)))
 
     def _send(self, path: Path, *, at_once: bool) -> None:
         assert self._there is not None
@@ -534,7 +534,7 @@ def mirrored(folder: Path, stopped: Callable[[], bool], say: Callable[[str], Non
 
     Raises RunError if the store is out of reach at the end; after a signal (`stopped`) or an error it is only said.
     """
-    url = of(folder)
+    url = address_of(folder)
     if url is None:
         yield
         return

@@ -101,7 +101,7 @@ def test_a_forecast_that_nothing_was_measured_for_has_no_error() -> None:
     for here in (True, False):
         row = compute_plan.row(WHAT, CHIP, ASSUMED, 1, 1e6, here=here, bf16=False, strong=False)
         assert row.error is None
-        words = dict(compute_plan.said(WHAT, CHIP, ASSUMED, here=here, bf16=False, strong=False))
+        words = dict(compute_plan.assumptions_in_words(WHAT, CHIP, ASSUMED, here=here, bf16=False, strong=False))
         assert words["error"].startswith("unknown")
 
 

@@ -137,12 +137,12 @@ def test_the_roofline_is_the_slower_of_both_bounds() -> None:
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("TPU v4", "tpu-v4"), ("TPU v5 lite", "tpu-v5e")],
 )
 def test_chips_are_known_by_what_jax_calls_them(kind: str, name: str) -> None:
-    chip = chips.known(kind)
+    chip = chips.listed(kind)
     assert chip is not None and chip.name == name
 
 
 def test_unknown_chips_are_not_guessed() -> None:
-    assert chips.known("cpu") is None
+    assert chips.listed("cpu") is None
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ assert compilation.keep(1, on_cpu=True) is None
 import jax
 ledger = compilation.Ledger()
 assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
-assert (ledger.hits, ledger.misses, ledger.found) == (0, 0, "no compilation cache")
+assert (ledger.hits, ledger.misses, ledger.summary) == (0, 0, "no compilation cache")
 """
 
 

@@ -70,10 +70,10 @@ def test_what_is_split_comes_together_on_every_device_and_on_the_host():
     mesh = meshes.make_mesh(2, 2)
     x = np.arange(24.0).reshape(4, 6)
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model")))
-    np.testing.assert_array_equal(meshes.here(split), x)
+    np.testing.assert_array_equal(meshes.local_part(split), x)
     (whole,) = meshes.gathered([split], mesh)
     assert whole.is_fully_replicated
-    np.testing.assert_array_equal(meshes.here(whole), x)
+    np.testing.assert_array_equal(meshes.local_part(whole), x)
     assert meshes.gathered(whole, mesh) is whole
 
 

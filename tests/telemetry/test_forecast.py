@@ -96,16 +96,16 @@ def test_a_known_ceiling_is_forecast(count: int, taught: int) -> None:
 def test_a_run_at_its_ceiling_is_told_to_stop() -> None:
     found = records(30_000_000.0)
     assert not forecast.forecast(found).go_on
-    (_, ceiling), (name, ahead) = forecast.said(found)
+    (_, ceiling), (name, ahead) = forecast.in_words(found)
     assert ceiling.startswith("0.9")
     assert name == "twice the steps"
     assert ahead.endswith("stop")
 
 
 def test_what_can_not_be_told_yet_is_one_line() -> None:
-    assert forecast.said([{"agent_steps": 5}]) == []
-    assert forecast.said(records(900_000.0, 4)) == [
+    assert forecast.in_words([{"agent_steps": 5}]) == []
+    assert forecast.in_words(records(900_000.0, 4)) == [
         ("ceiling", "none yet: 4 records with a return are too few to tell a ceiling; 6 are enough")
     ]
-    ((_, early),) = forecast.said(records(60_000.0))
+    ((_, early),) = forecast.in_words(records(60_000.0))
     assert early.endswith("train on, then ask again")

@@ -326,7 +326,7 @@ def _working(child: subprocess.Popen[Any], quiet: float) -> int | None:
 def test_what_acts_is_restored_without_a_replay() -> None:
     """Whose places depend on the scenarios that a run trains in, which who evaluates it need not have."""
     run = resolve(replaced(recipes.recipe("pendulum-sac"), seeds=2, hidden_dim=8))
-    algorithm, states = training_population.begun(run, spec(run))
+    algorithm, states = training_population.initial_states(run, spec(run))
     assert states.state.replay == () and jax.tree.leaves(algorithm.policy(states))
     sizes = sum(leaf.size for leaf in jax.tree.leaves(states))
     assert sizes < run.algorithm.replay_size  # of steps

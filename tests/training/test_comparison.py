@@ -44,7 +44,7 @@ def test_seeds_of_a_setting_are_one_group(tmp_path: Path) -> None:
         name: make(tmp_path / name, lr=lr, seed=seed, records=records)
         for name, lr, seed, records in (("a", 0.1, 0, 100), ("b", 0.2, 0, 100), ("c", 0.1, 1, 80))
     }
-    curves, together, differ = comparison.of(folders)
+    curves, together, differ = comparison.compare(folders)
     assert together == [["a", "c"], ["b"]]
     assert differ == {"algorithm.lr": [0.1, 0.2, 0.1], "seed": [0, 0, 1]}
     rows = comparison.table(curves, together, [runs.RETURN, "missing"])
@@ -56,7 +56,7 @@ def test_seeds_of_a_setting_are_one_group(tmp_path: Path) -> None:
 
 def test_a_curve_over_seeds_spans_what_all_have(tmp_path: Path) -> None:
     folders = {name: make(tmp_path / name, records=count) for name, count in (("a", 100), ("b", 50))}
-    curves, *_ = comparison.of(folders)
+    curves, *_ = comparison.compare(folders)
     x, middle, low, high = comparison.over_seeds(list(curves.values()), runs.RETURN)
     assert (x[0], x[-1]) == (100, 5000)
     assert middle == pytest.approx(x / 100) and low == pytest.approx(middle) and high == pytest.approx(middle)

@@ -384,15 +384,15 @@ def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path],
     run = driving()
     drives = evaluate_driving.drives(run, paths, 2)
     assert drives.files == tuple(paths[:2])
-    assert [s.id for s in drives.some([1]).scenarios] == [drives.scenarios[1].id]
-    assert drives.some([1]).files == (paths[1],)
+    assert [s.id for s in drives.subset([1]).scenarios] == [drives.scenarios[1].id]
+    assert drives.subset([1]).files == (paths[1],)
     with pytest.raises(BadData, match=r"broken\.json"):
         evaluate_driving.drives(run, paths, 3)
 
 
 @pytest.mark.slow
 def test_the_log_is_more_real_than_who_goes_straight_on(generated: Drives) -> None:
-    few = generated.some([0, 3])
+    few = generated.subset([0, 3])
     log, constant = (evaluate_driving.score(few, None, who, 4) for who in ("log", "constant"))
     assert log.names == [s.id for s in few.scenarios]
     assert np.all(log.metrics["realism"].valid)

@@ -88,7 +88,7 @@ def resumable(url: str, name: str) -> tuple[int, int] | None:
     """(step of the newest intact checkpoint, last record) of what the store has; None where there is none."""
     shutil.rmtree(store.staging(url), ignore_errors=True)
     try:
-        folder = store.found(url, name)
+        folder = store.local_folder(url, name)
     except RunError:
         return None
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
@@ -152,14 +152,14 @@ def test_a_folder_that_is_as_new_as_the_store_stays(tmp_path: Path) -> None:
     trained(folder, 1, 2)
     mirror_of(folder, Store(url)).close()
     trained(folder, 3)
-    assert store.found(url, "run") == folder
+    assert store.local_folder(url, "run") == folder
     assert "3" in (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("")
     shutil.rmtree(folder / "checkpoints")
     with run_dir.alone(folder):  # a process of this machine trains there
-        store.found(url, "run")
+        store.local_folder(url, "run")
         assert (folder / "metrics.jsonl").read_text() == ""
-    store.found(url, "run")
+    store.local_folder(url, "run")
     assert (folder / "checkpoints/2/manifest.json").is_file()
 
 
@@ -246,7 +246,7 @@ def comes_back(bucket: str, tmp_path: Path) -> None:
         (fetched / name).read_bytes() == (folder / name).read_bytes() for name in names if name.name != store.MARK
     )
     assert Path("large.bin") in names and Path("wandb/log") not in names
-    assert store.of(fetched) == run_dir.called(fetched) == f"{bucket}/run"
+    assert store.address_of(fetched) == run_dir.called(fetched) == f"{bucket}/run"
 
 
 def test_what_is_wrong_with_an_address_is_one_line(

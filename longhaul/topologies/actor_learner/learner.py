@@ -227,7 +227,7 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
     return enter
 
 
-def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
+def with_pinned_weights(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
     """`enter` of a run that keeps `pinned` older weights; its carry is a PinnedCarry unless that is 0."""
     if not pinned:
         return enter
@@ -362,7 +362,7 @@ def actors(
     layout = meshes.sharded(mesh)
     begun = [_own_rows(x) for x in _raw(held.carry)]
     done = int(progress.updates)
-    weights = [*(np.asarray(meshes.here(x) if isinstance(x, jax.Array) else x) for x in held.weights)]
+    weights = [*(np.asarray(meshes.local_part(x) if isinstance(x, jax.Array) else x) for x in held.weights)]
     weights.append(publish(progress.state))
     pool.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
     state, key, count = progress.state, progress.key, progress.updates

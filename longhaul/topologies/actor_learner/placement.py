@@ -51,7 +51,7 @@ def name(device: jax.Device) -> str:
     return f"{device.platform}:{device.id}"
 
 
-def said(placed: Sequence[jax.Device]) -> str:
+def describe(placed: Sequence[jax.Device]) -> str:
     """Line for people: "actors act on cpu:1 (0, 2), cpu:2 (1, 3)"."""
     by: dict[str, list[int]] = {}
     for actor, device in enumerate(placed):

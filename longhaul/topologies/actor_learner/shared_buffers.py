@@ -233,7 +233,7 @@ class SharedBuffers:
             for actor, turn in enumerate(turns):
                 x[turn % self.size.depth, actor] = leaf[actor]
 
-    def said(self, actor: int) -> str:
+    def last_error(self, actor: int) -> str:
         """Last error of an actor that failed."""
         return bytes(self._words[actor]).rstrip(b"\0").decode(errors="replace")
 

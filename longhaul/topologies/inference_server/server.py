@@ -272,7 +272,7 @@ class Server:
         ended, group.running = count_episodes(group.running, reward, terminated | truncated, valid)
         if ended.episodes:
             told = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
-            self._store.told(group.ticket.batch, group.sums | told)
+            self._store.add_sums(group.ticket.batch, group.sums | told)
         group.ticket, group.sums = None, {}
 
     def _release(self) -> None:

@@ -135,7 +135,7 @@ class TrajectoryBuffer:
         flags[1] &= ~flags[0]
         return room.reward[:, span], flags
 
-    def told(self, batch: int, sums: Sums) -> None:
+    def add_sums(self, batch: int, sums: Sums) -> None:
         """Add the sums over the episodes that ended in a full place."""
         room = self.rooms[batch % len(self.rooms)]
         for name, value in sums.items():

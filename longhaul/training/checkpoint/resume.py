@@ -348,11 +348,11 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
     if started() is None:  # else it acts on what is there
         prepare_devices(run.all_devices, run.threads)
     if run.many:
-        algorithm, begun = population.begun(run, feeds.spec(run))
+        algorithm, begun = population.initial_states(run, feeds.spec(run))
     else:
         algorithm = registry.make(feeds.spec(run), run.algorithm, RunContext(updates=1, mean=meshes.identity))
         key = jax.random.split(jax.random.key(run.seed), 3)[0]  # as in `fused.start`
-        begun = device_memory.made(jax.jit(algorithm.init), key)
+        begun = device_memory.allocated(jax.jit(algorithm.init), key)
         begun = reasoning_setup.loaded(run, begun)
     if (folder / hub.POLICY).is_file() and not (folder / "checkpoints").is_dir():
         untrained = jax.tree.map(np.array, jax.device_get(algorithm.policy(begun)))

@@ -51,7 +51,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 def test_the_line_names_each_device_once() -> None:
     one, other = jax.devices()[1:3]
-    assert placement.said([one, other, one]) == "actors act on cpu:1 (0, 2), cpu:2 (1)"
+    assert placement.describe([one, other, one]) == "actors act on cpu:1 (0, 2), cpu:2 (1)"
 
 
 @pytest.mark.parametrize("asked", [pytest.param((), marks=pytest.mark.slow), (3, 1)])
