@@ -26,9 +26,13 @@ PRECISION = choice(hackmatrix_grid.PRECISIONS)
 
 FLAGS = (
     Flag("grid", flags.ALONE, False, "the whole table: 256x128 to 2048x256, fp32 and bf16"),
-    Flag("num-envs", INT, (), "environments, a figure for each", True, "256; with --grid those of the table"),
-    Flag("num-steps", INT, (), "steps of each environment an update, a figure for each", True, "128; likewise"),
-    Flag("precision", PRECISION, (), "what the torso computes in", True, "fp32; with --grid both"),
+    Flag(
+        "num-envs", INT, (), "environments, a figure for each", many=True, shown="256; with --grid those of the table"
+    ),
+    Flag(
+        "num-steps", INT, (), "steps of each environment an update, a figure for each", many=True, shown="128; likewise"
+    ),
+    Flag("precision", PRECISION, (), "what the torso computes in", many=True, shown="fp32; with --grid both"),
     Flag("devices", INT, None, "devices", shown="as a training run"),
     Flag("repeats", INT, harness.LEAST_REPEATS, "updates that a figure is the median of"),
     Flag("json", OUTPUT, None, "keep the figures in this file: those that it has are not measured again"),

@@ -30,7 +30,7 @@ from longhaul.training import reasoning_setup
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.run_dir import load_run
 
-PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True)
+PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', many=True)
 
 GROUPS = {
     "": [

@@ -57,7 +57,7 @@ FOLDERS = (
 
 TRACKING = (
     Flag("track", choice((*tracking.KINDS, "none")), (), "trackers that receive the metrics; a run that goes on keeps "
-         "to them; none: stop", True),
+         "to them; none: stop", many=True),
     Flag("wandb", SWITCH, False, "send metrics to Weights & Biases, as --track wandb does"),
     Flag("project", TEXT, None, "of the trackers", shown="WANDB_PROJECT or the like, or the recipe"),
     Flag("entity", TEXT, None, "of W&B or SwanLab: a user or a team", shown="WANDB_ENTITY, or the user's own"),
@@ -73,7 +73,7 @@ TRACKING = (
 
 PUBLISHING = (
     Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
-         "none: stop", True),
+         "none: stop", many=True),
     Flag("publish-every", INT, 1, "updates from one version to the next"),
     Flag("publish-precision", choice(PUBLISHED), "as-is", "type in which fp32 parameters are published"),
     Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know"),
@@ -107,7 +107,8 @@ def flag_of(leaf: Leaf, run: Run) -> Flag:
     shown = "auto" if described.auto and value is None else "none" if value is None else None
     return Flag(
         name_of(leaf), MESH if leaf.name == "mesh" else _kind(described, _hints(leaf.owner)[leaf.path[-1]]), value,
-        described.help, isinstance(leaf.value, tuple), shown, ALIASES.get(name_of(leaf), ()), described.bare,
+        described.help, many=isinstance(leaf.value, tuple), shown=shown, aliases=ALIASES.get(name_of(leaf), ()),
+        bare=described.bare,
     )  # fmt: skip
 
 

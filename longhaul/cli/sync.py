@@ -193,10 +193,10 @@ def status(words: Sequence[str]) -> int:
 BENCH_FLAGS = [
     Flag("model", TEXT, "qwen3-0.6b", "model whose parameters are sent, by its name"),
     Flag("receivers", INT, 2, "processes that receive", least=1),
-    Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp"),
+    Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", many=True, shown="shm, tcp"),
     Flag("repeats", INT, 5, "repeats, of which medians are reported", least=5),
     Flag("learning-rate", FLOAT, None, "versions are one step of Adam apart, and tcp sends the changes", shown="all"),
-    Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", True),
+    Flag("layouts", TEXT, (), "instead: plan from one to another, as fsdp:8 tp:2x4, by shapes alone", many=True),
     Flag("peers", ALONE, False, "instead: sockets, gRPC, Orbax and others, in a clone of the project"),
     Flag("json", OUTPUT, None, "write the figures as a list to this file, too"),
     DEBUG,

@@ -303,7 +303,7 @@ def _imported(run: Run, devices: int, *, fused: bool) -> Run:
     if own_reward is None and not own_world:
         return run
     everything, threads = devices * run.model, os.environ.get("NPROC")
-    prepare_devices(everything, run.threads, run.topology != "fused" and everything == 1)
+    prepare_devices(everything, run.threads, inline=run.topology != "fused" and everything == 1)
     announce(everything, run.threads)
     flag = f"--reward {own_reward}"
     try:

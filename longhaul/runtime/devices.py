@@ -121,7 +121,7 @@ def prepare_announced() -> None:
     jax.devices()
 
 
-def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
+def prepare_devices(devices: int, threads: int | None = None, *, inline: bool = False) -> None:
     """Preparation of the CPU to show `devices` devices, with `threads` in all. After JAX's start it changes nothing.
 
     `devices` counts both axes of the mesh; several processes share them evenly. With `inline` the CPU's programs run in

@@ -197,7 +197,7 @@ def _resident(run: Run, task: Driving) -> Feed:
         bank = banks.stack(scenarios, agents=agents)
         simulator.check(bank, task.simulator)
         span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
-        host = device_bank.arrange(bank, agents, task.simulator.traffic == "idm")
+        host = device_bank.arrange(bank, agents, reactive=task.simulator.traffic == "idm")
     return Feed(_within(task, *span), once(_send(run, host)), about=about)
 
 
@@ -239,7 +239,7 @@ def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> DeviceB
     """Scenarios in the simulator's layout, on the host."""
     bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
     simulator.check(bank, task.simulator)
-    return device_bank.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
+    return device_bank.arrange(bank, task.simulator.agents, reactive=task.simulator.traffic == "idm")
 
 
 def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:

@@ -124,7 +124,7 @@ class Drives(NamedTuple):
             return (
                 np.where(numbers < count, numbers, -1),
                 bank,
-                device_bank.arrange(bank, config.agents, reactive, driven),
+                device_bank.arrange(bank, config.agents, reactive=reactive, driven=driven),
             )
 
         def make() -> Iterator[Batch]:

@@ -162,7 +162,8 @@ class Attempt:
         if (result := self._earlier_result()) is not None:
             return result
         # Other topologies wait for each program at once, or in a thread of their own.
-        prepare_devices(run.shown_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
+        inline = run.topology != "fused" and run.all_devices == 1
+        prepare_devices(run.shown_devices, run.threads, inline=inline)
         saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=self.number)
         with closing(saving) as checkpoints, ExitStack() as closed:
             clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))

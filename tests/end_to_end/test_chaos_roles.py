@@ -205,7 +205,7 @@ WARM, TIMES, MOST = 12, 4, 8.0
 
 def opened(run: Run, folder: Path, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], list[Any]]]:
     """A run's updates, and its actors' processes."""
-    prepare_devices(1, run.threads, True)
+    prepare_devices(1, run.threads, inline=True)
     source = feed(run)
     context = Feeding(source).now.context
     assembly = assemble(run, source.within, context)

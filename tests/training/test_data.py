@@ -190,7 +190,7 @@ def test_room_is_where_scenarios_lie_one_behind_the_other_and_nowhere_else() -> 
     seen: set[str] = set()
     for reactive in (False, True):
         few, many = (
-            device_bank.arrange(banks.stack(some, agents=2, sizes=sizes), 2, reactive)
+            device_bank.arrange(banks.stack(some, agents=2, sizes=sizes), 2, reactive=reactive)
             for some in ([SCENARIOS[0], SCENARIOS[2]], [SCENARIOS[5], SCENARIOS[6]])
         )
         for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(few), jax.tree.leaves(many), strict=True):

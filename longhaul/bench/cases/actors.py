@@ -51,7 +51,7 @@ def actors(
             num_steps=num_steps, devices=1,
         )
     )  # fmt: skip
-    prepare_devices(1, made.threads, True)
+    prepare_devices(1, made.threads, inline=True)
     context, assembly = assembled(made)
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)

@@ -49,7 +49,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
             devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
         )
     )  # fmt: skip
-    prepare_devices(1, made.threads, True)
+    prepare_devices(1, made.threads, inline=True)
     context, assembly = assembled(made)
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)

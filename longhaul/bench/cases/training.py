@@ -264,7 +264,7 @@ def driving_step(
     objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None, data: Sequence[str] = ()
 ) -> Prepared:
     devices = _prepare(batch, devices)
-    known = device_bank.tabulate(_bank(objects, scenarios, data=data, covering=True), 1, False)
+    known = device_bank.tabulate(_bank(objects, scenarios, data=data, covering=True), 1, reactive=False)
     sizes = {
         "objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": known.scenarios, "devices": devices,
         "data": list(data), "scenario_bytes": _bytes(known) // known.scenarios,

@@ -144,16 +144,16 @@ FLAT = {
 they may be longer than they need to be."""
 
 
-def tabulate(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
+def tabulate(bank: Bank, agents: int, *, reactive: bool) -> DeviceBank:
     """The tables of a bank of NumPy arrays, for its first `agents` controlled agents, with `Paths` if others react; on
     the default device."""
-    host = arrange(bank, agents, reactive)
+    host = arrange(bank, agents, reactive=reactive)
     if host.paths is not None and not host.paths.reactive.any():  # nobody can react: nothing to keep of it in a state
-        host = arrange(bank, agents, False)
+        host = arrange(bank, agents, reactive=False)
     return jax.tree.map(jnp.asarray, host)
 
 
-def arrange(bank: Bank, agents: int, reactive: bool, driven: int | None = None) -> DeviceBank:
+def arrange(bank: Bank, agents: int, *, reactive: bool, driven: int | None = None) -> DeviceBank:
     """Device bank of NumPy arrays; see `tabulate`. The slots from `driven` on have paths, too: they may react."""
     bank = bank._replace(pose=tidy(bank.pose, bank.present), velocity=tidy(bank.velocity, bank.present))
     controlled = bank.controlled[:, :agents].astype(np.int32)

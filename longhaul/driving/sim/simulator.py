@@ -532,7 +532,7 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     # all: JAX 0.11 can't lower programs of others (Brax) with it, whose functions compiled by themselves hold arrays.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     shell = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
-    return replace(shell, tables=device_bank.tabulate(bank, config.agents, config.traffic == "idm"))
+    return replace(shell, tables=device_bank.tabulate(bank, config.agents, reactive=config.traffic == "idm"))
 
 
 def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:

@@ -170,7 +170,7 @@ def test_scenarios_with_too_few_agents_are_not_kept() -> None:
 def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
     """Two cars in one place, one beside the road, one alone; the rest of the slots is empty."""
     poses = [line(start, (5.0, 0.0), 3) for start in ((0.0, 0.0), (2.0, 0.5), (30.0, 8.0), (60.0, 0.0))]
-    known = device_bank.tabulate(bank(scenario(poses)), 1, False)
+    known = device_bank.tabulate(bank(scenario(poses)), 1, reactive=False)
     logged = device_bank.slice_at(known, jnp.int32(0), jnp.int32(0))
     motion = Motion(logged[0], logged[1], logged[2], jnp.hypot(logged[3], logged[4]))
     zeros = jnp.zeros_like(logged[0])

@@ -51,7 +51,7 @@ def made() -> list[Scenario]:
 @pytest.fixture(scope="module")
 def whole(made: list[Scenario]) -> tuple[Bank, DeviceBank]:
     stacked = stack(made, agents=8)
-    return stacked, device_bank.tabulate(stacked, 8, True)
+    return stacked, device_bank.tabulate(stacked, 8, reactive=True)
 
 
 def test_motion_is_read_back_within_half_a_unit_at_every_step_of_scenarios_of_any_length(whole) -> None:
@@ -84,7 +84,7 @@ def test_the_unit_grows_with_the_extent_so_that_nothing_is_cut() -> None:
     """2 cm at 655 m, 6 cm at 2 km: and the walls of others, which are nowhere, stay nowhere."""
     for away, unit in ((655.0, 0.02), (2000.0, 0.0611)):
         other = line((away, 3), (0, 0), 11)
-        host = device_bank.arrange(bank(scenario([line((0, 0), (5, 0), 11), other])), 1, True)
+        host = device_bank.arrange(bank(scenario([line((0, 0), (5, 0), 11), other])), 1, reactive=True)
         known = jax.tree.map(jnp.asarray, host)
         found = np.asarray(slice_at(known, jnp.int32(0), jnp.int32(4)))
         assert float(known.scale[0, 0]) == pytest.approx(unit, rel=1e-2)
@@ -113,7 +113,7 @@ def test_flat_routes_are_the_padded_ones_with_points_before_and_after(whole) -> 
 
 
 def test_places_on_a_route_lie_between_its_points() -> None:
-    known = device_bank.tabulate(bank(scenario([line((3, 1), (5, 0), 11)])), 1, False)
+    known = device_bank.tabulate(bank(scenario([line((3, 1), (5, 0), 11)])), 1, reactive=False)
     found = np.asarray(
         jax.jit(jax.vmap(lambda s: device_bank.place_on(known, jnp.int32(0), jnp.int32(0), s)))(jnp.array([0.0, 7.25]))
     )
@@ -128,7 +128,7 @@ def test_lights_are_stored_once_and_read_by_whoever_meets_them() -> None:
     state = first.light_state.copy()
     state[1, 1] = 0  # the second vehicle's log disputes it
     known = device_bank.tabulate(
-        bank(first._replace(light_state=state), scenario(poses, drivers=2), agents=2), 2, False
+        bank(first._replace(light_state=state), scenario(poses, drivers=2), agents=2), 2, reactive=False
     )
     np.testing.assert_array_equal(known.lights.courses, [3, 1])  # dark, red, and late
     read = jax.jit(lambda i, t, a: device_bank.lights_at(known, i, t, a))
@@ -200,7 +200,7 @@ def test_angles_wrap_and_scales_are_exact_enough() -> None:
 
 
 def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
-    assert size(device_bank.tabulate(stack(made, agents=8), 8, False)) < 200_000
+    assert size(device_bank.tabulate(stack(made, agents=8), 8, reactive=False)) < 200_000
 
 
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="no shared logs")
@@ -208,7 +208,7 @@ def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
 def test_a_real_scenario_takes_at_most_350_kilobytes(agents: int, objects: int) -> None:
     (log,) = readers.read(EXAMPLE)
     scenarios = [scenario_from_log(log, agents=agents, objects=objects)]
-    assert size(device_bank.tabulate(stack(scenarios, agents=agents), agents, False)) <= 350_000
+    assert size(device_bank.tabulate(stack(scenarios, agents=agents), agents, reactive=False)) <= 350_000
 
 
 # ------------------------------------------------------------------------------------------------ room of chunks
@@ -226,7 +226,7 @@ def test_the_room_is_known_before_any_chunk_is_read(tmp_path: Path, traffic: str
     most = dict.fromkeys(room, 0)
     for chosen in np.split(stream.picks(COUNT, 61 * BANK, (0, 0), seed=run.seed)[0], 61):
         some = [cut(library[i], agents=1, **{"horizon": None, "objects": None} | cuts) for i in chosen]
-        found = device_bank.lengths(device_bank.arrange(stack(some), 1, traffic == "idm"))
+        found = device_bank.lengths(device_bank.arrange(stack(some), 1, reactive=traffic == "idm"))
         most = {name: max(length, found[name]) for name, length in most.items()}
     bounds = {".paths.lines.points", ".lights.states"} | ({".routes.points"} if cuts else set())
     for name, length in most.items():
@@ -246,7 +246,7 @@ def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict
     gaps = set()
     for i, compiled in enumerate(made):
         one = stack([cut(library[i], **cuts)], agents=cuts["agents"])  # type: ignore[arg-type]
-        for name, length in device_bank.lengths(device_bank.arrange(one, cuts["agents"], True)).items():
+        for name, length in device_bank.lengths(device_bank.arrange(one, cuts["agents"], reactive=True)).items():
             room = needed[name][0] + int(needed[name][1][i])
             assert length <= room, (compiled.id, name)
             assert room <= 2 * length or name == ".paths.lines.points", (compiled.id, name)
@@ -259,7 +259,7 @@ def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict
 
 def test_a_chunk_that_needs_more_than_its_shards_say_is_one_line(tmp_path: Path) -> None:
     library = stream.open([str(written(tmp_path))])
-    host = device_bank.arrange(stack([library[3]]), 1, False)
+    host = device_bank.arrange(stack([library[3]]), 1, reactive=False)
     room = device_bank.lengths(host)
     assert_same(device_bank.padded(host, room), host)
     with pytest.raises(ValueError, match=r"\.cells has \d+ places; by the index of the shards it should have 9"):

@@ -133,7 +133,7 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
     boxes = sample_boxes(made, lines, count, np.random.default_rng(agents))
     points = polygons.corners(boxes)
     expected = signed_distances(points.reshape(-1, 2), lines).reshape(len(boxes), 4)
-    field = device_bank.field(device_bank.tabulate(stack([made], agents=agents), agents, False), jnp.int32(0))
+    field = device_bank.field(device_bank.tabulate(stack([made], agents=agents), agents, reactive=False), jnp.int32(0))
     measure = jax.jit(lambda at: clearance(field, at[..., 0], at[..., 1]))
     found = np.asarray(measure(jnp.asarray(points, jnp.float32)))
     off = expected.max(1) > 0.0
