@@ -220,7 +220,7 @@ def test_files_import_each_other_in_no_circle() -> None:
         visit(name, ())
 
 
-def test_what_runs_in_worker_processes_imports_no_jax() -> None:
+def test_files_of_worker_processes_import_no_jax() -> None:
     files = [name for name in FILES if within(name, NO_JAX) and not within(name, COMPILED)]
     assert all(any(within(name, [folder]) for name in files) for folder in NO_JAX)
     modules = [f"longhaul.{name.replace('/', '.').removesuffix('.__init__')}" for name in files]

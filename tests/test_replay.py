@@ -235,6 +235,6 @@ def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> N
     assert memory.temp_size_in_bytes < 0.01 * held  # and no copy of it is made on the way
 
 
-def test_what_can_not_be_counted_is_refused() -> None:
+def test_a_replay_beyond_int32_is_refused() -> None:
     with pytest.raises(ValueError, match="a replay of 8589934592 steps is 8589934592 a device; it must be at most"):
         replay.rows_of(2**33, Sizes(1, 4, 2))

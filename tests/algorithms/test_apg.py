@@ -135,7 +135,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
     assert float(jnp.sum(gradient * along)) == pytest.approx(wanted, rel=1e-2) and abs(wanted) > 0.1
 
 
-def test_what_has_no_gradient_is_refused() -> None:
+def test_choices_actors_and_a_discount_above_1_are_refused() -> None:
     with pytest.raises(ValueError, match="APG learns a vector"):
         registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), RunContext(1, meshes.identity))
     for changes, message in (

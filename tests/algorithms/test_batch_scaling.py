@@ -47,7 +47,7 @@ def test_the_rule_at_each_edge() -> None:
         assert batch_scaling.passes(batch, "batch") == trainers(batch)
 
 
-def test_what_is_given_stays() -> None:
+def test_given_minibatches_and_epochs_stay() -> None:
     assert batch_scaling.decide(262_144, 262_144, "batch", None, None) == (32, 2)
     assert batch_scaling.decide(262_144, 262_144, "batch", None, 3) == (32, 3)
     assert batch_scaling.decide(262_144, 262_144, "batch", 4, None) == (4, 4), (

@@ -190,7 +190,7 @@ def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
     assert np.mean(told == found.action) > 0.9
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_recordings_that_do_not_fit_the_environment_are_named(tmp_path: Path) -> None:
     spec = runs.named(Named("cartpole")).spec
     good: dict[str, Any] = {"observation": np.zeros((5, 4), np.float32), "action": np.zeros(5, int)}
     cases: list[tuple[dict[str, Any], str]] = [

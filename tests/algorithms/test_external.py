@@ -198,7 +198,7 @@ def test_the_run_keeps_module_and_digest_a_change_is_told_and_other_fields_are_a
         (f"{HERE}:TakenField", "TakenField: seed is a setting of the run already; rename the field"),
     ],
 )
-def test_what_is_no_algorithm_is_named_in_a_line(name: str, says: str) -> None:
+def test_a_name_that_is_no_algorithm_is_one_line(name: str, says: str) -> None:
     with pytest.raises(RunError, match=says) as caught:
         recipes.with_algorithm(recipes.recipe("ppo"), name)
     assert "\n" not in str(caught.value)

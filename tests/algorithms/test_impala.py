@@ -124,7 +124,7 @@ def judged_by_hand(made: Case, data: Rollout) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("kind", DAILY)
-def test_what_older_policies_did_is_judged_as_step_by_step(kind: str) -> None:
+def test_log_probabilities_and_v_trace_equal_those_computed_step_by_step(kind: str) -> None:
     """Through what `learn` reports at learning rate 0."""
     made = case(kind)
     data, valid = made.old, np.asarray(made.old.valid)
@@ -150,7 +150,7 @@ def test_what_older_policies_did_is_judged_as_step_by_step(kind: str) -> None:
         assert metrics[name] == pytest.approx(number, rel=5e-4, abs=2e-5), name
 
 
-def test_what_acting_gave_counts_only_if_it_was_by_these_parameters() -> None:
+def test_values_of_acting_are_used_only_by_the_same_version() -> None:
     """Values and log-probabilities of another version are computed anew; the version tells."""
     made = case("shared-appo")
     value = made.own.extras["value"]
@@ -163,7 +163,7 @@ def test_what_acting_gave_counts_only_if_it_was_by_these_parameters() -> None:
     np.testing.assert_allclose(computed["impala/value_loss"], losses[0], rtol=1e-4)
 
 
-def test_what_is_not_valid_counts_nowhere() -> None:
+def test_invalid_steps_change_no_bit() -> None:
     """Other rewards, actions and log-probabilities in invalid steps change nothing, bit for bit."""
     made = case("agents-memory")
     data, valid = made.old, made.old.valid

@@ -180,7 +180,7 @@ def test_values_of_acting_count_only_if_these_parameters_gave_them():
 
 
 @pytest.mark.slow
-def test_what_is_not_valid_counts_nowhere():
+def test_invalid_steps_change_no_bit():
     """Other rewards and actions in invalid steps change nothing, bit for bit."""
     *_, state, data, learn = case("agents-memory")
     valid = data.valid

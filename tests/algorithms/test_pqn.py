@@ -54,7 +54,7 @@ def test_choices_are_legal_and_as_random_as_is_told() -> None:
             assert abs(kept - (1.0 - share + share / mask.sum())) < 0.05
 
 
-def test_what_can_not_work_is_refused() -> None:
+def test_settings_out_of_bounds_and_vectors_of_actions_are_refused() -> None:
     for changes, word in (
         ({"q_lambda": 1.5}, "q_lambda is 1.5"),
         ({"adam_eps": 0.0}, "adam_eps"),

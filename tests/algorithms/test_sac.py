@@ -208,7 +208,7 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
         ({"n_step": 10**6}, "n_step"),
     ],
 )
-def test_what_can_not_work_is_refused(changes: dict[str, Any], word: str) -> None:
+def test_settings_out_of_bounds_are_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         registry.check(config(probes.constant(), **changes), Sizes(2, 8, STEPS))
 

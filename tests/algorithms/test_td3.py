@@ -42,7 +42,7 @@ def test_it_bootstraps_from_the_true_successor(name: str) -> None:
     learnt(probe, config(probe))
 
 
-def test_what_can_not_work_is_refused() -> None:
+def test_settings_out_of_bounds_and_choices_are_refused() -> None:
     for changes, word in (({"actor_interval": 9}, "actor_interval"), ({"noise": -1.0}, "noise")):
         with pytest.raises(ValueError, match=word):
             registry.check(config(PROBES["continuous"](), **changes), Sizes(1, 8, STEPS))

@@ -29,7 +29,7 @@ def test_ratios_are_medians_of_rounds() -> None:
     assert "peer_ratio" not in theirs and json.loads(json.dumps(found)) == found
 
 
-def test_what_makes_no_comparison_is_refused(
+def test_too_few_repeats_and_uneven_actors_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, line in ((["--repeats", "4"], "a median of fewer than 5"), (["--actors", "3"], "choose a divisor")):

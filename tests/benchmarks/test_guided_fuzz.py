@@ -17,7 +17,7 @@ FINDINGS = sorted((ROOT / "tests" / "helpers" / "findings").glob("*/*"))
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_what_was_found_is_refused(path: Path, tmp_path: Path) -> None:
+def test_inputs_that_a_fuzzer_found_are_refused(path: Path, tmp_path: Path) -> None:
     target = guided_fuzz.TARGETS[path.parent.name](tmp_path)
     for seed in target.seeds:
         target.read(seed)

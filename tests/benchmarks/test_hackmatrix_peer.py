@@ -61,7 +61,7 @@ def test_ours_takes_turns_with_another_trainer(tmp_path: Path, monkeypatch: pyte
     assert lines[3].startswith("| `hackmatrix-env` |") and "Theirs: commit 0123456" in lines[5]
 
 
-def test_what_is_no_trainer_is_refused(
+def test_a_folder_without_a_trainer_and_odd_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, line in (

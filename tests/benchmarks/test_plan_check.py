@@ -39,7 +39,7 @@ def test_a_figure_meets_the_forecast_of_its_own_settings_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["selfplay", "selfplay-safety", "selfplay-recurrent", "hackmatrix-best"])
-def test_what_is_forecast_is_what_is_measured(name: str) -> None:
+def test_the_planned_run_has_the_settings_of_the_measured_one(name: str) -> None:
     """But for the number of scenarios, and what a plan decides."""
     ((recipe, settings),) = [given for known, *given in gpu.TRAINED if known == name]
     planned, _ = plan_check.chosen(plan_check.flags(recipe, settings), ["--hardware", "h100", "--on", "1"])

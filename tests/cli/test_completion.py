@@ -50,7 +50,7 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["evaluate", "new", "x"], []),
     ],
 )
-def test_what_the_last_word_may_become(words: list[str], found: list[str]) -> None:
+def test_the_last_word_is_completed(words: list[str], found: list[str]) -> None:
     assert completion.candidates(words) == found
 
 

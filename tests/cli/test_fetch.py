@@ -40,7 +40,7 @@ def test_another_file_than_the_known_one_is_refused(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_pip_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_pip_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failed:
         returncode, stderr = 1, "Looking\nERROR: No matching distribution found"
 

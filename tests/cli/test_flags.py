@@ -74,7 +74,7 @@ def test_each_name_means_the_same(words: str) -> None:
         ("--other_name 3", "longhaul try has no flag --other_name; give --count"),
     ],
 )
-def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
+def test_wrong_words_are_one_line_with_a_remedy(words: str, message: str) -> None:
     with pytest.raises(flags.FlagError) as raised:
         flags.parse("try", "Tries.", FLAGS, words.split(), answer={"other-name": "give --count"}.get)
     assert str(raised.value).startswith(message)

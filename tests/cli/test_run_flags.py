@@ -164,7 +164,9 @@ def test_flags_of_another_topology_are_refused_where_they_say_something(
 
 
 @installed_recipes.ATARI
-def test_what_a_recipe_says_of_another_topology_is_not_refused(longhaul: Any, begun: list[tuple[Run, Path]]) -> None:
+def test_settings_of_a_recipe_for_another_topology_are_not_refused(
+    longhaul: Any, begun: list[tuple[Run, Path]]
+) -> None:
     assert longhaul("train", "impala-pong", "--env", "cartpole", "--torso", "mlp", "--topology", "fused")[0] == 75
     assert [(run.topology, run.acting.staleness) for run, _ in begun] == [("fused", 1)]
 

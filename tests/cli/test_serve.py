@@ -42,7 +42,7 @@ TOKEN = "a-token-of-sixteen-or-more"
         (["model", "--follow", "udp:x"], "--follow udp:x: neither a run, a folder nor an address"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_runs_and_flags_that_cannot_be_served_are_refused(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def run_of(recipe: str, **changes: Any) -> Run:
     return resolve(dataclasses.replace(recipes.recipe(recipe), devices=1, **changes))
 
 
-def test_what_only_prints_imports_no_jax(tmp_path: Path) -> None:
+def test_commands_that_only_print_import_no_jax(tmp_path: Path) -> None:
     """In one process, each after the one before."""
     for name, recipe in (("driving", "driving"), ("pole", "cartpole")):
         (tmp_path / "runs" / name).mkdir(parents=True)

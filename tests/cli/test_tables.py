@@ -41,7 +41,7 @@ def test_a_terminal_gets_a_table_in_colours_unless_they_are_unwanted(monkeypatch
     assert "\x1b" not in shown()
 
 
-def test_what_is_not_finite_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [float("nan"), 1.5], "b": {"c": float("inf")}}
     tables.write_json(str(tmp_path / "x.json"), value)
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.5], "b": {"c": None}}

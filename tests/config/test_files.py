@@ -23,7 +23,7 @@ def read(path: Path, recipe: str) -> Run:
 @pytest.mark.parametrize(
     "recipe", ["cartpole", "ppo", "pendulum-sac", "driving", "reasoning-arithmetic", "impala-cartpole"]
 )
-def test_what_is_printed_makes_the_same_run(recipe: str, tmp_path: Path) -> None:
+def test_a_printed_config_reads_back_as_the_same_run(recipe: str, tmp_path: Path) -> None:
     run = resolve(recipes.recipe(recipe))
     path = tmp_path / "run.yaml"
     path.write_text(files.render(run))

@@ -86,7 +86,7 @@ def test_without_docstrings_names_describe_themselves(monkeypatch: pytest.Monkey
         ("driving-scaling", "is a grid of many runs"),
     ],
 )
-def test_what_is_no_recipe_is_answered_in_a_line(name: str, says: str) -> None:
+def test_a_name_that_is_no_recipe_is_one_line(name: str, says: str) -> None:
     with pytest.raises(RunError, match=says) as caught:
         recipes.recipe(name)
     assert "\n" not in str(caught.value)

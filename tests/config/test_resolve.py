@@ -81,7 +81,7 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ),
     ],
 )  # fmt: skip
-def test_what_can_not_work_is_one_line_with_value_bound_and_remedy(change: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_one_line_with_value_bound_and_remedy(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RunError, match=re.escape(message)) as raised:
         runs.resolve(dataclasses.replace(BASE, **change))
     assert "\n" not in str(raised.value)
@@ -171,7 +171,7 @@ def test_every_recipe_comes_back_from_its_folder(name: str, tmp_path: Path) -> N
     assert run_dir.load_run(tmp_path) == run
 
 
-def test_what_no_recipe_has_comes_back_from_its_folder(tmp_path: Path) -> None:
+def test_a_run_of_no_recipe_reads_back_from_its_folder(tmp_path: Path) -> None:
     task = Driving(
         ("/a", "/b*"), bank=3, bank_updates=5, simulator=simulator.Config(terminations=("collision",), agents=2)
     )

@@ -55,7 +55,7 @@ def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Progra
     assert found.figures["operations"] == ["all-reduce"]
 
 
-def test_what_else_crosses_devices_fails(pair: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_or_a_missing_collective_fails(pair: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     real = hlo.crossings(pair.text())
     for extra in (Crossing("all-gather", 64, (None,)), Crossing("all-reduce", 10**6, (None, 3))):
         monkeypatch.setattr(hlo, "crossings", lambda text, extra=extra: [*real, extra])

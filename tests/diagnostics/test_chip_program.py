@@ -99,7 +99,7 @@ def test_a_description_has_the_numbers_of_the_data_sheet() -> None:
     assert "major: 9 minor: 0" in chip_program.description("h100")
 
 
-def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     there: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
     remedy = "the GPU's compiler is not installed: pip install 'longhaul-rl[plan]'"

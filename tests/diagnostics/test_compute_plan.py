@@ -54,7 +54,7 @@ def test_devices_that_share_parameters_speak_among_themselves() -> None:
 
 
 @pytest.mark.parametrize(("operation", "moved"), [("all-gather", 1.5), ("all-to-all", 1.5), ("reduce-scatter", 6.0)])
-def test_what_gathers_or_scatters_goes_around_once(operation: str, moved: float) -> None:
+def test_gathers_and_scatters_go_around_the_ring_once(operation: str, moved: float) -> None:
     # Of four devices: 3/4 x 20 / 10 and 2 x 0.5. Of what is scattered the 20 bytes are one of four parts.
     what = WHAT._replace(collectives=(Collective(operation, 1.0, 20.0),))
     assert compute_plan.communication_seconds(what, CHIP, ASSUMED, 4) == pytest.approx(moved + 1.0)
@@ -129,7 +129,7 @@ def test_strong_scaling_shares_it() -> None:
     assert row.efficiency == pytest.approx(10.0 / (4 * 17.5))
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_row_tells_whether_its_memory_fits() -> None:
     rows = [
         compute_plan.row(WHAT._replace(memory=m), CHIP, ASSUMED, 1, 1e6, here=True, bf16=False, strong=False)
         for m in (50, 51)

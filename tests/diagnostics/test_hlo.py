@@ -33,7 +33,7 @@ def test_a_mean_is_one_all_reduce_of_its_bytes() -> None:
     assert hlo.host_calls(text) == []
 
 
-def test_what_stands_in_loops_counts_with_their_trips() -> None:
+def test_operations_in_loops_count_once_a_trip() -> None:
     """Two loops of known lengths in one of unknown length; XLA unrolls none of these."""
 
     def steps(x: jax.Array, n: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def test_parts_of_a_device() -> None:
     assert small["optimiser"] < 0.05 * whole["optimiser"]
 
 
-def test_what_is_announced_is_within_15_percent_of_the_peaks_of_an_h100() -> None:
+def test_announced_memory_is_within_15_percent_of_the_peaks_of_an_h100() -> None:
     """The peaks: benchmarks/results/h100.jsonl, qwen3-train and qwen3-sample, bytes of the device's allocator."""
     model = dataclasses.replace(memory_plan.SHAPES["qwen3-0.6b"], precision="bf16", remat="full")
     config = GRPOConfig(group=8, num_minibatches=1, accumulate=1, model=model)

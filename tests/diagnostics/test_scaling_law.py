@@ -72,7 +72,7 @@ def test_the_units_of_size_change_nothing_but_its_factor(unit: float) -> None:
     assert abs(one.alpha - other.alpha) < 1e-2
 
 
-def test_what_gives_no_law_is_said() -> None:
+def test_too_few_cells_and_losses_of_0_give_no_law() -> None:
     with pytest.raises(TooFew, match="4 cells with 2 sizes of model and 2 of data; a law needs 6 cells and 3 of each"):
         fit(*measured(2, 2, 0.0))
     n, d, loss = measured(3, 3, 0.0)

@@ -126,7 +126,7 @@ def test_a_log_without_a_map_is_drawn(tmp_path: Path) -> None:
         assert picture.size[0] > 100
 
 
-def test_what_a_format_does_not_have_is_null(tmp_path: Path) -> None:
+def test_counts_that_a_format_lacks_are_null(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (file,) = inspect_logs.inspect([str(argoverse_files.write(made.make_log(), tmp_path))])["files"]
     assert file["scenarios"][0].pop("ranges")["z"] is None

@@ -120,7 +120,7 @@ def _same(some: list[Scenario], others: list[Scenario]) -> None:
             np.testing.assert_equal(getattr(one, name), getattr(other, name))
 
 
-def test_what_was_made_once_is_found_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_scenarios_are_found_again_block_by_block(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, seeds = _made(monkeypatch, 2, 7)
     assert seeds == list(range(2, 9))
     again, seeds = _made(monkeypatch, 2, 7)
@@ -331,7 +331,7 @@ def _dies(path: Path, count: int | None, **settings: Any) -> list[Scenario]:
     [(_takes_memory, "takes more than 2,048 MB of memory"), (_takes_time, "takes more than 0 s of CPU time"),
      (_dies, "the process that read it died")],
 )  # fmt: skip
-def test_what_no_other_bound_has_found_ends_in_a_line_beside_jax(
+def test_a_reader_over_its_limits_ends_in_a_line_beside_jax(
     read: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of its own, as limits of this one would be those of JAX's threads."""

@@ -208,7 +208,7 @@ def test_debug_shows_the_traceback_and_the_line(longhaul: Any) -> None:
         (AssertionError(), 1, "AssertionError"),
     ],
 )
-def test_what_goes_wrong_decides_the_exit_code(
+def test_the_kind_of_error_decides_the_exit_code(
     longhaul: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
 ) -> None:
     def fail(words: Sequence[str]) -> int:

@@ -254,7 +254,7 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
         ({"algorithm": GRPOConfig(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
     ],
 )
-def test_what_can_not_be_is_one_line(changes: dict[str, Any], words: str) -> None:
+def test_impossible_settings_of_reasoning_are_one_line(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RunError, match=words):
         small(**changes)
 
@@ -544,7 +544,7 @@ def test_bytes_are_the_words_of_a_model_without_files(files: Path) -> None:
         ({"environment": Reasoning()}, "problems of --task arithmetic are written in 23 characters"),
     ],
 )
-def test_what_can_not_be_asked_is_one_line(files: Path, changes: dict[str, Any], words: str) -> None:
+def test_impossible_settings_of_questions_are_one_line(files: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RunError, match=words):
         asking(files, **changes)
 

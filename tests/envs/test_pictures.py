@@ -132,6 +132,6 @@ def test_suites_are_drawn(name: str) -> None:
     assert any(np.any(np.asarray(image) != np.asarray(images[0])) for image in images[1:])
 
 
-def test_what_has_no_picture_says_so() -> None:
+def test_an_environment_without_pictures_is_named() -> None:
     with pytest.raises(ValueError, match="probe/one_step has no picture: its observations are no images"):
         pictures.painter("probe/one_step", environments.make("probe/" + sorted(environments.probes.PROBES)[0]))

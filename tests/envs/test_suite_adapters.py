@@ -88,7 +88,7 @@ def test_ends_are_told_from_truncations(world: World, most: int | None, last: in
     assert not environment.active(state)
 
 
-def test_what_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install playground"):
         registry.make("playground/CartpoleBalance")

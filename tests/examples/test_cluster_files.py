@@ -97,7 +97,7 @@ def test_the_dockerfiles_instructions_are_dockers_and_its_commands_longhauls() -
 
 
 @pytest.mark.slow
-def test_what_the_dockerfile_copies_is_enough_to_build_the_package(tmp_path: Path) -> None:
+def test_the_dockerfile_copies_enough_to_build_the_package(tmp_path: Path) -> None:
     for _, rest in (each for each in instructions() if each[0] == "COPY"):
         *sources, target = rest.split()
         for source in sources:

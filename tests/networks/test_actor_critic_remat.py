@@ -92,7 +92,7 @@ def descended(kind: str, remat: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "remat"), CASES)
-def test_what_is_computed_again_gives_the_same_gradient(kind: str, remat: str) -> None:
+def test_recomputation_gives_the_same_gradient(kind: str, remat: str) -> None:
     assert relative(descended(kind, remat), descended(kind, "none")) < 1e-6
 
 

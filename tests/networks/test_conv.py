@@ -135,7 +135,7 @@ def test_kernels_are_split_in_pairs_over_a_model_axis() -> None:
         (jax.ShapeDtypeStruct((35, 84, 1), jnp.uint8), "nature", "image is 35x84, and torso nature needs 36x36"),
     ],
 )
-def test_what_is_no_image_is_refused_in_a_line(seen: object, kind: str, message: str) -> None:
+def test_observations_that_are_no_image_are_refused(seen: object, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         actor_critic.actor_critic(seen, 2, torso=kind)
 

@@ -137,7 +137,7 @@ def test_the_greatest_item_by_item_is_that_of_all_at_once_and_so_are_its_gradien
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, expected)
 
 
-def test_what_is_not_there_is_zero_and_has_no_gradient():
+def test_pooling_absent_items_is_zero_and_has_no_gradient():
     kernel, bias, items = a_set(6, 4, 3, 5)
     items = items.at[..., -1].set(0.0).at[:3, 1, -1].set(1.0)
     pooled = quick(layers.greatest)

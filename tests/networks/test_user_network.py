@@ -94,7 +94,7 @@ def test_every_kind_of_algorithm_takes_it(config: AlgorithmConfig, action: Any) 
         ("nothing", "has no nothing; did you mean"),
     ],
 )
-def test_what_keeps_not_the_form_is_one_line(name: str, says: str) -> None:
+def test_a_network_of_another_form_is_one_line(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=f"--torso {HERE}:{name}.*{says}") as caught:
         actor_critic.actor_critic(SEEN, 2, torso=f"{HERE}:{name}", sizes=(8,))
     assert "\n" not in str(caught.value)

@@ -74,7 +74,7 @@ def test_a_verifier_that_raises_counts_as_wrong_and_is_reported_once(monkeypatch
         ("chain_sum", "least=1", "least=1: "),
     ],
 )
-def test_what_is_no_task_is_said_in_one_line(name: str, settings: str, words: str) -> None:
+def test_unknown_tasks_and_settings_are_one_line(name: str, settings: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         gym_tasks.task(name, settings)
     assert "\n" not in str(caught.value)

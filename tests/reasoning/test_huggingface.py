@@ -20,7 +20,7 @@ from tests.helpers import small_chat
 
 
 @pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("float32", 40_000), ("bfloat16", 30_000)])
-def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
+def test_a_saved_model_loads_as_it_was(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
     for config in (reference.CONFIGS["qwen2"], reference.CONFIGS["llama3-rope"], reference.CONFIGS["qwen3-untied"]):
         params = reference.params(config)
         huggingface.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
@@ -48,7 +48,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) 
         ({"num_hidden_layers": 2}, "has no place"),
     ],
 )
-def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_unsupported_models_and_damaged_files_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     config = reference.CONFIGS["qwen3"]
     huggingface.save(tmp_path, config, reference.params(config))
     file = tmp_path / "config.json"

@@ -64,7 +64,7 @@ def test_without_a_threshold_it_is_open_for_good() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("threshold", 1.5), ("hysteresis", -0.1), ("patience", 0), ("every", 0), ("fewest", 0)]
 )
-def test_what_it_can_not_be_is_named(name: str, value: float) -> None:
+def test_settings_out_of_bounds_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"gate_{name} is {value}"):
         registry.check(config(gate=dataclasses.replace(SETTINGS, **{name: value})), Sizes(1, ROWS, 6))
 

@@ -52,7 +52,7 @@ def drawn(budget: int) -> sampler.Drawn:
 # ----------------------------------------------------------------------------------------------------------- sampling
 
 
-def test_what_is_recorded_is_what_the_learner_computes() -> None:
+def test_recorded_log_probabilities_are_those_that_the_learner_computes() -> None:
     bank, found = drawn_problems()[1], drawn(sampler.UNBOUNDED)
     log_prob, entropy = quick(functools.partial(sampler.log_probs, CONFIG, temperature=0.7))(
         params(), bank.prompt, found.token
@@ -296,7 +296,7 @@ def test_an_impossible_draw_is_refused(name: str, value: float, remedy: str) -> 
         sampler.sampler(CONFIG, dataclasses.replace(HOW, **{name: value}))  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_a_bank_is_named() -> None:
+def test_solutions_longer_than_the_bank_are_named() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="--num-steps is 12, and a solution has 21 tokens"):
         sampler.bank(ARITHMETIC, drawn_problems()[0], rng, 12)

@@ -117,7 +117,7 @@ def test_the_least_used_is_forgotten_first() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", "3+4", "3+4*2=", "3+9=", "12+3=", "3+4-2=0"])
-def test_what_is_no_problem_is_named(prompt: str) -> None:
+def test_a_prompt_that_is_no_problem_is_named(prompt: str) -> None:
     with pytest.raises(ValueError, match=r"looks like 3\+4-2=|modulo 5"):
         ReasoningOptimizer(TASK, Script(RIGHT)).solve([prompt])
 

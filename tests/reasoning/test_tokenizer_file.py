@@ -62,7 +62,9 @@ def test_usual_forms_pass(fields: dict[str, Any], tmp_path: Path) -> None:
         ({"model": {"type": "WordLevel", "vocab": {"a": None}, "unk_token": "a"}}, "the number None"),
     ],
 )
-def test_what_takes_all_time_or_memory_is_one_line(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_files_that_would_take_all_time_or_memory_are_one_line(
+    fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     write(tmp_path, **fields)
     with pytest.raises(HubError, match=words) as raised:

@@ -71,7 +71,7 @@ def test_a_call_that_nobody_waits_for_ends() -> None:
 
 
 @pytest.mark.parametrize("text", ["[search(x)->", "no call ->", "[calculator(1+1->"])
-def test_what_is_no_call_is_answered_too(text: str) -> None:
+def test_a_malformed_call_is_answered(text: str) -> None:
     assert tools.replies("calculator")(text) == "no such tool]"
 
 

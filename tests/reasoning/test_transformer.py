@@ -59,7 +59,7 @@ def test_logits_are_those_that_transformers_gave(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_what_is_stored_is_what_transformers_gives(tmp_path: Path) -> None:
+def test_stored_reference_outputs_are_those_of_transformers(tmp_path: Path) -> None:
     file = tmp_path / "now.npz"
     subprocess.run([sys.executable, reference.__file__, str(file)], check=True)
     with np.load(file) as now, np.load(reference.STORED) as stored:

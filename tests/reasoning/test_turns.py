@@ -113,7 +113,7 @@ def test_without_marks_a_completion_is_left_alone() -> None:
     assert on({}, np.zeros((ROWS, ROOM), np.int32), first, jax.random.split(jax.random.key(1), ROWS)) is first
 
 
-def test_what_is_compiled_ahead_by_shapes_is_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_compiled_ahead_by_shapes_serves_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[jax.stages.Compiled] = []
     compiled = device_memory.compiled
 

@@ -91,7 +91,7 @@ def test_two_processes_fill_a_store_at_once(cold: tuple[Path, dict[str, Any]], t
 
 
 @pytest.mark.slow
-def test_what_is_found_again_gives_the_same_numbers(cold: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_cached_programs_give_the_same_numbers(cold: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Every program is found, the one compiled ahead too; nothing is warned of, of the processor's features neither."""
     store, before = cold
     files = entries(store)

@@ -195,7 +195,7 @@ def test_bad_credentials_are_one_clear_line(tmp_path: Path) -> None:
             split(address)
 
 
-def test_what_is_no_certificate_or_key_is_named(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+def test_files_that_are_no_certificate_or_key_are_named(certificate: tuple[Path, Path], tmp_path: Path) -> None:
     cert, key = map(str, certificate)
     other, plain, torn, locked = (str(tmp_path / name) for name in ("other", "plain", "torn", "locked"))
     Path(plain).write_text("root:x:0:0:root\n")

@@ -147,7 +147,7 @@ def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("how", ["", "--topology actors", "--seeds 2", "--dry-run", "--scenarios 4096"])
-def test_what_cannot_fit_is_refused_before_it_is_allocated(
+def test_a_state_that_cannot_fit_is_refused_before_it_is_allocated(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def allocated(*_: object) -> None:
@@ -164,7 +164,7 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_compiler_took_is_given_back_before_its_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_compiler_is_given_back_before_its_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[bool] = []
     monkeypatch.setattr(device_memory, "trim", lambda: given_back.append(True))
     program = device_memory.compiled(jax.jit(lambda x, y: x - 2.0 * y), jnp.float32(5.0), jnp.float32(1.0))

@@ -66,7 +66,7 @@ def test_each_shard_has_its_part_and_its_number_and_they_meet_in_the_mean():
     assert meshes.identity((parts, mean)) == (parts, mean)
 
 
-def test_what_is_split_comes_together_on_every_device_and_on_the_host():
+def test_split_arrays_are_gathered_on_devices_and_on_the_host():
     mesh = meshes.make_mesh(2, 2)
     x = np.arange(24.0).reshape(4, 6)
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model")))

@@ -62,12 +62,12 @@ def program(trips: int) -> jax.stages.Compiled:
     return overlap.compiled(lowered, mesh)
 
 
-def test_what_is_computed_first_is_sent_first() -> None:
+def test_gradients_computed_first_are_sent_first() -> None:
     """The last layer's gradient; leaves are numbered by name."""
     assert overlap.ready(gradient, params(), jnp.ones((32, WIDTH))) == [1, 3, 0, 2]
 
 
-def test_what_follows_at_once_does_not_count() -> None:
+def test_casts_after_the_last_product_keep_the_order() -> None:
     """Casts after the last product keep the order of the products."""
 
     def cast(given: Params, x: jax.Array) -> tuple[Params, None]:

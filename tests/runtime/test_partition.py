@@ -103,7 +103,7 @@ def test_moments_lie_beside_their_parameters(settings: dict[str, Any]) -> None:
     )
 
 
-def test_what_is_said_to_lie_on_a_device_does() -> None:
+def test_announced_bytes_of_a_device_are_those_that_lie_on_it() -> None:
     state = quick(algorithm().init)(jax.random.key(0))
     for data, model in ((2, 2), (1, 4), (4, 1), (1, 3)):
         mesh = meshes.make_mesh(data, model)

@@ -102,7 +102,7 @@ def test_the_first_node_of_slurms_lists(nodes: str, first: str) -> None:
     assert process_group.first_node(nodes) == first
 
 
-def test_what_the_launcher_sets_is_found() -> None:
+def test_a_process_finds_its_place_in_the_variables_of_the_launcher() -> None:
     made = local.environment({"HOME": "x"}, 1, 3, "/tmp/a/b", 2)
     assert process_group.find(made) == Hosts(1, 3, "unix:/tmp/a/b", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
                                      "LONGHAUL_NUM_PROCESSES")  # fmt: skip

@@ -49,7 +49,7 @@ def test_apart_and_together_is_the_identity() -> None:
     assert pytree_serialization.split(back)[1] == pytree_serialization.split(TREE)[1]
 
 
-def test_what_is_stored_has_elements_and_is_no_number() -> None:
+def test_arrays_with_elements_are_stored_and_numbers_are_not() -> None:
     arrays, table = pytree_serialization.split(TREE)
     assert sorted(arrays) == ["['keys']", "['layers'][0]", "['layers'][1]['b/c']", "['scalar']", "['weak']"]
     assert sorted(arrays) == sorted(name for name, entry in table.items() if pytree_serialization.is_stored(entry))
@@ -73,6 +73,6 @@ def test_numpy_arrays_are_copied() -> None:
         (np.array("2020", "M8"), r"leaf \[0\]\['x'\] has dtype datetime64"),
     ],
 )
-def test_what_is_no_number_is_refused(leaf: Any, message: str) -> None:
+def test_leaves_that_are_no_numbers_are_refused(leaf: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pytree_serialization.split([{"x": leaf}])

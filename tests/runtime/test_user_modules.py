@@ -33,7 +33,7 @@ def test_a_module_of_the_working_folder_is_found_and_names_have_parts(
         ("__main__:NotThere", "a notebook or a script has defined NotThere; go on there, or define NotThere"),
     ],
 )
-def test_what_is_missing_is_named_with_its_remedy(name: str, says: str) -> None:
+def test_a_missing_module_or_function_is_named_with_its_remedy(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         user_modules.load(name)
     assert "\n" not in str(caught.value)

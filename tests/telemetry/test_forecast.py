@@ -45,7 +45,7 @@ def test_half_of_a_curve_forecasts_the_rest() -> None:
     assert float(found.law.at(5_000.0)) == pytest.approx(float(TRUE.at(5_000.0)), abs=0.03)
 
 
-def test_what_has_not_bent_is_refused() -> None:
+def test_a_curve_that_has_not_bent_gives_no_ceiling() -> None:
     early = np.geomspace(5.0, 120.0, 30)
     with pytest.raises(NotBent, match="train on, then ask again"):
         forecast.fit(early, noisy(TRUE, 0, 0.01, early), start=TRUE.start)
@@ -102,7 +102,7 @@ def test_a_run_at_its_ceiling_is_told_to_stop() -> None:
     assert ahead.endswith("stop")
 
 
-def test_what_can_not_be_told_yet_is_one_line() -> None:
+def test_too_few_records_give_no_forecast_but_a_line() -> None:
     assert forecast.in_words([{"agent_steps": 5}]) == []
     assert forecast.in_words(records(900_000.0, 4)) == [
         ("ceiling", "none yet: 4 records with a return are too few to tell a ceiling; 6 are enough")

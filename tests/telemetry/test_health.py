@@ -268,7 +268,7 @@ def test_a_healthy_run_and_one_that_is_not_watched_have_no_file(tmp_path: Path) 
     assert health_log.read(tmp_path) == []
 
 
-def test_what_a_killed_run_said_is_forgotten_with_its_records(tmp_path: Path) -> None:
+def test_findings_are_dropped_with_the_records_after_a_kill(tmp_path: Path) -> None:
     _watched(tmp_path, curve(ILLNESSES["kl"]))
     assert (tmp_path / health_log.FILE).exists()
     sinks.truncate_after(tmp_path / "metrics.jsonl", 100)

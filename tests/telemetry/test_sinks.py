@@ -48,7 +48,7 @@ def test_lines_hold_what_was_written(tmp_path: Path) -> None:
     assert all(isinstance(read(path)[1][name], int) for name in ("update", "agent_steps"))
 
 
-def test_what_is_not_finite_is_valid_json(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     odd = {"a/nan": float("nan"), "a/inf": jnp.inf, "a/minus": -np.float32(np.inf), "a/none": None, "a/fine": 1e300}
     with closing(jsonl(path)) as sink:

@@ -199,7 +199,7 @@ def test_by_default_runs_are_on_as_many_cores_as_share_them_evenly(
         ({"population": SWEEP, "topology": "actors"}, "--topology actors does not go with --seeds"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_is_refused_in_a_line(changes: dict[str, Any], line: str) -> None:
+def test_impossible_sweeps_are_one_line(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(RunError, match=line):
         resolve(dataclasses.replace(Run("small", Named("cartpole"), PPOConfig()), **changes))
 
@@ -323,7 +323,7 @@ def _working(child: subprocess.Popen[Any], quiet: float) -> int | None:
     return child.poll()
 
 
-def test_what_acts_is_restored_without_a_replay() -> None:
+def test_acting_states_are_restored_without_a_replay() -> None:
     """Whose places depend on the scenarios that a run trains in, which who evaluates it need not have."""
     run = resolve(replaced(recipes.recipe("pendulum-sac"), seeds=2, hidden_dim=8))
     algorithm, states = training_population.initial_states(run, spec(run))

@@ -106,7 +106,7 @@ def test_without_a_bound_a_slow_actor_holds_up_its_own_tickets_alone() -> None:
     assert sum(book.done) == 3
 
 
-def test_what_nobody_ordered_and_what_is_not_whole_is_refused() -> None:
+def test_an_incomplete_batch_and_a_rollout_without_ticket_are_refused() -> None:
     book, _ = staleness.hand_out(staleness.opened(Rule(2, 0), 0))
     with pytest.raises(ValueError, match="before it was whole"):
         staleness.learnt(book)

@@ -164,7 +164,7 @@ def test_chunks_hold_what_the_stream_says_and_have_one_shape(data: Path) -> None
 
 
 @pytest.mark.parametrize("traffic", ["log", "idm"])
-def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: str) -> None:
+def test_shapes_of_chunks_are_known_before_one_is_read(data: Path, traffic: str) -> None:
     for bank in (1, 2, 5):
         run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
         (fed,) = contexts(run, 1)
@@ -436,7 +436,7 @@ def test_two_processes_read_disjoint_scenarios_whose_union_is_the_epoch(tmp_path
     assert both[0][:BANK] != both[0][BANK:]
 
 
-def test_what_can_not_be_streamed_is_one_line(data: Path) -> None:
+def test_impossible_settings_of_streaming_are_one_line(data: Path) -> None:
     for task, message in [
         (Driving((str(data),), bank=0), "--bank is 0; it must be at least 1"),
         (Driving(bank=4), "--bank is 4, and there is no --data"),

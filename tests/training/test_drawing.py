@@ -49,7 +49,7 @@ def test_a_policy_is_drawn_as_its_film_shows_it(policy: longhaul.Policy, tmp_pat
         ({"episodes": 0}, r"episodes is 0; it must be a whole number, 1 at least"),
     ],
 )
-def test_what_can_not_be_drawn_is_one_line(
+def test_impossible_drawings_are_one_line(
     policy: longhaul.Policy, given: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

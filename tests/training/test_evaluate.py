@@ -127,7 +127,7 @@ def test_it_is_the_same_twice_and_whatever_the_run_was_trained_on() -> None:
     assert np.all(found["length"].value == 200)
 
 
-def test_what_may_never_end_is_refused() -> None:
+def test_an_environment_without_a_time_limit_is_refused() -> None:
     environment = Countdown(dataclasses.replace(Countdown().spec, max_steps=None))
     with pytest.raises(ValueError, match="may never end; give it a time limit"):
         evaluation.player(small(), environment, 1)(policy(small(), environment))
@@ -276,7 +276,7 @@ def test_agents_of_one_scenario_are_no_more_evidence_than_one() -> None:
     assert alone.high - alone.low < 0.3 * (one.high - one.low)
 
 
-def test_what_is_not_told_counts_nowhere_and_seeds_repeat() -> None:
+def test_invalid_metrics_count_nowhere_and_seeds_repeat() -> None:
     metrics = {
         "a": told([1.0, np.nan, 3.0, 7.0], [True, False, True, False]),
         "once": told([5.0, 1.0, 1.0, 1.0], [True, False, False, False]),
@@ -521,13 +521,13 @@ def test_two_processes_print_the_table_of_one(tmp_path: Path) -> None:
         ("--scenario a --episodes 2", "--episodes is 2, and --scenario names those to drive; leave one of them out"),
     ],
 )
-def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, message: str) -> None:
+def test_impossible_flags_are_refused_before_work_is_done(folder: Path, words: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         evaluate.evaluate(["d", "--policy", "log", *words.split()])
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_for_driving_is_refused_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_driving_are_refused_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small(environment=Named("cartpole"))
     monkeypatch.setattr(evaluate, "policy_of", lambda *_: (run, None))
     for flag in ("--realism", "--traffic log", "--worst 2", "--data x"):

@@ -66,7 +66,7 @@ def pushed(runs: Path, server: Hub) -> str:
     return "hf:someone/pole"
 
 
-def test_what_is_pushed_is_whole_and_names_no_machine(pushed: str, server: Hub, runs: Path) -> None:
+def test_a_pushed_repository_is_complete_and_names_no_machine(pushed: str, server: Hub, runs: Path) -> None:
     repository = server.repositories["someone/pole"]
     assert repository.private and repository.messages == ["first"]
     files = repository.commits[repository.head]
@@ -159,7 +159,9 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_there_is_one_line(case: str, pushed: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_repositories_and_files_are_one_line(
+    case: str, pushed: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words, says = REFUSED[case]
     capsys.readouterr()
     assert main.main([*words.split(), "--runs-dir", str(runs)]) == 2

@@ -118,7 +118,7 @@ def test_runs_npz_and_safetensors_hold_the_same_arrays_by_the_same_names(still: 
         ({"init_from": "old.pkl"}, "old.pkl is of the old HackMatrix trainer, and this run is of something else"),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
+def test_parameters_that_do_not_fit_are_one_line_and_leave_no_folder(
     settings: dict[str, Any], says: str, still: longhaul.Result, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

@@ -319,7 +319,9 @@ def test_a_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_far_too_large_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_far_too_large_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path / "large.npz", arrays(4, 1))
     size = sum(entry.file_size for entry in zipfile.ZipFile(path).infolist())
     monkeypatch.setattr(legacy_params, "_array", lambda *_: pytest.fail("it was read"))

@@ -347,7 +347,7 @@ def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> N
         ({"environment": Driving(("nowhere",))}, "nowhere: no such file or folder"),
     ],
 )
-def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_run_that_cannot_be_made_leaves_no_folder(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         begin(small(**change), tmp_path / "run")
     assert "\n" not in str(raised.value)

@@ -110,7 +110,7 @@ def test_a_run_goes_around_and_ends_with_finite_numbers(survived: Path) -> None:
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(policy.params))
 
 
-def test_what_was_poisoned_is_kept_and_can_be_repeated(survived: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_poisoned_updates_are_kept_and_can_be_repeated(survived: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Bit for bit, in the folder that was kept, and as often as one likes."""
     made = detours(survived)
     kept = sorted((survived / "poison").iterdir(), key=lambda path: told(path)["detours"])

@@ -155,7 +155,7 @@ def test_every_rule_has_a_case() -> None:
     assert onnx_program.RULES.keys() - covered == set()
 
 
-def test_what_has_no_rule_is_named() -> None:
+def test_operations_without_a_rule_are_named() -> None:
     form = {"x": jax.ShapeDtypeStruct((3, 3), jnp.float32)}
     with pytest.raises(ValueError, match="computes cholesky, which --to onnx does not translate; take --to jax"):
         onnx_program.translate(lambda given: {"y": jnp.linalg.cholesky(given["x"])}, form, "")

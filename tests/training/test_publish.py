@@ -171,7 +171,7 @@ def test_of_those_that_wait_only_the_newest_travels(tmp_path: Path) -> None:
         assert held(tmp_path)[0].version == 4  # what is drained is on the disk
 
 
-def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
+def test_addresses_to_publish_at_are_checked_and_kept(tmp_path: Path) -> None:
     values = {"publish": ("run", "there"), "publish-every": 3, "publish-precision": "bf16"}
     values |= {"publish-token-file": None, "publish-anchor": 8}
     asked = chosen(values, frozenset({"publish", "publish-every"}))
@@ -198,7 +198,7 @@ def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("library", "flag"), [("xxhash", "--publish"), ("zstandard", "--publish-anchor 8")])
-def test_what_publishing_needs_is_asked_for_before_a_run(
+def test_libraries_for_publishing_are_asked_for_before_a_run(
     longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, flag: str
 ) -> None:
     """Without it no version would come, or only the first, and the run would train to its end."""

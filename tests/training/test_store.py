@@ -249,9 +249,7 @@ def comes_back(bucket: str, tmp_path: Path) -> None:
     assert store.address_of(fetched) == run_dir.called(fetched) == f"{bucket}/run"
 
 
-def test_what_is_wrong_with_an_address_is_one_line(
-    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_address_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refusal(url: str) -> str:
         with pytest.raises(RunError) as caught:
             store.prepared(url, lambda local: make(local / "run"))

@@ -74,7 +74,7 @@ def test_each_device_of_a_mesh_gets_its_box_and_nothing_else(tmp_path: Path) -> 
         assert np.array_equal(weights.latest()[1]["w"], values["w"] + 8)
 
 
-def test_what_does_not_fit_jax_is_named() -> None:
+def test_tensors_that_do_not_fit_jax_are_named() -> None:
     held = {"w": np.zeros((2, 3), np.float32)}
     assert to_jax(held, {"w": jnp.ones((2, 3))})["w"].shape == (2, 3)
     for like, told in (

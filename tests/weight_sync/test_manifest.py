@@ -107,7 +107,7 @@ A = Tensor("a", (4,), "float32", 0)
         ({"size": 0}, "image"),
     ],
 )
-def test_what_can_not_be_true_is_refused_going_out_and_coming_in(change: dict, words: str) -> None:
+def test_impossible_manifests_are_refused_going_out_and_coming_in(change: dict, words: str) -> None:
     bad = Manifest("run", 0, 5, -1, 128, (A,))._replace(**change)
     with pytest.raises(ValueError, match=words):
         to_bytes(bad)
@@ -162,7 +162,7 @@ def test_an_image_holds_every_bit_of_its_tensors(parts: int) -> None:
 
 @given(st.lists(st.integers(0, 1 << 20), max_size=12))
 @settings(max_examples=20, deadline=None)
-def test_what_arrives_in_any_pieces_is_verified(cuts: list[int]) -> None:
+def test_images_that_arrive_in_any_pieces_are_verified(cuts: list[int]) -> None:
     tensors = arrays()
     planned, size = packing.describe(tensors)
     image = np.zeros(size, np.uint8)

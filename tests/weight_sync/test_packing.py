@@ -31,7 +31,7 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
         assert tensor.digest == digest(held)
 
 
-def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
+def test_a_bit_that_flips_on_the_way_is_found(past: bool) -> None:
     """Any one bit, in any place of a block, a stripe and what is behind them, however the bytes come."""
     draw = np.random.default_rng(2)
     given = {"a": draw.integers(0, 256, 5001, np.uint8), "b": draw.integers(0, 256, 300, np.uint8)}

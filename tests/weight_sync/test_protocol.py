@@ -88,7 +88,7 @@ def test_too_few_by_the_deadline_abort_a_round_of_k() -> None:
     assert p.prepare(cohort, 2, root(2), 21.0).prepared == 2  # and goes on
 
 
-def test_what_all_find_damaged_is_aborted_and_what_one_does_is_not() -> None:
+def test_a_version_that_all_find_damaged_is_aborted() -> None:
     cohort = p.prepare(opened("ab"), 1, root(1), 0.0)
     for _ in range(2):
         for name in "ab":

@@ -50,7 +50,9 @@ def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shared"])
-def test_what_is_damaged_above_is_not_served_below(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_serves_no_version_that_arrived_damaged(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sender is gone in between, and comes again; then it sends a damaged version, and a good one after it."""
     above, below, seen = way("tcp", tmp_path), way(kind, tmp_path).serve(), list[int]()
     gather, spoilt = packing.gather, threading.Event()

@@ -120,13 +120,13 @@ def check(source: Layout, destination: Layout, bucket: int, **options: bool) -> 
 
 @settings(max_examples=80, deadline=None)
 @given(pairs())
-def test_what_arrives_is_what_numpy_slices(given_pair: tuple[Layout, Layout, int]) -> None:
+def test_arrived_shards_are_those_that_numpy_slices(given_pair: tuple[Layout, Layout, int]) -> None:
     check(*given_pair)
 
 
 @settings(max_examples=40, deadline=None)
 @given(pairs())
-def test_what_a_rank_has_it_takes_from_itself(given_pair: tuple[Layout, Layout, int]) -> None:
+def test_a_rank_takes_from_itself_what_it_has(given_pair: tuple[Layout, Layout, int]) -> None:
     source, destination, bucket = given_pair
     check(source, destination, bucket, together=True)
     stays = resharding.plan(destination, destination, bucket=bucket, together=True)
@@ -170,7 +170,7 @@ def test_copies_share_the_work_by_their_links(speeds: dict[int, float] | None) -
     assert sum(sent for _, sent in made.sent) == made.nbytes == 3 * sum(64 * (8 + i) * 4 for i in range(12))
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_a_box_that_no_source_holds_is_named() -> None:
     shapes = {"kernel": ((4, 6), "float32")}
     half = resharding.make(shapes, lambda *_: [(0, ((0, 2), (0, 6))), (1, ((2, 4), (0, 3)))])
     with pytest.raises(ValueError, match=r"kernel: no source holds \[2:4, 3:6\], which a destination needs"):

@@ -98,7 +98,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("most", [600, 4096, 1 << 20])
 @pytest.mark.parametrize(("source", "destination"), PAIRS.values(), ids=PAIRS)
-def test_what_is_written_is_what_numpy_slices_and_both_sides_digest_it_alike(
+def test_written_shards_are_those_that_numpy_slices_with_equal_digests(
     source: Layout, destination: Layout, most: int, loops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_lanes, "COPIED_PIECE", most)

@@ -127,7 +127,7 @@ def group(*given: Any) -> Iterator[Group]:
 
 @pytest.mark.parametrize("lane", ["shm", "tcp"])
 @pytest.mark.parametrize(("source", "destination"), [(FSDP, TP), (TP, WIDE), (WIDE, mesh(3, 1))])
-def test_what_arrives_is_what_was_sent_whole_and_as_changes(
+def test_shards_arrive_as_sent_whole_and_as_changes(
     source: Layout, destination: Layout, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_lanes, "PIECE", 512)

@@ -62,7 +62,7 @@ def test_the_grid_is_the_documents_and_flags_narrow_it() -> None:
         cells("--grid", "--num-envs", "3", "--devices", "2")
 
 
-def test_what_was_measured_is_kept_and_an_interruption_loses_one_cell(
+def test_measured_cells_are_kept_and_an_interruption_loses_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "grid.json")

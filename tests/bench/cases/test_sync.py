@@ -74,7 +74,7 @@ def test_a_plan_moves_what_each_replica_needs_once_and_it_arrives():
     assert set(found["model_seconds"]) == {"full", "delta, on accelerators", "delta, by host cores"}
 
 
-def test_what_did_not_arrive_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_transfer_that_copies_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sync, "execute_numpy", lambda *given: None)
     with pytest.raises(RuntimeError, match="should"):
         next(sync.layouts("tiny", "fsdp:4", "replicated:2"))

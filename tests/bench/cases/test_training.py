@@ -180,7 +180,7 @@ def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
     np.testing.assert_allclose(moved.x[:4], [0.5, 2.5, 30.5, 60.5], atol=2e-3)  # the log is rounded
 
 
-def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_benchmarks_and_impossible_sizes_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no benchmark is named 'sack'; there are ppo-cartpole"):
         next(harness.run("sack"))
     with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):

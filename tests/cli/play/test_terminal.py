@@ -120,7 +120,7 @@ def test_keys_reach_the_program_and_q_puts_everything_back(on_terminal: Any) -> 
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTSTP"])
-def test_what_was_ignored_changes_nothing(on_terminal: Any, name: str) -> None:
+def test_a_signal_that_was_ignored_before_stays_ignored(on_terminal: Any, name: str) -> None:
     there = on_terminal("-c", PROGRAM.replace("with ", f"signal.signal(signal.{name}, signal.SIG_IGN)\nwith ", 1))
     there.until("frame 0")
     there.process.send_signal(signal.Signals[name])

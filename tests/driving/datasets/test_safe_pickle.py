@@ -212,7 +212,7 @@ def test_a_shape_that_is_none_is_not_written_out() -> None:
         forged_.real()
 
 
-def test_what_holds_itself_and_text_made_bytes_again_and_again_are_refused() -> None:
+def test_a_list_within_itself_and_repeated_encoding_are_refused() -> None:
     with pytest.raises(Malformed, match="holds itself"):
         unpickle(b"\x80\x04]q\x00h\x00a.")
     encode = b"c_codecs\nencode\nq\x00X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"q\x01"

@@ -22,7 +22,7 @@ def made() -> list[Scenario]:
 
 
 @pytest.mark.slow
-def test_what_is_made_when_it_is_due_is_what_would_be_held(
+def test_scenarios_made_when_due_are_those_that_would_be_held(
     made: list[Scenario], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Across a block's end; with another seed they are others."""

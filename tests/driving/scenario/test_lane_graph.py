@@ -112,7 +112,7 @@ def test_no_part_of_a_lane_near_the_routes_is_left_out(name: str) -> None:
     assert (away(near, start[lane], vector[lane]).min(1) < lane_graph.MERGE + ROUNDING).all()
 
 
-def test_what_is_known_of_lanes() -> None:
+def test_lanes_have_their_kind_limit_and_number() -> None:
     log = made.make_log()
     freeway = Feature(120, logs.LANE_FREEWAY, log.features[0].points + np.array([0.0, -3.5, 0.0]))
     bike = Feature(121, logs.LANE_BIKE, log.features[0].points + np.array([0.0, -6.0, 0.0]))

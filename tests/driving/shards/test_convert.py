@@ -171,7 +171,7 @@ def test_a_finished_conversion_does_nothing(given: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("change", ["added", "changed", "removed", "shard lost", "state cut"])
-def test_what_changed_is_made_anew_from_there(tmp_path: Path, change: str) -> None:
+def test_a_changed_input_is_converted_again_from_there_on(tmp_path: Path, change: str) -> None:
     folder, out = logs_in(tmp_path / "in"), tmp_path / "out"
     convert.convert([str(folder)], out, per_shard=2)
     kept = (out / "shard-00000.lhs").stat().st_ino
@@ -233,7 +233,7 @@ def test_nothing_usable_is_a_report_too(tmp_path: Path) -> None:
     assert (report.scenarios, report.shards, len(report.errors)) == (0, (), 1)
 
 
-def test_what_is_asked_wrongly(given: list[str], tmp_path: Path) -> None:
+def test_impossible_settings_and_another_folder_s_settings_are_refused(given: list[str], tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"per_shard": 0}, {"agents": 0}, {"horizon": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             convert.convert(given, tmp_path / "out", **wrong)

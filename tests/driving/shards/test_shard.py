@@ -92,7 +92,7 @@ def test_packing_what_was_unpacked_gives_the_same_bytes() -> None:
     assert shards.pack(shards.unpack(record)) == record
 
 
-def test_what_16_bits_do_not_hold_takes_32() -> None:
+def test_values_beyond_16_bits_take_32() -> None:
     """Beyond 327 m, whole turns of headings, and steps of more than 2^15 units between neighbours."""
     given = small()
     pose = given.pose.copy()
@@ -131,7 +131,7 @@ def test_every_part_of_a_scenario_is_stored() -> None:
         ({"route_length": np.full(2, 1e9, np.float32)}, "route_length has 1e"),
     ],
 )
-def test_what_can_not_be_stored(change: dict[str, Any], message: str) -> None:
+def test_scenarios_of_wrong_shapes_or_values_are_not_stored(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shards.pack(small()._replace(**change))
 

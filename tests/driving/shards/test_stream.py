@@ -172,7 +172,7 @@ def test_a_damaged_record_is_told_when_it_is_due(library: stream.Library) -> Non
         next(batches)
 
 
-def test_what_is_asked_wrongly(library: stream.Library, tmp_path: Path) -> None:
+def test_impossible_sizes_and_positions_are_refused(library: stream.Library, tmp_path: Path) -> None:
     for wrong, match in [
         ({"size": 0}, "size is 0"),
         ({"ahead": 0}, "ahead 0"),

@@ -171,7 +171,7 @@ def test_tiles_answer_as_the_whole_field_does(whole) -> None:
         assert np.quantile(np.abs(found - clipped), 0.999) < 0.35  # every second sample, far from the edges
 
 
-def test_what_is_far_from_all_edges_takes_no_memory() -> None:
+def test_places_far_from_all_edges_take_no_memory() -> None:
     x, y = np.meshgrid(np.arange(400) * CELL, np.arange(400) * CELL)
     packed = distance_field.tile([np.round(100.0 * np.minimum(np.abs(y - 100.0) - 3.0, 300.0)).astype(np.int16)])
     assert packed.cells.size < 0.2 * x.size
@@ -236,7 +236,7 @@ def test_the_room_is_known_before_any_chunk_is_read(tmp_path: Path, traffic: str
 
 
 @pytest.mark.parametrize("cuts", [{}, {"horizon": 20, "agents": 2}])
-def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict[str, int]) -> None:
+def test_the_room_that_a_shard_announces_is_what_its_tables_take(tmp_path: Path, cuts: dict[str, int]) -> None:
     """Generated scenarios with roads, lights and traffic, one by one."""
     made = scenario_source.generated(10, 3, agents=8, horizon=None, workers=1)
     shard.write(tmp_path / "a.lhs", made)

@@ -100,7 +100,7 @@ def test_an_even_drive_in_its_lane_is_without_fault() -> None:
     assert found["final_divergence"] == pytest.approx(0.0, abs=1e-2)
 
 
-def test_what_nobody_knows_is_not_valid() -> None:
+def test_metrics_of_unknown_lanes_lights_and_edges_are_not_valid() -> None:
     """No lanes, no lights, no edges; and the log has lost the agent from step 20 on."""
     found, _ = driven([EGO, line(AWAY, (0, 0), T)], road=None)
     unknown = {"offroad", "red_light", "wrong_way", "speed_limit", "lanes", "driving_direction", "smallest_ttc"}
@@ -313,7 +313,7 @@ def test_comfort_by_hand() -> None:
     assert swung["kinematic_infeasibility"] == 0.0
 
 
-def test_what_no_vehicle_can_do() -> None:
+def test_motion_beyond_a_vehicle_s_limits_is_infeasible() -> None:
     spin = line((0, 0), (2, 0), T)
     spin[25:, 2] += 0.5  # 0.5 rad within 0.2 m
     assert driven([spin, line(AWAY, (0, 0), T)])[0]["kinematic_infeasibility"] == 1.0

@@ -105,7 +105,7 @@ def features() -> tuple[Feature, ...]:
     )
 
 
-def test_what_a_lane_tells() -> None:
+def test_lanes_around_a_point_have_distance_direction_and_limit() -> None:
     road = scenario_from_log(make_log(straight(), features=features())).road
     found = query(on_device(road), np.array([[3.0, 0.7], [43.0, 4.0], [3.0, 3.5]]))
     order = np.argsort(found.lane, axis=1)[:, ::-1][:, 2::-1]

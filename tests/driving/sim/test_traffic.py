@@ -138,7 +138,7 @@ def test_nobody_waits_for_who_crosses_long_before_or_after_it() -> None:
         assert driven.states.reactive.speed[:30, 1].min() > 6.5
 
 
-def test_what_the_log_came_past_does_not_hold_anybody_up() -> None:
+def test_a_parked_car_that_the_log_passed_stops_no_reactive_vehicle() -> None:
     """A parked car two hands beside the logged way, nearer than the margin that is kept to traffic."""
     ego, mine, parked = line((0, -60), (0, 0), T), line((-20, 0), (8, 0), T), line((0, 2.05), (0, 0), T)
     driven = trip(scenario([ego, mine, parked], road=None), traffic="idm")

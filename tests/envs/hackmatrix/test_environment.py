@@ -327,7 +327,7 @@ def _played(fixes: tuple[str, ...] = ()) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-def test_what_holds_in_any_game() -> None:
+def test_invariants_hold_in_drawn_games() -> None:
     state, seen, action, gained, parts, after, _ = _played()
     assert (state.hp > 0).all()
     assert after.hp.min() >= 0
@@ -576,7 +576,7 @@ def test_ppo_stores_packed_observations_and_learns_the_same() -> None:
     jax.tree.map(same, (packed.action, state, metrics), (wide.action, wide_state, wide_metrics))
 
 
-def test_what_a_network_takes_leaves_out_only_what_is_never_there() -> None:
+def test_the_short_input_leaves_out_only_numbers_that_are_always_0() -> None:
     _, seen, *_ = _played()
     packed = seen.observation
     whole, short = np.asarray(observation.expand(packed)), np.asarray(observation.TRAINER.expand(packed))

@@ -124,7 +124,7 @@ def test_a_game_in_the_middle() -> None:
     assert text(shown) == MIDDLE
 
 
-def test_what_the_player_does_not_see_is_shown_when_asked_for() -> None:
+def test_hidden_cryptogs_are_shown_when_revealed() -> None:
     hidden, all_of_it = (text(screen.board(BUSY, screen.ASCII, reveal)) for reveal in (False, True))
     assert "C2" not in hidden
     assert all_of_it.splitlines()[16].startswith("|C2     |")

@@ -328,7 +328,7 @@ def test_spaces_become_forms() -> None:
         gymnasium_vector.action_way(spaces.Dict({"a": spaces.Discrete(2)}))
 
 
-def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
+def test_discrete_observations_are_one_hot() -> None:
     spec = vectors.specification(made("gymnasium/FrozenLake-v1").spec)
     assert spec.expand is not None
     assert spec.expand(np.array([[3], [15]], np.int32)).shape == (2, 1, 16)
@@ -401,7 +401,7 @@ def test_no_environments_are_refused() -> None:
         made("jax/cartpole", 0)
 
 
-def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.KINDS, "envpool", host.KINDS["envpool"]._replace(needs=("json", "not_there")))
     with pytest.raises(ValueError, match=r"envpool/Pong-v5 needs not_there: pip install longhaul-rl\[envpool\]"):
         made("envpool/Pong-v5")

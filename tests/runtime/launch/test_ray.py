@@ -83,7 +83,7 @@ def test_as_many_as_there_is_room_for(
     assert cluster.layout(nodes, Wanted(number, fewest, devices, place, 0.0), devices) == found
 
 
-def test_what_is_set_is_found() -> None:
+def test_processes_find_their_place_in_the_variables_of_the_launcher() -> None:
     """And what of the launcher's variables its processes need, no other."""
     given = {"JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": "off", "HOME": "/home/a", "WANDB_API_KEY": "secret"}
     made = cluster.variables(3, 4, "10.0.0.7:4567", given)

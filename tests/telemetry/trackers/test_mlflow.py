@@ -104,7 +104,7 @@ def children() -> list[int]:
 
 
 @pytest.mark.slow
-def test_what_a_finished_run_lacks_is_sent_by_hand(tmp_path: Path, store: Any) -> None:
+def test_records_that_mlflow_lacks_are_sent_by_hand(tmp_path: Path, store: Any) -> None:
     folder = tracked_folder(tmp_path, tracker="mlflow")
     lines = sinks.jsonl(folder / "metrics.jsonl")
     for update in range(1, 1001):  # more than one call of MLflow takes

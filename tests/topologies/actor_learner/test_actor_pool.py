@@ -244,7 +244,7 @@ def test_an_actor_that_was_silent_for_too_long_is_replaced(tmp_path: Path, monke
 # ------------------------------------------------------------------------------------------------ longhaul status
 
 
-def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_actors_in_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(fake_actors.crew(Rule(2, 1), {}, tmp_path, "thread")) as mine:
         fake_actors.begin(mine)
         fake_actors.learn(mine, 4)

@@ -104,7 +104,7 @@ def test_more_truncations_than_the_limit_promises_are_told() -> None:
         ({"pin": True}, TENSORS, "the learner acts by itself: leave it out"),
     ],
 )
-def test_what_the_learner_cannot_step_itself_is_refused_in_a_line(acting: Any, env: str, words: str) -> None:
+def test_environments_and_settings_that_the_learner_cannot_step_are_refused(acting: Any, env: str, words: str) -> None:
     if env == TENSORS:
         pytest.importorskip("torch")
     with pytest.raises((RunError, FieldError), match=words):

@@ -7,7 +7,7 @@ import numpy as np
 from longhaul.topologies.inference_server.trajectory_buffer import count_episodes, fresh
 
 
-def test_what_ended_within_a_trajectory_is_counted_as_step_by_step() -> None:
+def test_episodes_that_end_within_a_trajectory_count_as_step_by_step() -> None:
     rng = np.random.default_rng(0)
     steps, columns, told = 9, 40, [0.0, 0.0, 0.0]
     now, earned, length = fresh(columns), np.zeros(columns), np.zeros(columns, int)

@@ -25,7 +25,7 @@ def random_spec(rng: np.random.Generator) -> HostSpec:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
+def test_frames_read_back_bit_for_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = tuple(f"score{i}" for i in range(rng.integers(3)))
     codec = Codec(wire.layout(random_spec(rng), int(rng.integers(1, 40)), names))

@@ -185,7 +185,7 @@ def test_restores_where_like_says_over_four_devices_and_one(tmp_path: Path) -> N
         assert_same(found.progress, wanted)
 
 
-def test_what_is_donated_or_overwritten_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_arrays_donated_or_overwritten_after_save_are_saved_as_they_were(tmp_path: Path) -> None:
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     with closing(Checkpoints(tmp_path, keep=9)) as checkpoints:
         for i in range(3):
@@ -265,7 +265,9 @@ def test_another_structure_is_an_error_that_names_the_leaf(tmp_path: Path, chang
         (jax.ShapeDtypeStruct((2,), jnp.float32), r"leaf \['x'\] is a shape without values"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path, leaf: Any, message: str) -> None:
+def test_leaves_that_cannot_be_saved_are_refused_before_anything_is_written(
+    tmp_path: Path, leaf: Any, message: str
+) -> None:
     with closing(Checkpoints(tmp_path / "folder")) as checkpoints:
         with pytest.raises(ValueError, match=message):
             checkpoints.save(1, {"x": leaf})
@@ -513,7 +515,7 @@ def test_entries_that_cannot_be_removed_are_named_once(tmp_path: Path, monkeypat
 # -------------------------------------------------------------------------------------------------- a full disk, a kill
 
 
-def test_what_is_to_be_done_before_fails_the_save(tmp_path: Path) -> None:
+def test_a_failure_of_the_step_before_fails_the_save(tmp_path: Path) -> None:
     def no_room() -> None:
         raise OSError(errno.ENOSPC, "")
 

@@ -145,7 +145,7 @@ def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(folder: Pat
     assert len(np.unique(starts, axis=0)) == 16 + 8, "no world begins where another, or one of the old run, began"
 
 
-def test_what_was_dropped_is_said_and_recorded(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dropped_state_is_reported_and_recorded(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first_call(change(folder, "--num-envs", "16", "--lr", "1e-3"), folder, num_envs=16, lr=1e-3)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("goes on")]
     assert len(lines) == 1
@@ -286,7 +286,7 @@ def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, folder: P
 # ------------------------------------------------------------------------------------------------------------ flags
 
 
-def test_what_was_not_chosen_follows_from_the_new_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derived_settings_follow_from_the_new_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")
     config = PPOConfig(num_minibatches=None, update_epochs=None)
     run = runs.resolve(Run("small", Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
@@ -303,7 +303,7 @@ def test_what_was_not_chosen_follows_from_the_new_sizes(tmp_path: Path, monkeypa
     assert runs.resolve(larger) == larger
 
 
-def test_what_is_chosen_stays(tmp_path: Path) -> None:
+def test_chosen_settings_stay(tmp_path: Path) -> None:
     run = small()
     folder = tmp_path / "run"
     folder.mkdir()
@@ -313,7 +313,7 @@ def test_what_is_chosen_stays(tmp_path: Path) -> None:
     assert [getattr(larger, name) for name in kept] == [getattr(run, name) for name in kept]
 
 
-def test_what_was_asked_stays_though_it_is_what_would_be_decided(tmp_path: Path) -> None:
+def test_a_chosen_setting_stays_though_it_equals_the_derived_one(tmp_path: Path) -> None:
     """`asked` in run.json tells a choice from a decision; a folder of an older version has none."""
     config = PPOConfig(num_minibatches=None, update_epochs=None)
     run = runs.resolve(Run("small", Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
@@ -329,7 +329,7 @@ def test_what_was_asked_stays_though_it_is_what_would_be_decided(tmp_path: Path)
 @pytest.mark.parametrize(
     "words", [("--seed", "4"), ("--hidden-dim", "16"), ("--init-from", "x"), ("--env", "pendulum")]
 )
-def test_what_the_run_is_cannot_change(stopped: Path, words: tuple[str, str]) -> None:
+def test_settings_that_define_a_run_cannot_change(stopped: Path, words: tuple[str, str]) -> None:
     with pytest.raises(RunError, match=f"{words[0]} is .*, and run run has .*; leave {words[0]} out"):
         change(stopped, *words)
 

@@ -331,7 +331,9 @@ def test_a_stream_has_the_same_text_in_pieces(asked: Any) -> None:
         ([1], 400, "the body is [1]; it must be an object"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_one_line(asked: Any, body: Any, status: int, words: str) -> None:
+def test_requests_that_cannot_be_answered_are_refused_in_one_line(
+    asked: Any, body: Any, status: int, words: str
+) -> None:
     found = asked.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     assert found.status_code == status and words in found.json()["error"]["message"]
     assert "\n" not in found.json()["error"]["message"]

@@ -133,7 +133,7 @@ def test_a_block_that_lies_is_refused(lie: dict[str, Any], said: str, by: Module
 
 
 @pytest.mark.parametrize("by", LOOPS, ids=["plain", "compiled"])
-def test_what_has_no_end_is_refused(by: ModuleType) -> None:
+def test_truncated_and_endless_blocks_are_refused(by: ModuleType) -> None:
     for cut in range(len(block())):
         assert "the delta is damaged" in str(decoded(block()[:cut], by))
     assert "a number has no end" in str(decoded(bytes([Mode.DELTA, 255, 255, 255]) + 40 * b"\xff", by))

@@ -188,7 +188,7 @@ def test_steps_and_gaps_that_are_rare() -> None:
 
 
 @pytest.mark.parametrize("base", [None, np.zeros(4096, np.float32)])
-def test_what_no_delta_helps_is_no_larger_than_itself(base: np.ndarray | None) -> None:
+def test_noise_is_no_larger_as_a_delta(base: np.ndarray | None) -> None:
     generator = np.random.default_rng(0)
     noise = generator.integers(0, 1 << 32, 4096, np.uint32)
     head = tensor_delta.HEAD.size + 4 + 1 + tensor_delta.SEAL

@@ -140,7 +140,7 @@ def test_with_an_authority_a_receiver_needs_a_certificate(folder: Path, monkeypa
             assert receiver.wait(1, 10.0), receiver.errors
 
 
-def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_certificate_or_key_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in tls.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="needs a certificate: set LONGHAUL_TLS_CERT and LONGHAUL_TLS_KEY"):

@@ -364,7 +364,7 @@ def test_death_by_what_a_siphon_brought() -> None:
         (w.HACK, (w.HACK,)),
     ],
 )
-def test_what_is_not_legal_ends_the_game(action: int, own: tuple[int, ...]) -> None:
+def test_an_illegal_action_ends_the_game(action: int, own: tuple[int, ...]) -> None:
     g = World((0, 0), blocks={(1, 0): BLOCK}, credits=9, energy=9, attacks=2).own(*own).enemy(w.DAEMON, 0, 4)
     before = g.state
     assert action not in g.legal()
@@ -641,7 +641,7 @@ def _columns(without: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("without", [(), pytest.param(MOVERS, marks=pytest.mark.slow)])
-def test_what_holds_in_any_game(without: tuple[int, ...]) -> None:
+def test_invariants_hold_in_drawn_games(without: tuple[int, ...]) -> None:
     state, seen, action, led_to, after = _columns(without)
     assert (state.hp > 0).all()
     assert set(np.unique(after.hp)) == {0, 1, 2, 3}
@@ -797,7 +797,7 @@ def test_boards_of_the_bank() -> None:
     assert not (credits.astype(bool) & energy.astype(bool)).any()
 
 
-def test_what_no_board_may_be() -> None:
+def test_boards_with_a_cut_off_cell_or_an_enclosed_block_are_unsound() -> None:
     """A cell joined with the rest over the exit alone, and a block among blocks."""
     open_ = np.zeros((1, 36), bool)
     assert drawn.sound(open_, np.array([35])).all()
