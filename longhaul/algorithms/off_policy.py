@@ -145,6 +145,16 @@ def q_values(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree,
     return jnp.stack([critic.apply(critic_params, (seen, action))[..., 0] for critic_params in params])
 
 
+def actor_network(actor: actor_critic.Tower, sight: Sight) -> actor_critic.ActorCritic:
+    """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        parameters = actor.apply(policy.params, sight.look(observation)[0])
+        return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
+
+    return actor_critic.ActorCritic(actor.init, apply, lambda columns: (), apply)
+
+
 def choice_type(action: Discrete) -> jax.ShapeDtypeStruct:
     """Stored form of a choice."""
     return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)

@@ -108,11 +108,6 @@ def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array
 
 
 def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
-    """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
+    """Actor whose `apply` takes a `Policy`, as of `off_policy.actor_network`."""
     networks = _networks(spec, config)
-
-    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        parameters = networks.actor.apply(policy.params, networks.sight.look(observation)[0])
-        return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
-
-    return actor_critic.ActorCritic(networks.actor.init, apply, lambda columns: (), apply)
+    return off_policy.actor_network(networks.actor, networks.sight)

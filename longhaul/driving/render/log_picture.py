@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw
 from longhaul.driving.datasets.log import Log
 from longhaul.driving.render import save as render
 from longhaul.driving.render.frames import COLOURS, KINDS, Stroke, map_strokes, stroke, visible
-from longhaul.driving.render.recording import LIGHT, box, replay, runs
-from longhaul.driving.scenario.from_log import STATES, scenario_from_log
+from longhaul.driving.render.recording import LIGHT, box, replay
+from longhaul.driving.scenario.from_log import STATES, runs, scenario_from_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.runtime import files as pages
 

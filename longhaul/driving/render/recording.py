@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longhaul.driving.scenario.from_log import runs
 from longhaul.driving.scenario.scenario import ROUTE_SPACING, Scenario
 
 GOOD_EVENTS = ("goal",)
@@ -159,12 +160,6 @@ def camera(recording: Recording) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------- polylines [P, 2] and boxes of pictures
-
-
-def runs(chosen: np.ndarray) -> list[slice]:
-    """Slices of the runs in which `chosen`, bool [P], is true."""
-    bounds = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
-    return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
 
 
 def clip(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
