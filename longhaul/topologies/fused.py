@@ -192,12 +192,12 @@ def updating(
             # One vector, one collective: a constant score would otherwise cross devices separately.
             peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
             sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
-            told = metrics | dict(zip(scores, sums)) | peaks
+            reported = metrics | dict(zip(scores, sums)) | peaks
             # A replay buffer is too large to check; its non-finite values appear in the learning metrics.
-            return (carry, own), (after, told | {FINITE: is_finite((after, metrics))})
+            return (carry, own), (after, reported | {FINITE: is_finite((after, metrics))})
 
-        (carry, own), (common, told) = shards.each(shard)((progress.carry, own))
-        return keep(Progress(whole(common, own), carry, progress.key, progress.updates + 1)), told
+        (carry, own), (common, reported) = shards.each(shard)((progress.carry, own))
+        return keep(Progress(whole(common, own), carry, progress.key, progress.updates + 1)), reported
 
     return update
 

@@ -102,9 +102,9 @@ def compiled(
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         scored = progress.carry
         own = context if within is same else within(context, progress.state.values)
-        after, told = once(own, progress._replace(carry=scored.carry))
-        carry = Scored(after.carry, scored.total + told["episode/return"], scored.episodes + told["episodes"])
-        return after._replace(carry=carry), told
+        after, metrics = once(own, progress._replace(carry=scored.carry))
+        carry = Scored(after.carry, scored.total + metrics["episode/return"], scored.episodes + metrics["episodes"])
+        return after._replace(carry=carry), metrics
 
     run = fused.repeating(update, block)
 

@@ -167,9 +167,9 @@ class Attempt:
         saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=self.number)
         with closing(saving) as checkpoints, ExitStack() as closed:
             clock = Clock(closed.enter_context(closing(compile_cache.Ledger())))
-            found = checkpoints.newest() if self.resumed else None
-            edits = self._edits(found)
-            standing = resume.standing(run, found)
+            checkpoint = checkpoints.newest() if self.resumed else None
+            edits = self._edits(checkpoint)
+            standing = resume.standing(run, checkpoint)
             modules = _modules(run)
             with stop.at_once():
                 source = self.source or feed(run, standing.origin)
@@ -180,22 +180,22 @@ class Attempt:
             check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
             parameters, decided = self._describe(source, assembly, modules)
             if self.sole:
-                stop.leave = _leaving(stop, folder, found.step if found is not None else 0)
-            progress = self._begin(assembly, feeding, clock, found)
+                stop.leave = _leaving(stop, folder, checkpoint.step if checkpoint is not None else 0)
+            progress = self._begin(assembly, feeding, clock, checkpoint)
             untrained = actor_learner.policy_on_host(run, assembly, progress.state)
             say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
-            sums = Sums(len(assembly.members), found.metadata["pending"] if found is not None else None)
-            if found is not None:
-                clock.before = Seconds(**found.metadata["seconds"])
+            sums = Sums(len(assembly.members), checkpoint.metadata["pending"] if checkpoint is not None else None)
+            if checkpoint is not None:
+                clock.before = Seconds(**checkpoint.metadata["seconds"])
                 with stop.at_once():
-                    feeding.move(feeds.place(found.metadata["place"]))
+                    feeding.move(feeds.place(checkpoint.metadata["place"]))
                 progress = resume.restored(
-                    run, checkpoints, found, progress, standing, source, assembly, feeding.now.context
+                    run, checkpoints, checkpoint, progress, standing, source, assembly, feeding.now.context
                 )
-            progress = nan_rollback.around(progress, found, self.detours, assembly.mesh)
+            progress = nan_rollback.around(progress, checkpoint, self.detours, assembly.mesh)
             if self.resumed and process_group.index() == 0:
-                known = {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(self.asked)}
-                resume.record(folder, run, standing, source, known, edits)
+                about = {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(self.asked)}
+                resume.record(folder, run, standing, source, about, edits)
             _look(stop, int(progress.updates), assembly)
             if int(progress.updates) < assembly.updates:
                 try:
@@ -230,13 +230,13 @@ class Attempt:
             done.replace(self.folder / f"result-{steps}.json")
         return None
 
-    def _edits(self, found: Found | None) -> dict[str, list[Any]]:
+    def _edits(self, checkpoint: Found | None) -> dict[str, list[Any]]:
         """Fields of run.json that were edited by hand since the checkpoint. Raises RunError unless that is taken."""
-        if found is None:
+        if checkpoint is None:
             return {}
-        edits = resume.edits(self.folder, found)
+        edits = resume.edits(self.folder, checkpoint)
         if not self.edited:
-            resume.check_edits(self.folder, found, edits)
+            resume.check_edits(self.folder, checkpoint, edits)
         return edits
 
     def _compare(self, source: Feed, modules: Mapping[str, user_modules.Source]) -> None:
@@ -271,12 +271,12 @@ class Attempt:
             say(line)
         return parameters, decided
 
-    def _begin(self, assembly: Assembly, feeding: Feeding, clock: Clock, found: Found | None) -> Progress:
+    def _begin(self, assembly: Assembly, feeding: Feeding, clock: Clock, checkpoint: Found | None) -> Progress:
         """Progress before the first update; of a new run from the parameters of another, where it begins from them."""
         with screen.stage("making the networks and the first worlds"), clock.compiling():
             progress = assembly.start(self.run.seed, feeding.now.context)
             progress = progress._replace(state=reasoning_setup.loaded(self.run, progress.state))
-        if found is None and self.run.init_from is not None:
+        if checkpoint is None and self.run.init_from is not None:
             state, line = init_from.applied(self.run, assembly.spec, progress.state)
             progress = progress._replace(state=state)
             say(line)
@@ -553,8 +553,8 @@ class Records:
         """Sums with these updates, and a record where one is complete."""
         loop, watch = self._loop, self._watch
         assert loop.run.log_interval is not None
-        found = jax.device_get(rows)
-        sound = watch.look(found, n, update) if watch else nan_rollback.look(found, n, update, loop.progress)
+        numbers = jax.device_get(rows)
+        sound = watch.look(numbers, n, update) if watch else nan_rollback.look(numbers, n, update, loop.progress)
         loop.sums.add(n, sound)
         loop.tell(heartbeat.CALL)
         loop.clock.started()

@@ -171,11 +171,11 @@ class Collector:
                 f"the environment truncates an episode {most} times in {self._steps} steps; its limit promises "
                 f"{self._slots} at most: give the option truncation_interval=1"
             )
-        told = dict(zip(SCORES[:3], self._running.sums))
+        reported = dict(zip(SCORES[:3], self._running.sums))
         seconds = time.perf_counter() - began
-        told |= {"actors/environment_seconds": stepping, "actors/inference_seconds": seconds - stepping}
-        told |= {"actors/begun_anew": float(anew)}
-        return Collected(self._running.rollout, {name: jnp.float32(told[name])[None] for name in sorted(told)})
+        reported |= {"actors/environment_seconds": stepping, "actors/inference_seconds": seconds - stepping}
+        reported |= {"actors/begun_anew": float(anew)}
+        return Collected(self._running.rollout, {name: jnp.float32(reported[name])[None] for name in sorted(reported)})
 
 
 def on_device(

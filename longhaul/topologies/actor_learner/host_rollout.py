@@ -141,8 +141,8 @@ class _Collector:
         carry, scores = self._collect(jax.device_put(weights), carry, key, ticket)
         data = self._data._replace(version=np.int32(version))
         self._after = jax.tree.leaves(carry)
-        told = scores | {"actors/begun_anew": anew}
-        return self._after, jax.tree.leaves(data), [np.float32(told[name]) for name in sorted(told)]
+        reported = scores | {"actors/begun_anew": anew}
+        return self._after, jax.tree.leaves(data), [np.float32(reported[name]) for name in sorted(reported)]
 
     def _restored(self, carry: Carry) -> bool:
         """Puts the vector into the state that a carry holds; False where it holds none."""
@@ -205,8 +205,8 @@ class _Collector:
         jax.tree.map(np.copyto, data.successors.last, last)
         state = vector.state()
         kept = () if state is None else jax.tree.map(np.array, state)
-        told = scores | {"actors/environment_seconds": stepping, "actors/inference_seconds": inference}
-        return Carry(kept, last, total, length, jax.tree.map(np.asarray, memory)), told
+        reported = scores | {"actors/environment_seconds": stepping, "actors/inference_seconds": inference}
+        return Carry(kept, last, total, length, jax.tree.map(np.asarray, memory)), reported
 
 
 def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:

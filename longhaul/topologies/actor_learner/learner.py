@@ -133,14 +133,14 @@ def acting(
     ) -> tuple[Leaves, Leaves, Leaves]:
         where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
         every = jax.tree.leaves(parts.join(weights, own))
-        after, *made = jax.block_until_ready(run(every, list(state), key[:words], where))
-        told, sums = ([np.asarray(x) for x in leaves] for leaves in made)
+        after, *results = jax.block_until_ready(run(every, list(state), key[:words], where))
+        rollout, sums = ([np.asarray(x) for x in leaves] for leaves in results)
         if finish is not None:
-            mine = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
-            mine = jax.random.fold_in(jax.random.fold_in(mine, ticket.place), FINISHING)
-            known = finish(tree(policy, every), mine, tree(data, told), tree(scores, sums))
-            told, sums = map(jax.tree.leaves, known)
-        return after, told, sums
+            finishing_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+            finishing_key = jax.random.fold_in(jax.random.fold_in(finishing_key, ticket.place), FINISHING)
+            finished = finish(tree(policy, every), finishing_key, tree(data, rollout), tree(scores, sums))
+            rollout, sums = map(jax.tree.leaves, finished)
+        return after, rollout, sums
 
     travelling = shapes(parts.split(policy)[0], carry, data, scores)
     if held is None:
@@ -284,10 +284,10 @@ def compiled(
         rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.shape[meshes.DATA])]
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
-        told = metrics | _scored(tree(acting.scores, scores), mesh)
-        told[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
+        reported = metrics | _scored(tree(acting.scores, scores), mesh)
+        reported[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
         weights = () if apart else _weights(algorithm, state, shared=acting.shared)
-        return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
+        return state, updates + 1, jax.tree.map(lambda x: x[None], reported), weights
 
     everywhere, split = fused.EVERYWHERE, PartitionSpec(meshes.DATA)
     state = fused.layout(progress).state
@@ -385,15 +385,16 @@ def actors(
                 return
         else:
             learnt = learn()
-        changing, count, rows, made = learnt
+        changing, count, rows, new_weights = learnt
         del learn, learnt
         state = parts.join(changing, fixed)
         versions = [head.version for head in batch.heads]
-        pool.learnt(publish(state) if meshes.splits(mesh) else _on_host(made))  # waits until the update has finished
-        told = meter.read(done, versions)
+        # This waits until the update has finished.
+        pool.learnt(publish(state) if meshes.splits(mesh) else _on_host(new_weights))
+        timings = meter.read(done, versions)
         done += 1
         carry = jax.tree.unflatten(structure, pool.carry())
-        yield Progress(state, PinnedCarry(carry, pool.past()) if pinned else carry, key, count), 1, rows | told
+        yield Progress(state, PinnedCarry(carry, pool.past()) if pinned else carry, key, count), 1, rows | timings
 
 
 GRACE, LOOK = 5.0, 0.1
@@ -439,7 +440,7 @@ class _Meter:
         wall, learner, acted, waited = now - self._before
         self._before = now
         age = [update - version for version in versions]
-        told = {
+        row = {
             "staleness_mean": sum(age) / len(age),
             "staleness_max": max(age),
             "queue": self._pool.queue,
@@ -447,4 +448,4 @@ class _Meter:
             "actor_wait": waited / max(acted + waited, 1e-9),
             "restarts": self._pool.restarts,
         }
-        return {f"actors/{name}": np.array([value], np.float32) for name, value in told.items()}
+        return {f"actors/{name}": np.array([value], np.float32) for name, value in row.items()}

@@ -89,10 +89,10 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
         _, key_learn = jax.random.split(drawn)  # as in `fused`
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, data, key_learn)
-        told = metrics | {fused.FINITE: fused.is_finite((part(state)[0], metrics))}
+        reported = metrics | {fused.FINITE: fused.is_finite((part(state)[0], metrics))}
         # A copy: actors act with this policy until the next update is done, and that update donates the state.
         policy = jax.tree.map(jnp.copy, algorithm.policy(state))
-        return state, updates + 1, jax.tree.map(lambda x: x[None], told), policy
+        return state, updates + 1, jax.tree.map(lambda x: x[None], reported), policy
 
     everywhere = fused.EVERYWHERE
     laid = fused.layout(progress).state
@@ -131,10 +131,10 @@ def central(
             while server.can_act and not learning.done():
                 server.serve(AROUND)
             state, count, rows, policy = learning.result()
-            told = meter.read(done, sums, versions)
+            reported = meter.read(done, sums, versions)
             server.learnt(local(policy, device))
             done += 1
-            yield Progress(state, (server.standing or ()) if kept else (), key, count), 1, rows | told
+            yield Progress(state, (server.standing or ()) if kept else (), key, count), 1, rows | reported
 
 
 class _Telling:
@@ -153,7 +153,7 @@ class _Telling:
         new = meter.since(self._before)
         wall, age = max(now - self._began, 1e-9), update - versions
         self._before, self._began = meter, now
-        told = {
+        reported = {
             "staleness_mean": float(age.mean()),
             "staleness_max": int(age.max()),
             "batch": new.steps / max(new.batches, 1),  # environments of one inference
@@ -165,5 +165,5 @@ class _Telling:
             "discarded": new.discarded,
         }
         episodes = {"episodes": 0.0, "episode/return": 0.0, "episode/length": 0.0} | dict(sums)
-        rows = episodes | {f"central/{name}": value for name, value in told.items()}
+        rows = episodes | {f"central/{name}": value for name, value in reported.items()}
         return {name: jnp.array([value], jnp.float32) for name, value in rows.items()}

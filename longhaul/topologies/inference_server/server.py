@@ -271,8 +271,8 @@ class Server:
         reward, (terminated, truncated, valid) = self._store.filled(group.ticket, step.observation)
         ended, group.running = count_episodes(group.running, reward, terminated | truncated, valid)
         if ended.episodes:
-            told = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
-            self._store.add_sums(group.ticket.batch, group.sums | told)
+            of_ended = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
+            self._store.add_sums(group.ticket.batch, group.sums | of_ended)
         group.ticket, group.sums = None, {}
 
     def _release(self) -> None:
