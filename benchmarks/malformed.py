@@ -201,8 +201,9 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
                 return receiver.wait(0, 60.0)
 
         def trains() -> bool:
-            before = connections.steps(run.folder)
-            time.sleep(10.0)
+            before, end = connections.steps(run.folder), time.monotonic() + 60.0
+            while connections.steps(run.folder) <= before and time.monotonic() < end:
+                time.sleep(0.5)
             return connections.steps(run.folder) > before
 
         made = {
