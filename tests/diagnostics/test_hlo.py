@@ -237,9 +237,7 @@ ENTRY %main (m: f32[1000,64], w: s32[10,2], n: f32[10], o: f32[50], c: f32[1000]
 def test_what_a_fusion_changes_in_place_counts_with_its_changes_alone() -> None:
     program = hlo.read(SCATTERS)
     updates, indices, row, whole = 4 * 10, 4 * 10 * 2, 4 * 10, 4 * 1000 * 64
-    assert program["one"].bytes == updates + indices + row + 4 * 50, (
-        "written; read: where, what, a whole operand"
-    )
+    assert program["one"].bytes == updates + indices + row + 4 * 50, "written; read: where, what, a whole operand"
     assert program["two"].bytes == 2 * updates + 4 * 10 + 2 * row
     assert program["alone"].bytes == 2 * updates
     assert program["three"].bytes == updates + whole + row + indices, "what is read as a whole counts as a whole"
