@@ -61,7 +61,7 @@ def cut(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 
 class Budget(NamedTuple):
-    """Most steps of a completion: behind the last stands the text `answer` (s1, Muennighoff et al. 2025, 2501.19393)."""
+    """Most steps of a completion: behind the last comes the text `answer` (s1, Muennighoff et al. 2025, 2501.19393)."""
 
     most: int
     step: str  # ends a step
