@@ -105,6 +105,8 @@ def _compile(part: int) -> None:
 
 
 class Block(NamedTuple):
+    """Scenarios of neighbouring seeds."""
+
     scenarios: list[Scenario | None]  # of its seeds, in their order
     complaint: str | None  # what is wrong with the store
 
@@ -180,11 +182,11 @@ def by_file(
     def leave_out(fault: str) -> None:
         faults.append(fault)
         if len(faults) <= SHOWN:
-            _say(f"{fault}; it is left out")
+            process_group.say(f"{fault}; it is left out")
 
     with ExitStack() as closed:
         advance = closed.enter_context(screen.stage("reading logs", count))
-        closed.callback(lambda: _say(f"{len(faults)} logs are left out") if len(faults) > SHOWN else None)
+        closed.callback(lambda: process_group.say(f"{len(faults)} logs are left out") if len(faults) > SHOWN else None)
         pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(1))))
         for path in files:
             left = None if count is None else count - done
@@ -198,7 +200,7 @@ def by_file(
                 if str(path) in map(str, paths) or (path == files[-1] and not done):
                     raise
                 if (why := str(error).removeprefix(str(path))) not in lacking:
-                    _say(f"{error}; logs like it are left out")
+                    process_group.say(f"{error}; logs like it are left out")
                 lacking.add(why)
                 continue
             except (BadData, BrokenProcessPool) as error:
@@ -223,14 +225,8 @@ LEAVE_OUT = "; --skip-bad-logs leaves out what can't be used, and `longhaul data
 
 
 def _fault(path: Path, error: Exception) -> str:
-    """What is wrong with a file, with its name."""
+    """Fault of a file, with its name."""
     return str(error) if str(path) in str(error) else f"{path}: {error}"
-
-
-def _say(line: str) -> None:
-    """Line on stderr; of processes that read the same logs, of the first alone."""
-    if process_group.index() == 0:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _scenarios(path: Path, count: int | None, *, skip_bad: bool, **settings: Any) -> tuple[list[Scenario], list[str]]:
