@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longhaul.training.api import (
         Evaluation,
+        LanguageModel,
         Policy,
         Result,
         evaluate,
+        language_model,
         load,
         make,
         render,
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Policy", "Result", "evaluate", "load", "make", "render", "result", "resume", "runs", "train"]
+__all__ = [
+    "Evaluation", "LanguageModel", "Policy", "Result", "evaluate", "language_model", "load", "make", "render", "result",
+    "resume", "runs", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket
 import ssl
@@ -18,12 +17,10 @@ from longhaul.cli.board import bound
 from longhaul.cli.evaluate import MEMBER, STEP
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUN, RUNS_DIR
-from longhaul.reasoning import huggingface, problem_sets
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import credentials, files
 from longhaul.runtime.credentials import Credentials
-from longhaul.runtime.devices import prepare_devices
-from longhaul.training import board, reasoning_setup
+from longhaul.training import board, language_model
 from longhaul.training.api import Policy
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.run_dir import find_folder
@@ -126,7 +123,7 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
     """(name, answers, function that begins to follow newer weights) of the run or model that is named."""
     bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
     path = Path(values["RUN"])
-    if (path / "config.json").is_file() and not (path / "run.json").is_file():
+    if language_model.is_model_folder(path):
         return _of_model(path, values, bounds)
     folder = find_folder(Path(values["runs-dir"]), values["RUN"])
     where, token = _followed(values, folder)
@@ -144,26 +141,24 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
         engine = actions.Engine(policy, values["rows"], values["queue"], version)
         return folder.name, http.Actions(engine, bounds), follow(live_weights.like(params))
     algorithm: Any = run.algorithm
-    model, words = algorithm.model, reasoning_setup.words(run)
-    limits = _limits(values, model.context, run.num_steps)
-    plain = dataclasses.replace(model, lora=0)
-    text_engine = completions.Engine(plain, live_weights.merged(model, params.params), words, limits, version)
-    chat = _conversation(algorithm.model_folder)
-    stop = problem_sets.plain(run.environment.stop)
-    texts = http.Texts(text_engine, words, folder.name, bounds, stop=stop, chat=chat)
-    return folder.name, texts, follow(live_weights.language_model(model, params.params))
+    texts = _texts(language_model.of_run(folder.name, run, params.params), values, bounds, version)
+    return folder.name, texts, follow(live_weights.language_model(algorithm.model, params.params))
 
 
 def _of_model(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts, Follow]:
     """Answers of a language model in Hugging Face's files, which belongs to no run."""
     where, token = _followed(values, folder)
-    prepare_devices(1)
-    model, params = huggingface.load(folder)
-    words = huggingface.tokeniser(folder)
-    engine = completions.Engine(model, params, words, _limits(values, model.context, None), "0")
-    texts = http.Texts(engine, words, folder.resolve().name, bounds, chat=_conversation(str(folder)))
-    convert = live_weights.language_model(model, params)
-    return folder.resolve().name, texts, lambda take: live_weights.follow(where, token, convert, take, tables.progress)
+    opened = language_model.of_files(folder)
+    texts = _texts(opened, values, bounds, "0")
+    convert = live_weights.language_model(opened.config, opened.params)
+    return opened.name, texts, lambda take: live_weights.follow(where, token, convert, take, tables.progress)
+
+
+def _texts(opened: language_model.Opened, values: Mapping[str, Any], bounds: http.Bounds, version: str) -> http.Texts:
+    """Answers of a language model, from an engine that has begun."""
+    limits = _limits(values, opened.config.context, opened.length)
+    engine = completions.Engine(opened.config, opened.params, opened.words, limits, version)
+    return http.Texts(engine, opened.words, opened.name, bounds, stop=opened.stop, chat=opened.chat)
 
 
 def _followed(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
@@ -185,14 +180,6 @@ def _limits(values: Mapping[str, Any], context: int, length: int | None) -> Limi
             "give fewer"
         )
     return Limits(prompt, tokens, values["rows"], values["queue"])
-
-
-def _conversation(folder: str) -> Any:
-    """Chat template of a model's folder; None where it has none."""
-    try:
-        return huggingface.conversation(folder) if folder else None
-    except huggingface.HubError:
-        return None
 
 
 def _run(server: Any, listener: socket.socket, values: Mapping[str, Any]) -> None:

@@ -44,6 +44,7 @@ from longhaul.training import runs as folder_runs
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
 from longhaul.training.data import feed, spec
 from longhaul.training.evaluate import Estimate, Scores
+from longhaul.training.language_model import LanguageModel, is_model_folder, of_files, of_run
 from longhaul.training.loop import Callback, Outcome
 from longhaul.training.run_dir import (
     RUNS,
@@ -509,10 +510,30 @@ def load(
     if isinstance(stored.environment, Reasoning):
         name = folder.name
         raise RunError(
-            f"run {name} is a language model's; longhaul reason {name} asks it, and longhaul export {name} --to hf "
-            "writes its files"
+            f"run {name} is a language model's; longhaul.language_model({name!r}) writes, longhaul reason {name} asks "
+            f"it, and longhaul export {name} --to hf writes its files"
         )
     return Policy(stored, params)
+
+
+def language_model(
+    run: str | Path | Result, *, runs_dir: str | Path = RUNS, member: int | None = None, step: int | None = None
+) -> LanguageModel:
+    """Language model of a run's newest intact checkpoint, or that after `step` updates; or of a folder in Hugging
+    Face's files, as `longhaul fetch smollm2-135m` writes one.
+
+    Raises RunError where there is no such run or folder, or no checkpoint.
+    """
+    path = expanded(run) if isinstance(run, str | Path) else None
+    if path is not None and is_model_folder(path):
+        if (member, step) != (None, None):
+            raise RunError(f"{path} is a model's folder, which has one version; leave member and step out")
+        return LanguageModel(of_files(path))
+    folder = _folder(run, runs_dir)
+    stored, params, _ = restore_policy(folder, member, step)
+    if not isinstance(stored.environment, Reasoning):
+        raise RunError(f"run {folder.name} is no language model's; longhaul.load({folder.name!r}) gives its policy")
+    return LanguageModel(of_run(folder.name, stored, params.params))
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

@@ -16,6 +16,8 @@ class Library:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks each name of a file for marks
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 

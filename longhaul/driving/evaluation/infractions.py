@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.special import gammaincinv
 
 from longhaul.spaces import Measure
 
@@ -50,7 +50,7 @@ def rates(metrics: Mapping[str, Measure]) -> dict[str, Rate]:
 def rate(count: int, driven: float) -> Rate:
     """`count` infractions in `driven` km."""
     tail = (1.0 - SHARE) / 2.0
-    most = chi2.ppf(1.0 - tail, 2 * count + 2) / 2.0
-    least = chi2.ppf(tail, 2 * count) / 2.0 if count else 0.0
+    most = float(gammaincinv(count + 1, 1.0 - tail))
+    least = float(gammaincinv(count, tail)) if count else 0.0
     between, high = (driven / number if number else float("inf") for number in (count, least))
     return Rate(count, driven, between, driven / most, high)

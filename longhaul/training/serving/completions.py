@@ -42,6 +42,9 @@ SMALLEST_ROOM, SMALLEST_SLOTS, GROWTH = 16, 64, 4
 MOST_ROWS = 128
 """Most completions of one request."""
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
+"""Bounds of a temperature that is not 0."""
+
 
 class Limits(NamedTuple):
     """Bounds of requests."""

@@ -25,7 +25,16 @@ from longhaul.training.init_from import names
 from longhaul.training.serving import metrics
 from longhaul.training.serving.actions import Engine as ActionEngine
 from longhaul.training.serving.actions import Question
-from longhaul.training.serving.completions import MOST_ROWS, TOPS, Job, QueueFull, Row, text_of
+from longhaul.training.serving.completions import (
+    LEAST_TEMPERATURE,
+    MOST_ROWS,
+    MOST_TEMPERATURE,
+    TOPS,
+    Job,
+    QueueFull,
+    Row,
+    text_of,
+)
 from longhaul.training.serving.completions import Engine as TextEngine
 
 if TYPE_CHECKING:
@@ -45,8 +54,6 @@ WEIGHT = 64
 """Bytes of memory that the document of a request may take, for each byte that its body may have."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256
-
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -147,11 +154,11 @@ class Texts:
     """Answers of a language model."""
 
     def __init__(
-        self, engine: TextEngine, words: Tokeniser, name: str, bounds: Bounds, *, stop: str = "",
-        chat: Conversation | None = None,
+        self, engine: TextEngine, words: Tokeniser, name: str, bounds: Bounds, *,
+        stop: tuple[str, ...] = (), chat: Conversation | None = None,
     ) -> None:  # fmt: skip
         self.engine, self._words, self._name, self._bounds, self._chat = engine, words, name, bounds, chat
-        self._stop = (stop,) if stop else ()
+        self._stop = stop
         self._template = asyncio.Lock()
 
     async def completions(self, request: Request) -> Response:
