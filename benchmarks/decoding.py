@@ -54,7 +54,7 @@ def ours(model: str, prompts: np.ndarray, lengths: np.ndarray, rows: int, *, wav
         of = prompts[first // GROUP : last // GROUP]
         return params, of, keys[first:last], jnp.int32(sampler.UNBOUNDED), lengths[first:last]
 
-    compiled = jax.jit(sampler.sampler(config, how, ends=False, words=words)).lower(*arguments(0)).compile()
+    compiled = jax.jit(sampler.sampler(config, how, ends=False, tokeniser=words)).lower(*arguments(0)).compile()
     seconds = 0.0
     for first in range(0, len(lengths), together):
         given = arguments(first)

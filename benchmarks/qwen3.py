@@ -114,7 +114,7 @@ def sampled(model: ModelConfig, given: Any) -> Any:
     def asked(most: np.ndarray) -> tuple[Any, ...]:
         return params, prompts, keys, jnp.int32(sampler.UNBOUNDED), jnp.asarray(most, jnp.int32)
 
-    program, found = compiled(jax.jit(sampler.sampler(model, how, ends=False, words=words)), *asked(np.ones(count)))
+    program, found = compiled(jax.jit(sampler.sampler(model, how, ends=False, tokeniser=words)), *asked(np.ones(count)))
     jax.block_until_ready(program(*asked(np.full(count, 4))))
     for name, most in (("all", np.full(count, given.length)), ("drawn", drawn_lengths(count, given.length))):
         arguments = jax.block_until_ready(asked(most))

@@ -201,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
             run, policy, _ = restore_policy(folder)
             algorithm: Any = run.algorithm
             config, params, known = algorithm.model, live_weights.merged(algorithm.model, policy.params), \
-                reasoning_setup.words(run)  # fmt: skip
+                reasoning_setup.tokeniser(run)  # fmt: skip
         kinds = [varied(params, kind) for kind in range(1 if given.model else KINDS)]
         wanted = None
         if not given.no_check:

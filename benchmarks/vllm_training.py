@@ -161,9 +161,9 @@ def fixed(words: list[str], url: str, scratch: Path, versions: int, prompts: int
     recipe, parsed = run_flags.of_recipe("train", "", (), [*words, "--lora", "0", "--rollout-servers", url])
     run = resolve(run_flags.chosen(recipe, parsed))
     _, config = both(run)
-    known, bank, mark = reasoning_setup.words(run), reasoning_setup.bank(run), reasoning_setup.marker(run)
+    known, bank, mark = reasoning_setup.tokeniser(run), reasoning_setup.bank(run), reasoning_setup.marker(run)
     asked, rng = np.asarray(bank.prompt), np.random.default_rng(0)
-    draw = jax.jit(sampler.sampler(config.model, reasoning_setup.sampling(run), words=known))
+    draw = jax.jit(sampler.sampler(config.model, reasoning_setup.sampling(run), tokeniser=known))
     forward = jax.jit(lambda params, prompt, token: sampler.log_probs(config.model, params, prompt, token, 1.0))
     params = huggingface.load(config.model_folder)[1]
     parts: dict[str, list[Figures]] = {"vllm": [], "itself": []}

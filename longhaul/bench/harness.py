@@ -382,8 +382,8 @@ def measure(prepared: Prepared, number: int) -> dict[str, float]:
     """One repeat: its wall and CPU seconds (of all threads, and of children that ended), and what it found."""
     given = jax.block_until_ready(prepared.begin(number))
     used, began = cpu_seconds(), time.perf_counter()
-    found = prepared.work(given)
-    return {"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | found
+    figures = prepared.work(given)
+    return {"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | figures
 
 
 def cpu_seconds() -> float:

@@ -108,9 +108,9 @@ def _read(path: str | None) -> list[dict[str, Any]]:
     if path in (None, "-") or not Path(str(path)).exists():
         return []
     try:
-        found = json.loads(Path(str(path)).read_text())
-        if isinstance(found, list) and all(one["name"] == NAME and Cell(**one["cell"]) for one in found):
-            return found
+        figures = json.loads(Path(str(path)).read_text())
+        if isinstance(figures, list) and all(one["name"] == NAME and Cell(**one["cell"]) for one in figures):
+            return figures
     except (ValueError, TypeError, KeyError):
         pass
     raise FlagError(f"--json is {path}, which holds no figures of bench {NAME}; name another file")
@@ -174,12 +174,12 @@ def compared(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
         ("all devices", find(first, devices=1), find(first)),
         *(("bf16", find(size), find(size, "bf16")) for size in (first, long)),
     ]
-    found = []
+    rows = []
     for name, before, after in pairs:
         if before is not None and after is not None:
             wall, cpu = (after[key] / before[key] for key in ("per_second", "per_cpu_second"))
-            found.append([name, _said(before), _said(after), f"{wall:.2f}", f"{cpu:.2f}"])
-    return found
+            rows.append([name, _said(before), _said(after), f"{wall:.2f}", f"{cpu:.2f}"])
+    return rows
 
 
 def _said(figure: dict[str, Any]) -> str:

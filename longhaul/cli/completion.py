@@ -60,20 +60,20 @@ def candidates(words: list[str]) -> list[str]:
 
     *before, last = words or [""]
     if before and before[-1] in ("--resume", "--init-from"):
-        found = runs()
+        choices = runs()
     elif last.startswith("-"):
-        found = flags_of(before)
+        choices = flags_of(before)
     elif not before:
-        found = list(dict.fromkeys(command.split()[0] for command in COMMANDS))
+        choices = list(dict.fromkeys(command.split()[0] for command in COMMANDS))
     elif before[0] in OF_MANY:
-        found = [name for name in runs() if name not in before]
+        choices = [name for name in runs() if name not in before]
     elif len(before) == 1:
-        found = [command.split()[1] for command in COMMANDS if command.startswith(f"{before[0]} ")]
-        found += runs() if before[0] in OF_RUNS else []
-        found += [name for name, _ in recipes.described()] if before[0] in OF_RECIPES else []
+        choices = [command.split()[1] for command in COMMANDS if command.startswith(f"{before[0]} ")]
+        choices += runs() if before[0] in OF_RUNS else []
+        choices += [name for name, _ in recipes.described()] if before[0] in OF_RECIPES else []
     else:
-        found = []
-    return [word for word in found if word.startswith(last)]
+        choices = []
+    return [word for word in choices if word.startswith(last)]
 
 
 def flags_of(before: Sequence[str]) -> list[str]:

@@ -109,13 +109,13 @@ def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None]
 
 def _summary(files: Sequence[dict[str, Any]]) -> str:
     """ "2 files (womd), 34 scenarios, 5.1 minutes, 310 tracks: 290 vehicles, 12 pedestrians, 8 cyclists, 0 others"."""
-    found = [each for file in files for each in file["scenarios"]]
+    scenarios = [each for file in files for each in file["scenarios"]]
     formats = ", ".join(sorted({file["format"] or "unknown format" for file in files}))
     parts = [f"{len(files):,} file{'s' * (len(files) != 1)} ({formats})"]
-    parts.append(f"{len(found):,} scenario{'s' * (len(found) != 1)}")
-    parts.append(f"{sum(each['ranges']['duration'] or 0.0 for each in found) / 60:,.1f} minutes")
-    counts = {name: sum(each[name] or 0 for each in found) for name in KINDS}
-    parts.append(f"{sum(each['tracks'] or 0 for each in found):,} tracks")
+    parts.append(f"{len(scenarios):,} scenario{'s' * (len(scenarios) != 1)}")
+    parts.append(f"{sum(each['ranges']['duration'] or 0.0 for each in scenarios) / 60:,.1f} minutes")
+    counts = {name: sum(each[name] or 0 for each in scenarios) for name in KINDS}
+    parts.append(f"{sum(each['tracks'] or 0 for each in scenarios):,} tracks")
     kinds = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     wrong = sum(file["error"] is not None for file in files)
     said = f"; {wrong:,} file{'s' * (wrong != 1)} with an error" if wrong else ""

@@ -74,27 +74,27 @@ def doctor(words: Sequence[str]) -> int:
     return _recipe(words) if words[0] in recipes.RECIPES or own else _run(words)
 
 
-def _show(found: list[Check], about: dict[str, Any], path: str | None) -> int:
+def _show(results: list[Check], about: dict[str, Any], path: str | None) -> int:
     """Prints the table, writes the file; -> the exit code."""
     if path != "-":
-        for line in table(found):
+        for line in table(results):
             print(tables.clean(line))
-        counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in VERDICTS}
+        counts = {verdict: sum(check.verdict == verdict for check in results) for verdict in VERDICTS}
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-    bad = failed(found)
+    bad = failed(results)
     if path is not None:
-        verdict = FAIL if bad else WARN if any(check.verdict == WARN for check in found) else PASS
-        tables.write_json(path, about | {"verdict": verdict, "checks": [check.plain() for check in found]})
+        verdict = FAIL if bad else WARN if any(check.verdict == WARN for check in results) else PASS
+        tables.write_json(path, about | {"verdict": verdict, "checks": [check.plain() for check in results]})
     return 1 if bad else 0
 
 
-def table(found: Sequence[Check]) -> list[str]:
+def table(results: Sequence[Check]) -> list[str]:
     """Lines of text: a row a check, and below it what to do, where there is something to do."""
-    rows = [HEADER[:4], *((check.name, check.verdict, check.value, check.bound) for check in found)]
+    rows = [HEADER[:4], *((check.name, check.verdict, check.value, check.bound) for check in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     widths[2] = min(widths[2], WIDE)
     lines = []
-    for row, check in zip(rows, (None, *found), strict=True):
+    for row, check in zip(rows, (None, *results), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip())
         if check is not None and check.remedy:
             lines.append(" " * (sum(widths[:2]) + 4) + f"-> {check.remedy}")
@@ -117,8 +117,8 @@ def _run(words: Sequence[str]) -> int:
     run = load_run(folder)
     metrics = folder / "metrics.jsonl"
     records = sinks.read(metrics) if metrics.exists() else []
-    found = [*_files(folder, records), *examine(run, records)]
-    return _show(found, {"run": folder.name, "recipe": run.recipe, "folder": str(folder)}, parsed["json"])
+    results = [*_files(folder, records), *examine(run, records)]
+    return _show(results, {"run": folder.name, "recipe": run.recipe, "folder": str(folder)}, parsed["json"])
 
 
 def _files(folder: Path, records: Sequence[health.Record]) -> Iterator[Check]:
@@ -194,12 +194,12 @@ def _recipe(words: Sequence[str]) -> int:
     if values["seeds"] < checks.LEAST_SEEDS:
         raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")
     run = run_flags.chosen(recipe, parsed)
-    found = []
+    results = []
     for check in checkup(run, quick=values["quick"], seeds=values["seeds"], updates=values["updates"]):
         tables.progress(f"{check.name}: {check.verdict}, {check.value}")
-        found.append(check)
+        results.append(check)
     about = {"recipe": run.recipe, "run": to_dict(run), "provenance": provenance()}
-    return _show(found, about, values["json"])
+    return _show(results, about, values["json"])
 
 
 def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterator[Check]:
@@ -210,33 +210,33 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         return
     yield checks.rate(resolved)
     several = _prepare(run, resolved)
-    made = None
+    program = None
     for check in _guarded("compilation", lambda: checks.compilation(resolved)):
         if isinstance(check, Check):
             yield check
         else:
-            timed, made = check
+            timed, program = check
             yield timed
-    if made is None:
+    if program is None:
         return
-    yield checks.memory(made)
-    yield checks.host(made)
-    many = made if _devices(made) > 1 else None
+    yield checks.memory(program)
+    yield checks.host(program)
+    many = program if _devices(program) > 1 else None
     if many is None and several:
         many = compiled(resolve(dataclasses.replace(run, devices=several)))
     yield checks.crossings(many) if many else of_two_shards(run)
     if quick:
         return
     yield from _guarded("lr 0", lambda: checks.still(resolved))
-    determined, seconds = checks.determinism(made)
+    determined, seconds = checks.determinism(program)
     yield determined
-    yield checks.stalls(made, seconds)
+    yield checks.stalls(program, seconds)
     if many is None:
         yield skipped("all-reduce", "one device", "ask again on a machine with several devices")
         yield skipped("convergence", "one device", "ask again on a machine with several devices")
         return
-    yield checks.all_reduce(many, seconds if many is made else checks.update_seconds(many))
-    one = made if _devices(made) == 1 else compiled(resolve(dataclasses.replace(run, devices=1, fsdp=False)))
+    yield checks.all_reduce(many, seconds if many is program else checks.update_seconds(many))
+    one = program if _devices(program) == 1 else compiled(resolve(dataclasses.replace(run, devices=1, fsdp=False)))
     fitting = int(MINUTE / (2 * seeds * max(seconds, 1e-6)))
     n = updates or min(max(fitting, LEAST_UPDATES), MOST_UPDATES)
     yield checks.convergence(one, many, seeds=seeds, updates=n)

@@ -238,10 +238,10 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             if step and not step.isdecimal():
                 raise FlagError(f"--cross-play is {word}; behind the @ stands the number of a checkpoint, RUN@120")
             other = folder_of(parsed | {"RUN": name}, "", on_hub=True)
-            found = cross_play.fitting(word, restore_policy(other, None, int(step) if step else None)[1], acting)
-            partners.append(cross_play.Partner(word, policy=found))
+            params = cross_play.fitting(word, restore_policy(other, None, int(step) if step else None)[1], acting)
+            partners.append(cross_play.Partner(word, policy=params))
             if not step:
-                egos[word] = found
+                egos[word] = params
     drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"] or 0)
     drives = drives.named(parsed["scenario"])._replace(share=(process_group.index(), process_group.count()))
     play = cross_play.arena(drives)
@@ -324,11 +324,11 @@ def _print(result: Result) -> None:
         _print_estimates("realism", evaluation.bootstrap(result.realism.metrics, result.realism.groups()))
 
 
-def _interval(found: Estimate | None) -> tuple[float | None, float | None]:
+def _interval(estimate: Estimate | None) -> tuple[float | None, float | None]:
     """Interval of a metric; None where there is none."""
-    if found is None or not np.isfinite(found.low):
+    if estimate is None or not np.isfinite(estimate.low):
         return None, None
-    return found.low, found.high
+    return estimate.low, estimate.high
 
 
 def _print_groups(title: str, group: np.ndarray, titles: Sequence[str], scores: Scores, names: Sequence[str]) -> None:
@@ -351,9 +351,9 @@ def _mean(measure: Measure, of: np.ndarray) -> float | None:
 def _print_estimates(title: str, estimates: dict[str, Estimate]) -> None:
     rows = []
     for name in tables.columns(estimates):
-        found = estimates[name]
-        shown = (tables.number(value) if np.isfinite(value) else "-" for value in found[:3])
-        rows.append([name, *shown, str(found.episodes)])
+        estimate = estimates[name]
+        shown = (tables.number(value) if np.isfinite(value) else "-" for value in estimate[:3])
+        rows.append([name, *shown, str(estimate.episodes)])
     tables.table([title, "mean", "2.5 %", "97.5 %", "episodes"], rows)
 
 
@@ -397,8 +397,8 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
         "episodes": len(result.scores.names),
         "mean": {name: float(np.mean(values)) for name, values in known.items()},
         "std": {name: float(np.std(values)) for name, values in known.items()},
-        "interval": {name: [found.low, found.high] for name, found in estimates.items()},
-        "told": {name: found.episodes for name, found in estimates.items()},
+        "interval": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
+        "told": {name: estimate.episodes for name, estimate in estimates.items()},
         "infractions": {name: rate._asdict() for name, rate in infractions.rates(result.scores.metrics).items()},
         "scenarios": [entry for entry in _entries(result) if entry["id"]],
     }
@@ -408,8 +408,8 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
     return report | {
         "realism": {
             "rollouts": parsed["rollouts"],
-            "mean": {name: found.mean for name, found in real.items()},
-            "interval": {name: [found.low, found.high] for name, found in real.items()},
+            "mean": {name: estimate.mean for name, estimate in real.items()},
+            "interval": {name: [estimate.low, estimate.high] for name, estimate in real.items()},
             "scenarios": _entries(Result(result.realism, real)),
         }
     }

@@ -60,8 +60,8 @@ FLAGS = [
 def plan(words: Sequence[str]) -> int:
     """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
     recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, words)
-    found = planned(chosen(recipe, parsed), parsed.values)
-    tables.report(parsed.values["json"], found, lambda: show(found))
+    figures = planned(chosen(recipe, parsed), parsed.values)
+    tables.report(parsed.values["json"], figures, lambda: show(figures))
     return 0
 
 
@@ -86,37 +86,39 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         of_theirs = dataclasses.replace(run.algorithm, chunk=ROWS_OF_AN_ACCELERATOR)  # type: ignore[arg-type]
         run = dataclasses.replace(run, algorithm=of_theirs)
     steps = float(values["steps"] or run.total_steps)
-    found, shards = None, max(on) // run.model
+    machine, shards = None, max(on) // run.model
     if values["calibrate"]:
-        what, found = calibrated(run, values["calls"])
+        program, machine = calibrated(run, values["calls"])
         devices, chip = 1, chips.machine()
     elif here:
-        what, devices = short_run(run, values["calls"], shards)
+        program, devices = short_run(run, values["calls"], shards)
         chip = chips.of_this_process(devices)
     else:
-        what, devices = program_of(run, shards, values["hardware"]), run.all_devices
+        program, devices = program_of(run, shards, values["hardware"]), run.all_devices
         chip = CHIPS[values["hardware"]]
     bf16, strong = precision(run.algorithm) == "bf16", values["share"] == "strong"
     assumed = Assumptions(
         values["network"] * 1e9 / 8, values["latency"] * 1e-6,
-        values["efficiency"] or (compute_plan.REACHED if what.own else 0.4),
+        values["efficiency"] or (compute_plan.REACHED if program.own else 0.4),
         run.save_interval_minutes, run.keep, values["price"],
     )  # fmt: skip
-    if found is not None:
-        rows = [compute_plan.calibrated(what, chip, assumed, found, n, steps, strong=strong) for n in on]
+    if machine is not None:
+        rows = [compute_plan.calibrated(program, chip, assumed, machine, n, steps, strong=strong) for n in on]
     else:
-        rows = [compute_plan.row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
+        rows = [compute_plan.row(program, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in on]
     measured = {
-        "devices": devices, "steps_per_update": what.steps * devices // what.model,
-        "compute_seconds": what.compute_seconds, "memory": what.memory, "state_bytes": what.state_bytes,
-        "carry_bytes": what.carry_bytes, "collectives": [each._asdict() for each in what.collectives],
-        "model": what.model, "calibration": None if found is None else found._asdict(), "own": what.own,
+        "devices": devices, "steps_per_update": program.steps * devices // program.model,
+        "compute_seconds": program.compute_seconds, "memory": program.memory, "state_bytes": program.state_bytes,
+        "carry_bytes": program.carry_bytes, "collectives": [each._asdict() for each in program.collectives],
+        "model": program.model, "calibration": None if machine is None else machine._asdict(), "own": program.own,
     }  # fmt: skip
-    if found is None:
+    if machine is None:
         whole = assumed._replace(efficiency=1.0) if here else assumed
-        measured["instructions"] = sum(runs for runs, _, _ in what.work)
-        measured["roofline_seconds"] = compute_plan.roofline_seconds(what, chip, whole, bf16=bf16 and not here)
-    words = compute_plan.assumptions_in_words(what, chip, assumed, here=here, bf16=bf16, strong=strong, found=found)
+        measured["instructions"] = sum(runs for runs, _, _ in program.work)
+        measured["roofline_seconds"] = compute_plan.roofline_seconds(program, chip, whole, bf16=bf16 and not here)
+    words = compute_plan.assumptions_in_words(
+        program, chip, assumed, here=here, bf16=bf16, strong=strong, machine=machine
+    )
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"], "measured": measured,
         "assumptions": dict(words),
@@ -187,13 +189,13 @@ def calibrated(run: Run, calls: int) -> tuple[Measured, Calibration]:
     calls = max(calls, calibration.CALLS)
     alone, pair = calibration.measure(run, 1, calls), calibration.measure(run, 2, calls)
     crossings = compiled_run.crossings_of(pair.crossings)
-    what = Measured(
+    program = Measured(
         None, alone.steps, (), compute_plan.collectives(crossings, 1), alone.memory, alone.state_bytes,
         alone.carry_bytes,
     )  # fmt: skip
     byte = max(pair.large - pair.small, 0.0) / calibration.LARGE
     spread = max(alone.spread, pair.spread)
-    return what, Calibration(alone.update, pair.update, spread, pair.small, byte, cores())
+    return program, Calibration(alone.update, pair.update, spread, pair.small, byte, cores())
 
 
 def _measured(
@@ -210,9 +212,9 @@ def _measured(
     )  # fmt: skip
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """Tables of what `planned` found."""
-    about = found["measured"]
+    about = figures["measured"]
     collectives = sum(each["runs"] for each in about["collectives"])
     moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])
     seconds = about["compute_seconds"]
@@ -221,10 +223,10 @@ def show(found: dict[str, Any]) -> None:
     took = "" if seconds is None else f"{seconds:.4g} s an update on {about['devices']} device(s) here, "
     tables.listing(
         [
-            ("recipe", f"{found['recipe']}, {found['steps']:,.0f} agent steps on {found['hardware']}"),
+            ("recipe", f"{figures['recipe']}, {figures['steps']:,.0f} agent steps on {figures['hardware']}"),
             (how, f"{took}{about['steps_per_update']:,} agent steps an update, "
              f"{collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
-            *found["assumptions"].items(),
+            *figures["assumptions"].items(),
         ]
     )  # fmt: skip
     print()
@@ -241,7 +243,7 @@ def show(found: dict[str, Any]) -> None:
             _size(each["memory"]) + ("" if each["fits"] else " (too much)"), _size(each["checkpoint"]),
             _size(each["written"]),
         ]
-        for each in found["plan"]
+        for each in figures["plan"]
     ]  # fmt: skip
     tables.table(header, rows)
 

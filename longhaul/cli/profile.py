@@ -26,34 +26,34 @@ def profile(words: Sequence[str]) -> int:
 
     from longhaul.diagnostics import profile as profiles
 
-    found = profiles.profile(run, Path(parsed.values["out"]), parsed.values["calls"])
-    tables.report(parsed.values["json"], found, lambda: show(found))
+    figures = profiles.profile(run, Path(parsed.values["out"]), parsed.values["calls"])
+    tables.report(parsed.values["json"], figures, lambda: show(figures))
     return 0
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """Tables of what `profile.profile` found."""
-    roof, operations, moved = found["roofline"], found["operations_per_step"], found["bytes_per_step"]
-    speed, update = found["agent_steps_per_second"], found["seconds_per_update"]
+    roof, operations, moved = figures["roofline"], figures["operations_per_step"], figures["bytes_per_step"]
+    speed, update = figures["agent_steps_per_second"], figures["seconds_per_update"]
     shares = [f"{roof[f'share_of_peak_{name}']:.1%} of the {name}" for name in ("operations", "bytes")]
     tables.listing(
         [
-            ("recipe", f"{found['recipe']} on {found['devices']} x {found['chip']}"),
+            ("recipe", f"{figures['recipe']} on {figures['devices']} x {figures['chip']}"),
             ("speed", f"{speed:,.0f} agent steps/s, {update:.4g} s an update"),
-            ("compiled in", f"{found['compile_seconds']:.1f} s"),
-            ("memory", ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in found["memory"].items())),
+            ("compiled in", f"{figures['compile_seconds']:.1f} s"),
+            ("memory", ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in figures["memory"].items())),
             ("products", f"{operations / 1e6:.3g} million operations an agent step"),
             ("bytes", f"{moved / 1e3:.3g} kB an agent step, {roof['operations_per_byte']:.3g} operations a byte"),
             ("roofline", f"{' and '.join(shares)} that the devices could; bound by {roof['bound_by']}"),
         ]
     )
     print()
-    tables.table(["part", "share"], [[name, f"{share:.1%}"] for name, share in found["shares"].items()])
+    tables.table(["part", "share"], [[name, f"{share:.1%}"] for name, share in figures["shares"].items()])
     print()
     header = ["instruction", "part", "runs", "share", "scope"]
     rows = [
         [each["instruction"], each["part"], f"{each['runs']:,}", f"{each['share']:.1%}", each["scope"][-60:]]
-        for each in found["longest"]
+        for each in figures["longest"]
     ]
     tables.table(header, rows)
-    print(f"\ntrace: {found['trace']}; tensorboard --logdir {found['trace']} shows it, and ui.perfetto.dev")
+    print(f"\ntrace: {figures['trace']}; tensorboard --logdir {figures['trace']} shows it, and ui.perfetto.dev")

@@ -82,24 +82,26 @@ def reason(words: Sequence[str]) -> int:
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
     if parsed["curve"] is not None:
         return _curve(folder, task, parsed, settings)
-    made = problem_sets.held_out_task(task)
+    held_out = problem_sets.held_out_task(task)
     asked: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
-    if made.posed is not None:
+    if held_out.posed is not None:
         for prompt in parsed["PROBLEM"]:
-            made.posed(prompt)  # what is no problem is said before anything is loaded
+            held_out.posed(prompt)  # what is no problem is said before anything is loaded
     steps, budget = parsed["steps"], _budget(task, parsed)
     run, policy, _ = restore_policy(folder)
     draw = drawing(
         _model(run).model, policy.params, _sampling(run, parsed), seed=parsed["seed"],
-        max_reasoning_steps=UNBOUNDED if steps is None or budget else steps, words=reasoning_setup.words(run, budget),
+        max_reasoning_steps=UNBOUNDED if steps is None or budget else steps,
+        tokeniser=reasoning_setup.tokeniser(run, budget),
     )  # fmt: skip
-    found = test_time_compute.ReasoningOptimizer(made, draw, settings).solve(asked)
+    solutions = test_time_compute.ReasoningOptimizer(held_out, draw, settings).solve(asked)
 
     def show() -> None:
-        for each, solution in zip(asked, found, strict=True):
-            _show(solution, known=isinstance(each, Problem) or made.posed is None or made.posed(each).answer != "")
+        for each, solution in zip(asked, solutions, strict=True):
+            known = isinstance(each, Problem) or held_out.posed is None or held_out.posed(each).answer != ""
+            _show(solution, known=known)
 
-    tables.report(parsed["json"], [_plain(solution) for solution in found], show)
+    tables.report(parsed["json"], [_plain(solution) for solution in solutions], show)
     return 0
 
 
@@ -142,24 +144,24 @@ def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
     run, policy, _ = restore_policy(folder)
-    made, asked = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
-    words = reasoning_setup.words(run)
-    posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
-    how = _sampling(run, parsed, settings.samples)
-    found = test_time_compute.think(
-        made, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model, sampling=how,
-        settings=settings, words=words,
+    held_out, asked = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
+    tokeniser = reasoning_setup.tokeniser(run)
+    posed = bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
+    sampling = _sampling(run, parsed, settings.samples)
+    curve = test_time_compute.think(
+        held_out, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model,
+        sampling=sampling, settings=settings, tokeniser=tokeniser,
     )  # fmt: skip
     if parsed["json"] != "-":
-        for rows in (found.budgets, found.samples):
+        for rows in (curve.budgets, curve.samples):
             if rows:
                 tables.table(list(rows[0]._fields), [[tables.number(value) for value in row] for row in rows])
                 print()
-        stop = found.stop
+        stop = curve.stop
         print(f"early stop: {stop.drawn:.3g} of {settings.samples} samples a problem ({stop.share:.0%}), "
               f"{stop.accuracy:.3f} right; all samples: {stop.full:.3f}")  # fmt: skip
     if parsed["json"] is not None:
-        tables.write_json(parsed["json"], found.plain())
+        tables.write_json(parsed["json"], curve.plain())
     return 0
 
 

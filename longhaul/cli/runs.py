@@ -49,10 +49,10 @@ def runs(words: Sequence[str]) -> int:
         "runs", "The runs of a folder.", {"": [some, order, most, RUNS_DIR, JSON, DEBUG]}, words
     ).values
     folder = folder_runs.local(parsed["runs-dir"])
-    found = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
-    found = sorted(found, key=SORTS[parsed["sort"]])[: parsed["most"]]
-    rows, where, words = [run._asdict() for run in found], parsed["runs-dir"], parsed["FILTER"]
-    tables.report(parsed["json"], rows, lambda: _print(found, where, words))
+    shown = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
+    shown = sorted(shown, key=SORTS[parsed["sort"]])[: parsed["most"]]
+    rows, where, words = [run._asdict() for run in shown], parsed["runs-dir"], parsed["FILTER"]
+    tables.report(parsed["json"], rows, lambda: _print(shown, where, words))
     return 0
 
 
@@ -74,8 +74,8 @@ def _typed(value: Any) -> Any:
     return config_fields.plain(value).lower()
 
 
-def _print(found: Sequence[Summary], where: str, words: Sequence[str]) -> None:
-    if not found:
+def _print(shown: Sequence[Summary], where: str, words: Sequence[str]) -> None:
+    if not shown:
         folder = next((word for word in words if Path(word).is_dir()), None)
         hint = "" if folder is None else f"; {folder} is a folder: longhaul runs --runs-dir {folder}"
         asked = f" fits {' '.join(words)}" if words else ""
@@ -88,7 +88,7 @@ def _print(found: Sequence[Summary], where: str, words: Sequence[str]) -> None:
             "-" if run.rate is None else f"{run.rate:,.0f}", _number(run.value), _number(run.trained),
             screen.sparkline(run.spark, CURVE, levels), screen.duration(max(0.0, time.time() - run.updated)),
         ]
-        for run in found
+        for run in shown
     ]  # fmt: skip
     tables.table(["run", "status", "steps", "done", "steps/s", "return", "evaluated", "curve", "ago"], rows)
 
@@ -153,12 +153,12 @@ def _finite(value: float) -> str:
 def _chosen(words: Sequence[str], runs_dir: Path) -> dict[str, Path]:
     """Folders by the names of the runs that words name, patterns among them."""
     folder = folder_runs.local(runs_dir)
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for word in words:
         there = [name for name in folder_runs.names(folder) if fnmatchcase(name, word)]
         chosen = [folder / name for name in there] or [find_folder(runs_dir, word)]
-        found |= {path.name: path for path in chosen}
-    return found
+        paths |= {path.name: path for path in chosen}
+    return paths
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -277,8 +277,8 @@ def rm(words: Sequence[str]) -> int:
 
 def _sources(runs_dir: Path, leaving: Mapping[str, Path]) -> dict[Path, list[str]]:
     """Folders that runs which stay began from, with the names of these runs."""
-    found: dict[Path, list[str]] = {}
+    sources: dict[Path, list[str]] = {}
     for run in folder_runs.summaries(runs_dir):
         if run.init_from and run.name not in leaving:
-            found.setdefault(Path(run.init_from.partition("@")[0]).resolve(), []).append(run.name)
-    return found
+            sources.setdefault(Path(run.init_from.partition("@")[0]).resolve(), []).append(run.name)
+    return sources

@@ -106,19 +106,19 @@ def _with_default(flag: Flag, value: Any) -> Flag:
     return flag._replace(default=value, shown=shown or "none")
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(summary: dict[str, Any]) -> None:
     """The points, and the law."""
     columns = ("parameters", "scenarios", "seeds", "episodes", "failure")
-    rows = [[tables.number(point[name]) for name in columns] for point in found["points"]]
+    rows = [[tables.number(point[name]) for name in columns] for point in summary["points"]]
     tables.table(list(columns), rows)
-    law = found["law"]
+    law = summary["law"]
     if law is None:
-        print(f"no law: {found['why']}")
+        print(f"no law: {summary['why']}")
         return
     intervals = law["intervals"]
     for name in ("e", "a", "alpha", "b", "beta"):
         print(f"{name} {law[name]:.4g} (90 %: {intervals[name][0]:.4g} to {intervals[name][1]:.4g})")
-    for each in found["forecasts"]:
+    for each in summary["forecasts"]:
         low, high = each["interval"]
         measured = "not measured" if each["measured"] is None else f"measured {each['measured']:.4g}"
         print(f"forecast of {each['parameters']:,} parameters, {each['scenarios']:,} scenarios: "

@@ -33,11 +33,11 @@ def status(words: Sequence[str]) -> int:
     run = read_run(folder)
     about = bounded_json.read(folder / "run.json")
     metrics = folder / "metrics.jsonl"
-    found = sinks.read(metrics) if metrics.is_file() else []
-    last, lines = (found[-1] if found else {}), len(found)
+    records = sinks.read(metrics) if metrics.is_file() else []
+    last, lines = (records[-1] if records else {}), len(records)
     result = folder / "result.json"
     saved = files.checkpoint_steps(folder)
-    update = run.num_envs * _agents(run, found) * run.num_steps
+    update = run.num_envs * _agents(run, records) * run.num_steps
     done = last.get("agent_steps", 0)
     total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
     going_on = f"not done; longhaul train {run.recipe} --resume {called(folder)} goes on"
@@ -56,7 +56,7 @@ def status(words: Sequence[str]) -> int:
         rows.append((tracking.KINDS[name].title, said))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
-    rows += forecast.in_words(found)
+    rows += forecast.in_words(records)
     if about.get("detours"):
         rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
     if lines:

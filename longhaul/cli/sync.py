@@ -332,10 +332,10 @@ PLAN = "Cost of an update of a model's parameters, stage by stage, full and by d
 
 def _rate(word: str) -> float:
     """Bytes a second: 400Gb/s -> 5e10. A unit is required: links are sold in bits, memory in bytes."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?[Bb]/s)", word.strip())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?[Bb]/s)", word.strip())
+    if match is None or match[2] not in UNITS:
         raise ValueError(word)
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def _receivers(word: str) -> tuple[int, int]:
@@ -387,8 +387,8 @@ def plan(words: Sequence[str]) -> int:
             values["bucket-mb"] * 1e6, values["delta-ratio"], values["codec-share"], values["cores"],
             values["core-encode"], values["core-decode"], memory=values["memory-gb"] * 1e9,
         )  # fmt: skip
-    found = cost_model.costs(setting)
-    tables.report(values["json"], as_json(setting, found), lambda: show(setting, found))
+    costs = cost_model.costs(setting)
+    tables.report(values["json"], as_json(setting, costs), lambda: show(setting, costs))
     return 0
 
 
@@ -424,20 +424,20 @@ def check(model: str, out: str | None) -> int:
     return 0
 
 
-def show(of: Setting, found: Sequence[Cost]) -> None:
+def show(of: Setting, costs: Sequence[Cost]) -> None:
     """Tables of assumptions, of the stages of each kind, and of the sums."""
     tables.listing(cost_model.assumptions(of))
-    for each in found:
+    for each in costs:
         print()
         rows = [[term.name, _seconds(term.seconds), term.formula] for term in each.terms]
         tables.table([each.name, "seconds", "from"], rows)
     print()
     header = ["update", "seconds", "serial", "pause", "bound by"]
-    rows = [[e.name, _seconds(e.pipelined), _seconds(e.serial), _seconds(e.pause), e.bottleneck] for e in found]
+    rows = [[e.name, _seconds(e.pipelined), _seconds(e.serial), _seconds(e.pause), e.bottleneck] for e in costs]
     tables.table(header, rows)
 
 
-def as_json(of: Setting, found: Sequence[Cost]) -> dict[str, Any]:
+def as_json(of: Setting, costs: Sequence[Cost]) -> dict[str, Any]:
     """Everything that `show` prints, as numbers."""
     return {
         "setting": dataclasses.asdict(of),
@@ -448,7 +448,7 @@ def as_json(of: Setting, found: Sequence[Cost]) -> dict[str, Any]:
                 "pause_seconds": each.pause, "bottleneck": each.bottleneck, "buckets": each.buckets,
                 "terms": [term._asdict() for term in each.terms],
             }
-            for each in found
+            for each in costs
         ],
     }  # fmt: skip
 

@@ -55,15 +55,15 @@ def _rich(lines: Sequence[Sequence[str]], has_footer: bool) -> None:
     from rich.text import Text
 
     plain = bool(os.environ.get("NO_COLOR"))
-    made = Table(box=box.SIMPLE, pad_edge=False, header_style="" if plain else "bold")
+    table = Table(box=box.SIMPLE, pad_edge=False, header_style="" if plain else "bold")
     for i, name in enumerate(lines[0]):
-        made.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
     for i, line in enumerate(lines[1:], 2):
         last = has_footer and i == len(lines)
         if last:
-            made.add_section()
-        made.add_row(*(Text(cell, style="bold" if last and not plain else "") for cell in line))
-    Console(file=sys.stdout, no_color=plain, highlight=False).print(made)
+            table.add_section()
+        table.add_row(*(Text(cell, style="bold" if last and not plain else "") for cell in line))
+    Console(file=sys.stdout, no_color=plain, highlight=False).print(table)
 
 
 def listing(rows: Iterable[tuple[str, str]]) -> None:
@@ -83,8 +83,8 @@ def scores(means: dict[str, dict[str, Any]]) -> None:
 
 def columns(names: Iterable[str], most: int | None = None) -> list[str]:
     """The distinct names in the order of a table's columns; where there are more than `most`, only those of FIRST."""
-    found = sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    return found if most is None or len(found) <= most else [name for name in found if name in FIRST]
+    ordered = sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    return ordered if most is None or len(ordered) <= most else [name for name in ordered if name in FIRST]
 
 
 def number(value: Any) -> str:

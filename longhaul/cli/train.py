@@ -212,18 +212,18 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     if isinstance(run.environment, Named):
         named(run.environment)
     if run.topology != "fused":
-        found = compilation.learner_footprint(run)
+        footprint = compilation.learner_footprint(run)
     else:
-        made = compiled(run)
-        parts = device_memory.parts(made.assembly.algorithm, made.start(run.seed), made.context)
-        found = device_memory.footprint(made.executable, made.assembly.mesh, parts)
-    if found is None:
+        program = compiled(run)
+        parts = device_memory.parts(program.assembly.algorithm, program.start(run.seed), program.context)
+        footprint = device_memory.footprint(program.executable, program.assembly.mesh, parts)
+    if footprint is None:
         print("the compiler does not say what memory the run takes")
         return 0
-    if refusal := found.refusal():
+    if refusal := footprint.refusal():
         raise RunError(refusal)
-    tables.listing(found.rows())
-    if warning := found.warning():
+    tables.listing(footprint.rows())
+    if warning := footprint.warning():
         tables.progress(warning)
     return 0
 
@@ -261,15 +261,15 @@ def _planned(run: Run) -> int:
     config, group = run.algorithm, run.algorithm.group
     task = run.environment
     load = memory_plan.Load(run.num_envs, PROMPT, run.num_steps, task.wave, bool(task.tools))
-    found = memory_plan.plan(config, load)
+    plans = memory_plan.plan(config, load)
     pieces = f"rows of {config.pack} tokens" if config.pack else f"{config.accumulate} micro-batches"
     print(f"{transformer.size(config.model):,} parameters; {run.num_envs} x {group} completions of at most "
           f"{run.num_steps} tokens, prompts of {PROMPT}; {pieces}; several devices by "
           "--fsdp\n")  # fmt: skip
-    names = [name for name in next(iter(found.values())) if name not in ("capacity", "fits")]
+    names = [name for name in next(iter(plans.values())) if name not in ("capacity", "fits")]
     rows = [
         [device, *(device_memory.size(row[name]) for name in names), "fits" if row["fits"] else "does not fit"]
-        for device, row in found.items()
+        for device, row in plans.items()
     ]
     tables.table(["a device of", *names, ""], rows)
     return 0

@@ -97,13 +97,13 @@ def canonical(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises RunError where two names of one setting disagree.
     """
     names = others(config)
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for word, value in given.items():
         name = names.get(word, word)
-        if name in found and found[name] != value:
-            raise RunError(f"{name} is {found[name]!r} and {value!r}, under two names of one setting; give one of them")
-        found[name] = value
-    return found
+        if name in named and named[name] != value:
+            raise RunError(f"{name} is {named[name]!r} and {value!r}, under two names of one setting; give one of them")
+        named[name] = value
+    return named
 
 
 def hint(config: Any, word: str, otherwise: str) -> str:

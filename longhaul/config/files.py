@@ -123,7 +123,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     by_path = {leaf.path: leaf.name for leaf in known.values()}
     inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
     words = aliases.others(recipe)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
@@ -145,13 +145,13 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
                 raise RunError(f"--config {path}: {'.'.join(place)} is no setting of recipe {recipe.recipe}; {hint}")
 
     for name, value in visit(content, ()):
-        found[name] = tuple(value) if isinstance(value, list) else value
-    found = aliases.canonical(recipe, found)
-    if isinstance(found.get("sweep"), Mapping):
-        found["sweep"] = sweep(found["sweep"])
-    if "mesh" in found:
-        found["mesh"] = mesh(found["mesh"], content.get("model", 1), f"--config {path}: ")
-    return found
+        settings[name] = tuple(value) if isinstance(value, list) else value
+    settings = aliases.canonical(recipe, settings)
+    if isinstance(settings.get("sweep"), Mapping):
+        settings["sweep"] = sweep(settings["sweep"])
+    if "mesh" in settings:
+        settings["mesh"] = mesh(settings["mesh"], content.get("model", 1), f"--config {path}: ")
+    return settings
 
 
 def algorithm(content: Mapping[str, Any]) -> str | None:

@@ -73,26 +73,26 @@ def members(population: Population, seed: int) -> tuple[Member, ...]:
 
 def sweeps(words: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
     """Field -> its values, of each word. Raises FieldError."""
-    found: dict[str, tuple[float, ...]] = {}
+    grid: dict[str, tuple[float, ...]] = {}
     for word in words:
-        name, _, said = word.partition("=")
+        name, _, values_text = word.partition("=")
         name = name.strip().replace("-", "_")
         try:
-            values = _values(said)
+            values = _values(values_text)
         except ValueError as error:
             raise FieldError("sweep", f"{word!r} ({error})", f"give {FORMS}, lr=1e-4..1e-3:8 say") from None
-        if not name or name in found:
+        if not name or name in grid:
             raise FieldError("sweep", repr(word), f"name each hyperparameter once: {FORMS}")
-        found[name] = values
-    return found
+        grid[name] = values
+    return grid
 
 
-def _values(said: str) -> tuple[float, ...]:
+def _values(text: str) -> tuple[float, ...]:
     """ "1e-4..1e-3:8" evenly on a logarithmic scale where that spans a decade, else on a linear one; "1,2,3"."""
-    if ".." not in said:
-        values = tuple(float(part) for part in said.split(","))
+    if ".." not in text:
+        values = tuple(float(part) for part in text.split(","))
     else:
-        ends, _, count = said.partition(":")
+        ends, _, count = text.partition(":")
         low, high = (float(end) for end in ends.split(".."))
         n = int(count) if count else 0
         if not 2 <= n <= MOST_MEMBERS or not low < high:
@@ -112,7 +112,7 @@ def check(population: Population, config: Any, seed: int, most_scenarios: int | 
     At most `most_scenarios` can be swept; None: they can't.
     """
     config_fields.check(population)
-    found = members(population, seed)
+    expanded = members(population, seed)
     hints = typing.get_type_hints(type(config))
     known = [
         field.name
@@ -135,11 +135,11 @@ def check(population: Population, config: Any, seed: int, most_scenarios: int | 
             remedy = f"there are {', '.join(known).replace('_', '-')}"
             remedy = "runs with several seeds are --seeds N" if name == "seed" else remedy
             raise FieldError("sweep", f"of {name.replace('_', '-')!r}, no number that can be swept", remedy)
-    if population.pbt_interval is not None and (not population.sweep or len(found) < 2):
+    if population.pbt_interval is not None and (not population.sweep or len(expanded) < 2):
         raise FieldError(
             "pbt_interval", f"{population.pbt_interval}, and there is no population to choose from", "give --sweep"
         )
-    return found
+    return expanded
 
 
 def values_of(members: tuple[Member, ...]) -> dict[str, np.ndarray]:

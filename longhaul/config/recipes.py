@@ -664,10 +664,10 @@ def _own(name: str) -> Run:
     from longhaul.runtime.user_modules import load
 
     try:
-        found = load(name)
+        loaded = load(name)
     except ValueError as error:
         raise ModuleError(f"recipe {name}: {error}") from error
-    run = found() if callable(found) else found
+    run = loaded() if callable(loaded) else loaded
     if not isinstance(run, Run):
         raise RunError(f"recipe {name} gives a {type(run).__name__}; it must give a longhaul.config.run.Run")
     return run

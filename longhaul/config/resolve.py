@@ -220,21 +220,21 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
 def typed(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     """Values of settings as their fields hold them. Raises RunError as `replaced` does."""
     known = {leaf.name: leaf for leaf in config_fields.walk(run)}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
             hint = aliases.hint(run, name, f"longhaul train {run.recipe} --help lists them")
             raise RunError(f"recipe {run.recipe} has no setting {name!r}; {hint}")
         if name == "mesh":
-            found[name] = value
+            fields[name] = value
             continue
         hint = typing.get_type_hints(known[name].owner)[known[name].path[-1]]
         try:
-            found[name] = from_dict(hint, _plain(value, hint))
+            fields[name] = from_dict(hint, _plain(value, hint))
         except TypeError as error:
             flag = f"--{name.replace('_', '-')}"
             raise RunError(f"{flag} is {value!r:.200}; it must be {_allowed(hint)}{_several(name, hint)}") from error
-    return found
+    return fields
 
 
 def _plain(value: Any, hint: Any) -> Any:
@@ -280,14 +280,14 @@ def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
     topologies = {leaf.name: leaf.setting.topologies for leaf in config_fields.walk(run)}
     for name, value in changes.items():
         have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
-        said = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
+        setting = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
         if run.topology in TOPOLOGIES and run.topology not in have:
             raise RunError(
-                f"{said}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
+                f"{setting}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
                 f"or leave --{flag} out"
             )
         if name == "ray_address" and run.acting.actor_kind != "ray":
-            raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
+            raise RunError(f"{setting}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
 
 
 def _imported(run: Run, devices: int, *, fused: bool) -> Run:
@@ -570,9 +570,9 @@ def _default_devices(run: Run, runs: int) -> int:
 def members_of(run: Run) -> tuple[Member, ...]:
     """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
     generated = isinstance(run.environment, Driving) and not run.environment.data
-    found = check(run.population, run.algorithm, run.seed, HELD_OUT if generated else None)
+    members = check(run.population, run.algorithm, run.seed, HELD_OUT if generated else None)
     if not run.many:
-        return found
+        return members
     clashes = {
         f"--topology {run.topology}": run.topology != "fused",
         "--deterministic": run.deterministic,
@@ -586,7 +586,7 @@ def members_of(run: Run) -> tuple[Member, ...]:
             raise RunError(f"{name} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
     if run.seed + run.population.seeds - 1 > MOST:
         raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
-    return found
+    return members
 
 
 def agents(run: Run) -> int:
@@ -695,5 +695,5 @@ def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
 
 def computing_as(shapes: ModelConfig, own: ModelConfig) -> ModelConfig:
     """A model's architecture with the precision, LoRA and memory settings of a run's."""
-    how = {name: getattr(own, name) for name in ("precision", "remat", "lora", "frozen")}
-    return dataclasses.replace(shapes, **how)
+    kept = {name: getattr(own, name) for name in ("precision", "remat", "lora", "frozen")}
+    return dataclasses.replace(shapes, **kept)

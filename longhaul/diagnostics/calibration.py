@@ -84,10 +84,10 @@ def measure(run: Run, processes: int, calls: int = CALLS) -> Timed:
 
 def work(given: dict[str, Any]) -> dict[str, Any]:
     """Work of a process of `measure`."""
-    found = timed(resolve(from_dict(Run, given["run"])), given["calls"])
+    timing = timed(resolve(from_dict(Run, given["run"])), given["calls"])
     if jax.device_count() > 1:
-        found = found._replace(small=all_reduce(4), large=all_reduce(LARGE))
-    return found._asdict()
+        timing = timing._replace(small=all_reduce(4), large=all_reduce(LARGE))
+    return timing._asdict()
 
 
 def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -98,13 +98,13 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
     base = {key: value for key, value in os.environ.items() if key != "NPROC"} | dict(variables)
     program = f"from {module} import {name}; from {__name__} import serve; serve({name})"
     children: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as err:
         try:
             for i in range(processes):
                 own = local.environment(base, i, processes, os.path.join(folder, "socket"), 1)
                 out = subprocess.PIPE if i == 0 else subprocess.DEVNULL
                 child = subprocess.Popen(
-                    [sys.executable, "-c", program], env=own, text=True, stdin=subprocess.PIPE, stdout=out, stderr=said
+                    [sys.executable, "-c", program], env=own, text=True, stdin=subprocess.PIPE, stdout=out, stderr=err
                 )
                 children.append(child)
                 assert child.stdin is not None
@@ -119,8 +119,8 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
                 child.kill()
                 child.wait()
         if any(failed):
-            said.seek(0)
-            lines = said.read().strip().splitlines() or ["it said nothing"]
+            err.seek(0)
+            lines = err.read().strip().splitlines() or ["it said nothing"]
             raise RunError(f"a run of {processes} process(es) failed: {lines[-1][:200]}")
     return json.loads(told.splitlines()[-1])
 
@@ -131,9 +131,9 @@ def serve(work: Callable[[Any], Any]) -> None:
     process_group.start(process_group.find(os.environ))
 
     def run() -> int:
-        found = work(given)
+        reply = work(given)
         if process_group.index() == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(reply), flush=True)
         return 0
 
     sys.exit(process_group.follow(run) if process_group.index() else process_group.lead(run))

@@ -251,15 +251,15 @@ def compilation(run: Run) -> tuple[Check, Program]:
 
 def memory(program: Program) -> Check:
     """Memory of the program against the device's."""
-    found = device_memory.footprint(program.executable, program.assembly.mesh)
-    if found is None:
+    footprint = device_memory.footprint(program.executable, program.assembly.mesh)
+    if footprint is None:
         return skipped("memory", "the compiler does not say", "watch the first update")
-    value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
-    figures = found.plain()
-    if found.capacity is None:
+    value = f"{_bytes(footprint.need.total)} a device, {_bytes(footprint.need.temporaries)} of it while it computes"
+    figures = footprint.plain()
+    if footprint.capacity is None:
         return Check("memory", PASS, value, figures=figures)
-    bound = f"{device_memory.TIGHT:.0%} of {_bytes(found.capacity)}"
-    verdict = FAIL if found.refusal() else WARN if found.warning() else PASS
+    bound = f"{device_memory.TIGHT:.0%} of {_bytes(footprint.capacity)}"
+    verdict = FAIL if footprint.refusal() else WARN if footprint.warning() else PASS
     return judged("memory", verdict, value, bound, device_memory.REMEDY, **figures)
 
 
@@ -284,7 +284,7 @@ def crossings(program: Program) -> Check:
         return _fetches(program)
     data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
     every, wanted = hlo.crossings(program.text()), program.optimiser_steps
-    found = [each for each in every if each.over_shards(model)]
+    across = [each for each in every if each.over_shards(model)]
     within_shard = [each for each in every if not each.over_shards(model)]
     size = 4 * program.parameters // model
     ways, whole = {"all-reduce": size}, program.own_bytes
@@ -294,8 +294,8 @@ def crossings(program: Program) -> Check:
     bucketed = not program.run.deterministic and model == 1 and size > overlap.BUCKET
     if bucketed:  # parts of the gradients, which meet while others are computed
         ways = {"all-reduce": overlap.least()}
-    gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
-    others = [each for each in found if each not in gradients]
+    gradients = [each for each in across if each.bytes >= ways.get(each.operation, math.inf)]
+    others = [each for each in across if each not in gradients]
     counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
     times, count = max(counts.values()), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
@@ -322,7 +322,7 @@ def crossings(program: Program) -> Check:
     return within(
         "collectives", value, bound, remedy, good=good, devices=program.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,
-        operations=sorted({e.operation for e in found}), within=sum(e.times() * e.bytes for e in within_shard),
+        operations=sorted({e.operation for e in across}), within=sum(e.times() * e.bytes for e in within_shard),
     )  # fmt: skip
 
 
@@ -339,9 +339,9 @@ def _fetches(program: Program) -> Check:
             size = leaf.size * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in axes if axis != FSDP)
             whole += size
             pieces |= {size} | ({size // leaf.shape[0]} if leaf.ndim > 2 else set())
-    found = [each for each in hlo.crossings(program.text()) if each.over_shards(sizes[MODEL])]
-    gathers = [each for each in found if each.operation == "all-gather" and each.bytes in pieces]
-    others = sum(each.times() * each.bytes for each in found if each not in gathers)
+    across = [each for each in hlo.crossings(program.text()) if each.over_shards(sizes[MODEL])]
+    gathers = [each for each in across if each.operation == "all-gather" and each.bytes in pieces]
+    others = sum(each.times() * each.bytes for each in across if each not in gathers)
     passes, moved = 2 * program.optimiser_steps + 1, sum(each.times() * each.bytes for each in gathers)
     count = sum(each.times() for each in gathers)
     value = f"{_bytes(moved)} of parameters in {count} gathers, {_bytes(others)} else, an update"
@@ -349,7 +349,7 @@ def _fetches(program: Program) -> Check:
         "collectives", value, f"{passes} times {_bytes(whole)} of parameters that lie in parts",
         "a parameter is gathered twice for one use: see that what the network does with it is written once",
         good=0 < moved <= passes * whole, devices=mesh.size, gathered_bytes=moved, passes=passes, split_bytes=whole,
-        other_bytes=others, operations=sorted({each.operation for each in found}),
+        other_bytes=others, operations=sorted({each.operation for each in across}),
     )  # fmt: skip
 
 
@@ -517,17 +517,17 @@ def convergence(one: Program, many: Program, *, seeds: int, updates: int) -> Che
     Other numbers of devices draw other random numbers, so only distributions over seeds can be compared.
     """
     sides = [[curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
-    found, devices = compare(*sides), many.assembly.mesh.size
-    if found is None:
+    result, devices = compare(*sides), many.assembly.mesh.size
+    if result is None:
         return skipped("convergence", f"no episode ended in {updates} updates", "give more --updates")
-    enough = LITTLE * abs(found.gained)
-    good = found.chance > UNLIKELY or abs(found.difference) <= enough
+    enough = LITTLE * abs(result.gained)
+    good = result.chance > UNLIKELY or abs(result.difference) <= enough
     value = (
-        f"{found.difference:+.3g} +- {found.spread:.2g} in return on {devices} devices (chance {found.chance:.2g}), "
-        f"of {found.gained:+.3g} gained in {updates} updates by {seeds} seeds"
+        f"{result.difference:+.3g} +- {result.spread:.2g} in return on {devices} devices (chance {result.chance:.2g}), "
+        f"of {result.gained:+.3g} gained in {updates} updates by {seeds} seeds"
     )
     remedy = "devices learn something else together: look at what is averaged over them, and what each draws"
-    figures = {**found._asdict(), "seeds": seeds, "updates": updates, "devices": devices,
+    figures = {**result._asdict(), "seeds": seeds, "updates": updates, "devices": devices,
                "curves": [[each.tolist() for each in side] for side in sides]}  # fmt: skip
     bound = f"chance > {UNLIKELY:g}, or a difference within {LITTLE:.0%} of the gain"
     return within("convergence", value, bound, remedy, good=good, **figures)

@@ -130,35 +130,35 @@ def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, 
     return tuple(Collective(operation, n, size, within) for (operation, size, within), n in runs.items())
 
 
-def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
+def compute_seconds(program: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
     """Seconds of one update of one device on `chip`, with `share` of its batch: the roofline and the launches."""
-    times = _rooflines(what, chip, assumed, bf16=bf16, share=share)
-    if what.own:
+    times = _rooflines(program, chip, assumed, bf16=bf16, share=share)
+    if program.own:
         return sum(runs * (KERNEL + work) for runs, work in times)
     return sum(runs * max(work, LAUNCH[chip.kind]) for runs, work in times)
 
 
-def roofline_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool) -> float:
+def roofline_seconds(program: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool) -> float:
     """Seconds of the work of one update of one device on `chip`, as if launches took none."""
-    return sum(runs * work for runs, work in _rooflines(what, chip, assumed, bf16=bf16))
+    return sum(runs * work for runs, work in _rooflines(program, chip, assumed, bf16=bf16))
 
 
 def _rooflines(
-    what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0
+    program: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0
 ) -> list[tuple[float, float]]:
     """(runs, seconds of the work of one) of each instruction."""
     peak, bandwidth = (
         (chip.bf16 if bf16 else chip.fp32) * assumed.efficiency,
         chip.memory_bandwidth * assumed.efficiency,
     )
-    return [(runs, share * max(operations / peak, moved / bandwidth)) for runs, operations, moved in what.work]
+    return [(runs, share * max(operations / peak, moved / bandwidth)) for runs, operations, moved in program.work]
 
 
-def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
-    """Seconds of all collectives of an update over `devices`, a multiple of `what.model`."""
+def communication_seconds(program: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
+    """Seconds of all collectives of an update over `devices`, a multiple of `program.model`."""
     total = 0.0
-    for each in what.collectives:
-        meet, reach = (what.model, what.model) if each.within else (devices // what.model, devices)
+    for each in program.collectives:
+        meet, reach = (program.model, program.model) if each.within else (devices // program.model, devices)
         if meet == 1:
             continue
         link = chip.link if reach <= chip.per_host else min(chip.link, assumed.network)
@@ -169,7 +169,7 @@ def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devi
     return total
 
 
-def meeting_seconds(what: Measured, found: Calibration, processes: int, *, hops: int | None = None) -> float:
+def meeting_seconds(program: Measured, machine: Calibration, processes: int, *, hops: int | None = None) -> float:
     """Seconds of all collectives of an update between processes of this machine.
 
     gloo's all-reduce is a ring of 2 (N - 1) messages in a row, two of them between two processes. `hops` is another
@@ -179,92 +179,93 @@ def meeting_seconds(what: Measured, found: Calibration, processes: int, *, hops:
         return 0.0
     count = 2 * (processes - 1) if hops is None else hops
     moved = 2.0 * (processes - 1) / processes  # as a multiple of what two send
-    one = [each.runs * (found.small * count / 2.0 + each.bytes * found.byte * moved) for each in what.collectives]
-    return sum(one) * max(1.0, processes / found.cores) / max(1.0, 2.0 / found.cores)
+    ring = [each.runs * (machine.small * count / 2 + each.bytes * machine.byte * moved) for each in program.collectives]
+    return sum(ring) * max(1.0, processes / machine.cores) / max(1.0, 2.0 / machine.cores)
 
 
-def slowdown(what: Measured, found: Calibration, processes: int) -> float:
+def slowdown(program: Measured, machine: Calibration, processes: int) -> float:
     """Seconds of an update's computation in one of so many processes, as a multiple of those of one alone."""
     if processes == 1:
         return 1.0
-    pair = max(1.0, (found.pair - meeting_seconds(what, found, 2)) / found.alone)
-    known = min(processes, max(2, found.cores))
+    pair = max(1.0, (machine.pair - meeting_seconds(program, machine, 2)) / machine.alone)
+    known = min(processes, max(2, machine.cores))
     return (1.0 + (pair - 1.0) * (known - 1)) * processes / known
 
 
 def calibrated(
-    what: Measured, chip: Chip, assumed: Assumptions, found: Calibration, processes: int, steps: float, *, strong: bool
-) -> Row:
+    program: Measured, chip: Chip, assumed: Assumptions, machine: Calibration, processes: int, steps: float, *,
+    strong: bool,
+) -> Row:  # fmt: skip
     """Plan for `steps` agent steps in so many processes of this machine, whose memory they share.
 
     Its error is the spread of the calibrating calls, as often as the number of processes doubles, and the difference to
     a tree of 2 log2(N) messages.
     """
     share = 1.0 / processes if strong else 1.0
-    meeting = meeting_seconds(what, found, processes)
-    seconds = found.alone * slowdown(what, found, processes) * share + meeting
+    meeting = meeting_seconds(program, machine, processes)
+    seconds = machine.alone * slowdown(program, machine, processes) * share + meeting
     doublings = math.ceil(math.log2(processes))
-    tree = meeting_seconds(what, found, processes, hops=2 * doublings)
-    error = found.spread * max(1, doublings) + abs(meeting - tree) / seconds
-    chip, times = chip._replace(memory=chip.memory / processes), (found.alone, seconds, meeting)
-    return _row(what, chip, assumed, processes, steps, times, strong=strong, error=error)
+    tree = meeting_seconds(program, machine, processes, hops=2 * doublings)
+    error = machine.spread * max(1, doublings) + abs(meeting - tree) / seconds
+    chip, times = chip._replace(memory=chip.memory / processes), (machine.alone, seconds, meeting)
+    return _row(program, chip, assumed, processes, steps, times, strong=strong, error=error)
 
 
 def row(
-    what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, *, here: bool, bf16: bool,
+    program: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, *, here: bool, bf16: bool,
     strong: bool,
 ) -> Row:  # fmt: skip
     """Plan for `steps` agent steps; `here`: on the measured hardware."""
-    shards = devices // what.model
+    shards = devices // program.model
     share = 1.0 / shards if strong else 1.0
     if here:
-        assert what.compute_seconds is not None
-        alone, compute = what.compute_seconds, what.compute_seconds * share
+        assert program.compute_seconds is not None
+        alone, compute = program.compute_seconds, program.compute_seconds * share
     else:
-        alone = compute_seconds(what, chip, assumed, bf16=bf16)
-        compute = compute_seconds(what, chip, assumed, bf16=bf16, share=share)
-    alone += communication_seconds(what, chip, assumed, what.model)
-    communication = communication_seconds(what, chip, assumed, devices)
+        alone = compute_seconds(program, chip, assumed, bf16=bf16)
+        compute = compute_seconds(program, chip, assumed, bf16=bf16, share=share)
+    alone += communication_seconds(program, chip, assumed, program.model)
+    communication = communication_seconds(program, chip, assumed, devices)
     times = alone, compute + communication, communication
-    off = None if here else OFF.get((chip.name, what.own))
+    off = None if here else OFF.get((chip.name, program.own))
     error = None if off is None else off + communication / (compute + communication)
-    return _row(what, chip, assumed, devices, steps, times, strong=strong, error=error)
+    return _row(program, chip, assumed, devices, steps, times, strong=strong, error=error)
 
 
 def _row(
-    what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, times: tuple[float, float, float], *,
-    strong: bool, error: float | None,
+    program: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, times: tuple[float, float, float],
+    *, strong: bool, error: float | None,
 ) -> Row:  # fmt: skip
     """Plan from seconds of an update: those of one shard, those of all, those of collectives in it."""
-    shards = devices // what.model
+    shards = devices // program.model
     alone, update, communication = times
-    batch = what.steps if strong else what.steps * shards
+    batch = program.steps if strong else program.steps * shards
     rate = batch / update
     hours = steps / rate / 3600.0
     price = chip.price if assumed.price is None else assumed.price
-    checkpoint = what.state_bytes + what.carry_bytes * (1 if strong else shards)
+    checkpoint = program.state_bytes + program.carry_bytes * (1 if strong else shards)
     saves = max(1, math.ceil(hours * 60.0 / assumed.save_minutes))
     return Row(
-        devices, batch, update, communication, rate / (what.steps / alone * shards), rate, hours,
-        hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory, error,
+        devices, batch, update, communication, rate / (program.steps / alone * shards), rate, hours,
+        hours * devices * price, program.memory, checkpoint, checkpoint * saves, program.memory <= chip.memory, error,
     )  # fmt: skip
 
 
 def assumptions_in_words(
-    what: Measured, chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool,
-    found: Calibration | None = None,
+    program: Measured, chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool,
+    machine: Calibration | None = None,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Assumptions in words."""
     price = chip.price if assumed.price is None else assumed.price
     peak, bandwidth = chip.bf16 if bf16 else chip.fp32, chip.memory_bandwidth
     peaks = f"{assumed.efficiency:.0%} of {peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
-    runs = sum(times for times, _, _ in what.work)
+    runs = sum(times for times, _, _ in program.work)
     roofline = (
         f"each of {runs:,.0f} kernels of the chip's own program takes {1e6 * KERNEL:g} us and its work, by a roofline "
         f"at {peaks}"
-        if what.own
+        if program.own
         else f"each of {runs:,.0f} instructions of a CPU's program takes its work, by a roofline at {peaks}, and "
-        f"{1e6 * LAUNCH[chip.kind]:g} us at least; the chip's own program was not compiled: {what.why}"
+        f"{1e6 * LAUNCH[chip.kind]:g} us at least; the chip's own program was not compiled: {program.why}"
     )
     links = [
         ("compute", "as measured here" if here else roofline),
@@ -273,21 +274,21 @@ def assumptions_in_words(
         ("links", f"{chip.link / 1e9:,.1f} GB/s among {chip.per_host} devices of a host, "
          f"{min(chip.link, assumed.network) / 1e9:,.1f} GB/s a device beyond"),
     ]  # fmt: skip
-    if found is not None:
+    if machine is not None:
         links = [
-            ("compute", f"processes of this machine, which share {found.cores} core(s); an update took "
-             f"{found.alone:.4g} s in one process, {found.pair:.4g} s in two"),
-            ("collectives", f"a ring in full of {found.small * 1e6:,.0f} us between two processes and "
-             f"{1e-6 / max(found.byte, 1e-15):,.0f} MB/s; none of it overlaps with other work"),
+            ("compute", f"processes of this machine, which share {machine.cores} core(s); an update took "
+             f"{machine.alone:.4g} s in one process, {machine.pair:.4g} s in two"),
+            ("collectives", f"a ring in full of {machine.small * 1e6:,.0f} us between two processes and "
+             f"{1e-6 / max(machine.byte, 1e-15):,.0f} MB/s; none of it overlaps with other work"),
         ]  # fmt: skip
     error = "unknown: --calibrate tells it" if here else "unknown: plan on the chip itself"
-    if not here and (chip.name, what.own) in OFF:
+    if not here and (chip.name, program.own) in OFF:
         error = (
             "the largest against nine measured runs of an H100, each with the constants of the other eight"
-            if what.own
+            if program.own
             else "the largest against three measured runs of an H100"
         ) + "; and all of the collectives' time, which was never compared"
-    if found is not None:
+    if machine is not None:
         error = "the spread of the calibrating calls, and what the number of messages is uncertain by"
     return [
         *links,

@@ -85,14 +85,14 @@ class Line(NamedTuple):
 
 def computations(text: str) -> dict[str, list[Line]]:
     """Instructions of each computation; the entry computation is also named ""."""
-    found: dict[str, list[Line]] = {}
+    bodies: dict[str, list[Line]] = {}
     lines: list[Line] | None = None
     for row in text.splitlines():
         head = _HEAD.match(row)
         if head:
-            lines = found.setdefault(head.group(2), [])
+            lines = bodies.setdefault(head.group(2), [])
             if head.group(1):
-                found[""] = lines
+                bodies[""] = lines
         elif lines is not None and (match := _LINE.match(row)):
             name, typed = match.groups()
             result, rest = _balanced(typed) if typed.startswith("(") else typed.partition(" ")[::2]
@@ -102,7 +102,7 @@ def computations(text: str) -> dict[str, list[Line]]:
                 number = int(operands[1:-1]) if opcode.group(1) == "parameter" else -1
                 names = tuple(_NAME.findall(operands))
                 lines.append(Line(name, opcode.group(1), result, names, number, attributes))
-    return found
+    return bodies
 
 
 def _balanced(text: str) -> tuple[str, str]:
@@ -230,11 +230,11 @@ def runs(text: str) -> dict[str, float]:
     Each branch of a condition is taken equally often. A loop of known length runs without its condition.
     """
     parts = computations(text)
-    found: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, float] = defaultdict(float)
 
     def visit(name: str, times: float) -> None:
         for line in parts.get(name, ()):
-            found[line.name] += times
+            counts[line.name] += times
             branches = [each.strip().lstrip("%") for each in line.first(_BRANCHES).split(",") if each]
             if line.opcode == "while":
                 trips = line.first(_TRIPS)
@@ -247,7 +247,7 @@ def runs(text: str) -> dict[str, float]:
                     visit(inner, times / len(branches))
 
     visit("", 1.0)
-    return found
+    return counts
 
 
 # ------------------------------------------------------------------------------------------------ operations and bytes
@@ -265,7 +265,7 @@ class Instruction(NamedTuple):
 def read(text: str) -> dict[str, Instruction]:
     """Instruction name -> instruction, of all computations of a program; names are unique within it."""
     inside = {name: {line.name: line for line in lines} for name, lines in computations(text).items() if name}
-    found = {}
+    instructions = {}
     for lines in inside.values():
         types = {line.name: line.result for line in lines.values()}
         for line in lines.values():
@@ -277,8 +277,8 @@ def read(text: str) -> dict[str, Instruction]:
             moved = 0.0 if line.opcode in CONTROL else _moved(line, types, called if line.opcode == "fusion" else {})
             scopes = [scope for each in called.values() if (scope := each.first(_SCOPE))]
             scope = line.first(_SCOPE) or max(scopes, key=scopes.count, default="")  # the most frequent inside
-            found[line.name] = Instruction(line.name, line.opcode, scope, line.result, operations, moved)
-    return found
+            instructions[line.name] = Instruction(line.name, line.opcode, scope, line.result, operations, moved)
+    return instructions
 
 
 def _operations(line: Line, types: Mapping[str, str]) -> float:
@@ -286,7 +286,7 @@ def _operations(line: Line, types: Mapping[str, str]) -> float:
     shapes = [_sizes(dims) for _, dims in _arrays(line.result)]
     if not shapes or not line.operands:
         return 0.0
-    made, left = math.prod(shapes[0]), _shape(types.get(line.operands[0], ""))
+    outcome, left = math.prod(shapes[0]), _shape(types.get(line.operands[0], ""))
     if line.opcode == "dot":
         axes = _sizes(line.first(_CONTRACTED))
     elif line.opcode == "custom-call" and re.search(r"gemm|matmul", line.first(_TARGET), re.IGNORECASE):
@@ -295,10 +295,10 @@ def _operations(line: Line, types: Mapping[str, str]) -> float:
         kernel = _shape(types.get(line.operands[1], ""))
         layout = line.first(_LABELS)
         outputs = kernel[layout.index("o")] if "o" in layout and len(layout) == len(kernel) else 1
-        return 2.0 * made * math.prod(kernel) / max(outputs, 1)
+        return 2.0 * outcome * math.prod(kernel) / max(outputs, 1)
     else:
         return 0.0
-    return 2.0 * made * math.prod(left[axis] for axis in axes if axis < len(left))
+    return 2.0 * outcome * math.prod(left[axis] for axis in axes if axis < len(left))
 
 
 def _shape(result: str) -> list[int]:

@@ -101,8 +101,8 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
 
 def plan(config: GRPOConfig, load: Load) -> dict[str, dict[str, Any]]:
     """`parts` for each of `DEVICES`, with its capacity and whether the run fits."""
-    found = {}
+    plans = {}
     for name, (capacity, devices) in DEVICES.items():
         own = parts(config, load, devices)
-        found[name] = own | {"capacity": int(capacity), "fits": own["total"] <= 0.9 * capacity}
-    return found
+        plans[name] = own | {"capacity": int(capacity), "fits": own["total"] <= 0.9 * capacity}
+    return plans

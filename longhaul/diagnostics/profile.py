@@ -76,8 +76,8 @@ def measure(run: Run, folder: Path, calls: int) -> Traced:
         for _ in range(calls):
             progress = jax.block_until_ready(program.call(progress, block))[0]
     instructions = hlo.read(text)
-    found = attributed(events(folder, text.split(None, 2)[1].rstrip(",")), instructions)
-    return Traced(program, instructions, found, calls * block, statistics.median(seconds) / block)
+    traced = attributed(events(folder, text.split(None, 2)[1].rstrip(",")), instructions)
+    return Traced(program, instructions, traced, calls * block, statistics.median(seconds) / block)
 
 
 def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
@@ -102,20 +102,20 @@ def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
 
 def memory(executable: jax.stages.Compiled) -> dict[str, int]:
     """Bytes of a compiled program on each device: arguments, donated ones, temporaries."""
-    found = device_memory.need(executable)
-    if found is None:
+    need = device_memory.need(executable)
+    if need is None:
         return {}
-    parts = {"argument": found.arguments, "output": found.outputs, "temp": found.temporaries, "alias": found.donated}
-    return parts | {"peak": found.total}
+    parts = {"argument": need.arguments, "output": need.outputs, "temp": need.temporaries, "alias": need.donated}
+    return parts | {"peak": need.total}
 
 
-def reading(found: list[Event], program: Mapping[str, Instruction]) -> dict[str, Any]:
+def reading(events: list[Event], program: Mapping[str, Instruction]) -> dict[str, Any]:
     """Shares of a traced program's time by part, its operations and bytes, and its longest instructions.
 
     Raises ValueError if the trace holds none of its instructions.
     """
     control = {name for name, each in program.items() if each.opcode in CONTROL}
-    work = [event for event in found if event.instruction not in control]
+    work = [event for event in events if event.instruction not in control]
     if not work:
         raise ValueError("the trace holds no instruction of the program; more than one program ran, or none")
     taken: defaultdict[str, float] = defaultdict(float)  # seconds by instruction, of all its runs on all devices
@@ -192,7 +192,7 @@ def events(folder: Path, module: str) -> list[Event]:
     files = sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
         raise FileNotFoundError(f"{folder} has no trace (plugins/profile/*/*.xplane.pb)")
-    found = []
+    runs = []
     for place, plane in enumerate(jax.profiler.ProfileData.from_file(str(files[-1])).planes):
         for line in plane.lines:
             for event in line.events:
@@ -203,11 +203,11 @@ def events(folder: Path, module: str) -> list[Event]:
                 device = about.get("device_ordinal", place)
                 start = event.start_ns * 1e-9
                 name = event.name if str(name).startswith(GRAPH) else name
-                found.append(Event(str(name), int(device), start, start + event.duration_ns * 1e-9))
-    return found
+                runs.append(Event(str(name), int(device), start, start + event.duration_ns * 1e-9))
+    return runs
 
 
-def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Event]:
+def attributed(events: Iterable[Event], instructions: Iterable[str]) -> list[Event]:
     """Events with kernels of graphs under the names of their instructions, where known.
 
     A kernel's name has underscores for characters that C++ does not allow. Equal instructions share one kernel: one of
@@ -215,7 +215,7 @@ def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Even
     """
     known = set(instructions)
     names = {re.sub(r"\W", "_", name): name for name in known} | {name: name for name in known}
-    return [event._replace(instruction=names.get(event.instruction, event.instruction)) for event in found]
+    return [event._replace(instruction=names.get(event.instruction, event.instruction)) for event in events]
 
 
 def busy(runs: Iterable[Event]) -> dict[int, tuple[float, float]]:
@@ -223,12 +223,12 @@ def busy(runs: Iterable[Event]) -> dict[int, tuple[float, float]]:
     by_device: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in runs:
         by_device[event.device].append((event.start, event.end))
-    found = {}
+    intervals = {}
     for device, spans in by_device.items():
         covered, first = 0.0, min(spans)[0]
         until = first
         for start, end in sorted(spans):
             covered += max(end - max(start, until), 0.0)
             until = max(until, end)
-        found[device] = covered, until - first
-    return found
+        intervals[device] = covered, until - first
+    return intervals

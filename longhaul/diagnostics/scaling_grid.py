@@ -243,12 +243,12 @@ def _fill_store(grid: Grid) -> None:
     """Make all scenarios once, which are then found on the disk; each job would make its own otherwise."""
     task = grid.base.environment
     assert isinstance(task, Driving)
-    how: dict[str, Any] = {"agents": task.simulator.agents, "horizon": task.horizon, "control": task.simulator.control}
+    args: dict[str, Any] = {"agents": task.simulator.agents, "horizon": task.horizon, "control": task.simulator.control}
     most = max(job.scenarios[-1] for job in jobs(grid))
-    scenario_source.generated(0, most, workers=cores(), least=task.least, **how)
+    scenario_source.generated(0, most, workers=cores(), least=task.least, **args)
     episodes = run_of(grid, jobs(grid)[0]).evaluation_episodes
     assert episodes is not None
-    scenario_source.generated(HELD_OUT, episodes, workers=cores(), **how)
+    scenario_source.generated(HELD_OUT, episodes, workers=cores(), **args)
 
 
 def _last_line(path: Path) -> str:
@@ -258,10 +258,10 @@ def _last_line(path: Path) -> str:
 
 def write(folder: Path, grid: Grid) -> dict[str, Any]:
     """Content of scaling.json, which is written with scaling.html."""
-    found = summary(folder, grid)
-    write_json(folder / "scaling.json", found)
-    files.write(folder / "scaling.html", page(folder.name, found))
-    return found
+    report = summary(folder, grid)
+    write_json(folder / "scaling.json", report)
+    files.write(folder / "scaling.html", page(folder.name, report))
+    return report
 
 
 def summary(folder: Path, grid: Grid) -> dict[str, Any]:
@@ -304,16 +304,16 @@ def _forecasts(
     """Failure at ten times the compute of the largest model, which is not measured, and at the points that check it."""
     largest = max(points, key=lambda point: (point["parameters"], point["scenarios"]))
     further = {"parameters": round(TIMES * largest["parameters"]), "scenarios": largest["scenarios"]}
-    found = []
+    forecasts = []
     for point in (further, *measured):
         value, low, high = fit.forecast(point["parameters"], point["scenarios"])
-        found.append(
+        forecasts.append(
             {
                 "parameters": point["parameters"], "scenarios": point["scenarios"], "forecast": value,
                 "interval": (low, high), "measured": point.get("failure"),
             }
         )  # fmt: skip
-    return found
+    return forecasts
 
 
 def _pooled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

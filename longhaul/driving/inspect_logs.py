@@ -60,11 +60,11 @@ def inspect(paths: Sequence[str], seen_each: Callable[[Path, Log | Scenario], No
     seen: set[Path] = set()
     for given in paths:
         try:
-            found = readers.expand([given])
+            logs = readers.expand([given])
         except BadData as error:
             files.append({"path": str(given), "format": None, "scenarios": [], "error": str(error)})
             continue
-        fresh = [path for path in found if path.resolve() not in seen]
+        fresh = [path for path in logs if path.resolve() not in seen]
         seen.update(path.resolve() for path in fresh)
         files += [_file(path, seen_each) for path in fresh]
     return {

@@ -118,11 +118,11 @@ def source(name: str) -> user_modules.Source | None:
 def _object(name: str, **given: Any) -> Any:
     """Object that "module:name?options" names, made where it is a class or a function."""
     path, options = host.with_options(name)
-    found = load(path)
-    if not callable(found) or (_has(found, OURS) and not inspect.isclass(found)):
-        return found
+    target = load(path)
+    if not callable(target) or (_has(target, OURS) and not inspect.isclass(target)):
+        return target
     try:
-        return found(**options | given)
+        return target(**options | given)
     except TypeError as error:
         if "argument" in str(error):
             raise ValueError(f"{name}: {error}; options are written behind the name: {path}?option=value") from error

@@ -43,8 +43,8 @@ class Quality(NamedTuple):
 def votes(text: jax.Array, ends: jax.Array) -> jax.Array:
     """Votes int32 [M, K] of texts [M, K, N]: completions with the same answer; 0 for a completion without an end."""
     problems, samples, length = text.shape
-    said = answers(text.reshape(-1, length)).reshape(problems, samples, length)
-    same = jnp.all(said[:, :, None] == said[:, None, :], axis=-1) & ends[:, None, :]
+    answer = answers(text.reshape(-1, length)).reshape(problems, samples, length)
+    same = jnp.all(answer[:, :, None] == answer[:, None, :], axis=-1) & ends[:, None, :]
     return jnp.where(ends, jnp.sum(same, axis=2), 0)
 
 
@@ -94,14 +94,14 @@ def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[...,
 # ---------------------------------------------------------------------------------------------------------- on the host
 
 
-def quality_on_host(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser, samples: int) -> Quality:
+def quality_on_host(task: Task, asked: Sequence[Problem], drawn: Drawn, tokeniser: Tokeniser, samples: int) -> Quality:
     """Quality of completions, `samples` of each problem side by side: `quality` by the task's checker."""
     token = np.asarray(drawn.token)
-    texts = [words.decode(row) for row in token]
+    texts = [tokeniser.decode(row) for row in token]
     known = marks(task, [problem for problem in asked for _ in range(samples)], texts)
     answers = [task.reading(text).answer for text in texts]
     leaders = [_leader(answers[first : first + samples]) for first in range(0, len(texts), samples)]
-    return scores(known, ended(token, words), np.asarray(drawn.written), leaders, samples)
+    return scores(known, ended(token, tokeniser), np.asarray(drawn.written), leaders, samples)
 
 
 def _leader(answers: Sequence[str | None]) -> int:
@@ -111,20 +111,20 @@ def _leader(answers: Sequence[str | None]) -> int:
 
 
 def evaluate_on_host(
-    task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
+    task: Task, asked: Sequence[Problem], config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
-    sample = jax.jit(sampler(config, how, words=words))
-    on = turns.continuing(config, how, words).go_on
-    made: list[jax.stages.Compiled] = []
+    sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
+    on = turns.continuing(config, sampling, tokeniser).go_on
+    compiled: list[jax.stages.Compiled] = []
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
-        keys = jax.random.split(key, len(posed.prompt) * how.group)
+        keys = jax.random.split(key, len(posed.prompt) * sampling.group)
         given = params, posed.prompt, keys, jnp.int32(UNBOUNDED)
-        if not made:
-            made.append(device_memory.compiled(sample, *given))
-        drawn = jax.device_get(made[0](*given))
-        drawn = on(params, np.repeat(posed.prompt, how.group, axis=0), drawn, keys)
-        return quality_on_host(task, asked, drawn, words, how.group), drawn
+        if not compiled:
+            compiled.append(device_memory.compiled(sample, *given))
+        drawn = jax.device_get(compiled[0](*given))
+        drawn = on(params, np.repeat(posed.prompt, sampling.group, axis=0), drawn, keys)
+        return quality_on_host(task, asked, drawn, tokeniser, sampling.group), drawn
 
     return evaluate

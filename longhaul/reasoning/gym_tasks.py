@@ -41,8 +41,8 @@ def parsed(settings: str) -> dict[str, Any]:
 def answer(text: str, form: str) -> str | None:
     """Answer of a completion in one of config.FORMATS; None where it lacks one."""
     if form == "tags":
-        found = TAGS.findall(text.rpartition("</think>")[2])
-        return found[-1].strip() if found else None
+        tagged = TAGS.findall(text.rpartition("</think>")[2])
+        return tagged[-1].strip() if tagged else None
     lines = text.strip().splitlines()
     return (lines[-1] if lines and form == "line" else text).strip() or None
 
@@ -106,11 +106,11 @@ def task(
         return f"<answer>{problem.answer}</answer>" if form == "tags" else problem.answer
 
     def scored(problem: Problem, completion: str) -> float:
-        found = answer(completion, form)
-        if found is None or problem.entry is None:
+        answered = answer(completion, form)
+        if answered is None or problem.entry is None:
             return 0.0
         number, entry = problem.entry
-        return float(gym_verifier.score(data, name, settings, number, entry, found) >= RIGHT)
+        return float(gym_verifier.score(data, name, settings, number, entry, answered) >= RIGHT)
 
     reward = tasks.guarded(scored, name, report)
 

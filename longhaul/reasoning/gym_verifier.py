@@ -57,11 +57,11 @@ def score(data: Any, name: str, settings: str, number: int, entry: dict[str, Any
         return 0.0
     if FORMS.get(name) is not FORMULA:
         return float(data.score_answer(answer, entry))
-    found = _apart()(json.dumps([name, settings, number, answer]))
+    reply = _apart()(json.dumps([name, settings, number, answer]))
     try:
-        return float(found)
+        return float(reply)
     except ValueError:
-        raise RuntimeError(found) from None
+        raise RuntimeError(reply) from None
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def config(folder: Path | str) -> ModelConfig:
     """Architecture in a folder's config.json. Raises HubError where there is none, or for an unsupported one."""
     path = Path(folder) / "config.json"
     try:
-        found = config_of(bounded_json.read(path, MOST_JSON))
+        model = config_of(bounded_json.read(path, MOST_JSON))
     except HubError as error:
         raise HubError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
@@ -123,9 +123,9 @@ def config(folder: Path | str) -> ModelConfig:
         if not (path.parent / file).is_file():
             raise HubError(f"{path.parent / file} is not there; give a folder with config.json and *.safetensors")
     stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
-    if (wanted := size(found)) > stored:  # a number takes a byte or more
+    if (wanted := size(model)) > stored:  # a number takes a byte or more
         raise HubError(f"{path} asks for {wanted:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
-    return found
+    return model
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -254,15 +254,15 @@ def _files(folder: Path) -> list[str]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """File of each array, by the index of a model in several files."""
     try:
-        found = bounded_json.read(folder / INDEX, MOST_JSON)["weight_map"]
+        weight_map = bounded_json.read(folder / INDEX, MOST_JSON)["weight_map"]
     except KeyError as error:
         raise HubError(f"{folder / INDEX} has no weight_map; fetch it again") from error
     except (OSError, ValueError) as error:
         raise HubError(f"{error}; fetch it again") from error
-    names = list(found.values()) if isinstance(found, dict) else [None]
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise HubError(f"{folder / INDEX}: weight_map is not a file's name for each array; fetch it again")
-    return found
+    return weight_map
 
 
 def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -311,8 +311,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, np.ndarray]] = [{}]
     room = shard_bytes
-    for name, found in exported(config, params).items():
-        array = np.ascontiguousarray(found.astype(target))
+    for name, value in exported(config, params).items():
+        array = np.ascontiguousarray(value.astype(target))
         if shards[-1] and array.nbytes > room:
             shards.append({})
             room = shard_bytes
@@ -339,11 +339,11 @@ def save(
 
 def digest(folder: Path | str) -> str:
     """SHA-256 of the names and bytes of a model's files of weights."""
-    found = hashlib.sha256()
+    combined = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
         with path.open("rb") as file:
-            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+            combined.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return combined.hexdigest()
 
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -533,8 +533,8 @@ def _ends(folder: Path) -> tuple[int, ...]:
         except (OSError, ValueError):
             continue
         if ends is not None:
-            found = tuple(ends) if isinstance(ends, list) else (ends,)
-            if not all(type(each) is int for each in found):
+            numbers = tuple(ends) if isinstance(ends, list) else (ends,)
+            if not all(type(each) is int for each in numbers):
                 raise HubError(f"{folder / name}: eos_token_id is {ends!r:.80}; it must be a number, or a list of them")
-            return found
+            return numbers
     return ()

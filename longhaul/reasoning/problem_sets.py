@@ -54,19 +54,19 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
     if config.task == QUESTIONS:
         return _read(config, config.questions)
     if config.task.startswith(GYM):
-        made = gym_tasks.task(
+        loaded = gym_tasks.task(
             config.task.removeprefix(GYM), config.task_settings, template=plain(config.template),
             form=config.answer_format, shots=config.shots, report=_report,
         )  # fmt: skip
-        return tools.without_calls(made) if config.tools else made
+        return tools.without_calls(loaded) if config.tools else loaded
     return MADE[config.task](fewest or config.fewest, config.most)
 
 
 def _read(config: Reasoning, path: str) -> Task:
     if not path:
         raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
-    made = tasks.questions(path, check=config.check, template=plain(config.template), report=_report)
-    return tools.without_calls(made) if config.tools else made
+    loaded = tasks.questions(path, check=config.check, template=plain(config.template), report=_report)
+    return tools.without_calls(loaded) if config.tools else loaded
 
 
 def _report(line: str) -> None:
@@ -111,12 +111,12 @@ def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Pro
 
 
 def training(
-    config: Reasoning, *, seed: int, without: int, length: int, words: Tokeniser = tokenizer.TOKENISER
+    config: Reasoning, *, seed: int, without: int, length: int, tokeniser: Tokeniser = tokenizer.TOKENISER
 ) -> Bank:
     """Bank of a run's problems by its seed."""
     rng = np.random.default_rng(seed)
     problems = asked(config, rng, without)
-    return bank(task(config), problems, rng, length, words)
+    return bank(task(config), problems, rng, length, tokeniser)
 
 
 def spec(length: int, vocabulary: int) -> Spec:

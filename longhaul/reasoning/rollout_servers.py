@@ -179,8 +179,8 @@ class Server:
     """One server: its address, and what is known of its health."""
 
     def __init__(self, address: str) -> None:
-        found = urllib.parse.urlsplit(address)
-        if found.scheme not in ("http", "https") or not found.hostname:
+        url = urllib.parse.urlsplit(address)
+        if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{address!r} is no address of a server; write http://HOST:PORT")
         self.address = address.rstrip("/")
         self.model = ""
@@ -188,7 +188,7 @@ class Server:
         self.failures = 0
         self.until = 0.0  # monotonic time of the next try
         self.reviving = False
-        self._secure, self._host, self._base = found.scheme == "https", found.netloc, found.path.rstrip("/")
+        self._secure, self._host, self._base = url.scheme == "https", url.netloc, url.path.rstrip("/")
 
     def call(
         self, route: str, body: Mapping[str, Any] | None, seconds: float, token: str | None, most: int = ANSWER,
@@ -209,8 +209,8 @@ class Server:
         if len(text) > most:
             raise Refused(f"an answer of more than {most:,} bytes")
         if answer.status in (400, 401, 403, 404, 413, 422):
-            said = " ".join(text.decode(errors="replace").split())[:300]
-            raise ServerError(f"{self.address}{route} refuses with {answer.status}: {said}")
+            message = " ".join(text.decode(errors="replace").split())[:300]
+            raise ServerError(f"{self.address}{route} refuses with {answer.status}: {message}")
         if answer.status != 200:
             raise Refused(f"status {answer.status}: {' '.join(text.decode(errors='replace').split())[:120]}")
         try:
@@ -328,8 +328,8 @@ class Servers:
         if now < report:
             return report
         left = max(0.0, work.progress + self._patience - now)
-        whose = "; ".join(f"{server.address}: {server.why}" for server in self.all)
-        self._note(f"waits for a server, {left:.0f} s more at most; none answers ({whose})")
+        failures = "; ".join(f"{server.address}: {server.why}" for server in self.all)
+        self._note(f"waits for a server, {left:.0f} s more at most; none answers ({failures})")
         return now + AGAIN
 
     def _serve(self, server: Server, asks: Sequence[Ask], oldest: int, work: _Work) -> None:
@@ -343,9 +343,9 @@ class Servers:
                 continue
             began = time.monotonic()
             failure: Exception | None = None
-            found: list[Answer] = []
+            answers: list[Answer] = []
             try:
-                found = self._asked(server, asks[place], oldest, work)
+                answers = self._asked(server, asks[place], oldest, work)
             except Exception as error:
                 failure = error
             with work.changed:
@@ -355,7 +355,7 @@ class Servers:
                 if failure is None:
                     if work.answers[place] is None:
                         self.moved += bool(work.sent[place])
-                        work.answers[place], work.progress = found, time.monotonic()
+                        work.answers[place], work.progress = answers, time.monotonic()
                         work.longest = max(work.longest, work.progress - began)
                     server.failures = 0
                 elif isinstance(failure, ServerError) or not isinstance(

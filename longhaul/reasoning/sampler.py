@@ -139,7 +139,7 @@ def bank(
     problems: Sequence[Problem],
     rng: np.random.Generator,
     length: int,
-    words: Tokeniser = tokenizer.TOKENISER,
+    tokeniser: Tokeniser = tokenizer.TOKENISER,
 ) -> Bank:
     """Bank of a task's problems, with a demonstration of each, for completions of at most `length` tokens.
 
@@ -147,19 +147,19 @@ def bank(
     """
 
     def ended(text: str) -> list[int]:
-        numbers = words.encode(text)
-        return numbers if numbers and numbers[-1] in words.ends else [*numbers, *words.ends[:1]]
+        numbers = tokeniser.encode(text)
+        return numbers if numbers and numbers[-1] in tokeniser.ends else [*numbers, *tokeniser.ends[:1]]
 
-    prompts = [words.ask(problem.prompt) for problem in problems]
+    prompts = [tokeniser.ask(problem.prompt) for problem in problems]
     solutions = [ended(task.solution(problem, rng)) for problem in problems]
     demonstrations = [ended(task.demonstration(problem, rng)) for problem in problems]
     longest = max(map(len, [*solutions, *demonstrations]))
     if longest > length and not task.listed:
         raise ValueError(f"--num-steps is {length}, and a solution has {longest} tokens; give at least as many")
     room = max(map(len, prompts))
-    left = np.array([[words.pad] * (room - len(each)) + each for each in prompts], np.int32)
+    left = np.array([[tokeniser.pad] * (room - len(each)) + each for each in prompts], np.int32)
     solution, demonstration = (
-        np.array([each[:length] + [words.pad] * (length - len(each)) for each in some], np.int32)
+        np.array([each[:length] + [tokeniser.pad] * (length - len(each)) for each in some], np.int32)
         for some in (solutions, demonstrations)
     )
     return Bank(jnp.asarray(left), jnp.asarray(solution), jnp.asarray(demonstration))
@@ -237,8 +237,8 @@ class _Writing:
     """Completions that are being written: N of M prompts [M, P], a group of each, by S rows at a time."""
 
     config: ModelConfig
-    how: Sampling
-    words: Tokeniser
+    sampling: Sampling
+    tokeniser: Tokeniser
     ends: bool  # a completion may end before its last allowed token
     params: Params
     kernels: decode.Kernels
@@ -249,11 +249,11 @@ class _Writing:
 
     @property
     def number(self) -> int:
-        return self.how.group * len(self.prompt)
+        return self.sampling.group * len(self.prompt)
 
     @property
     def rows(self) -> int:
-        return min(self.how.wave, self.number)
+        return min(self.sampling.wave, self.number)
 
     @property
     def together(self) -> int:
@@ -263,31 +263,31 @@ class _Writing:
     # ------------------------------------------------------------------------------------------------------ a token
 
     def chosen(self, logits: jax.Array, uniforms: jax.Array) -> draw.Token:
-        return draw.chosen(logits, uniforms, self.how.rule, self.words.pad)
+        return draw.chosen(logits, uniforms, self.sampling.rule, self.tokeniser.pad)
 
-    def accepted(self, flow: _Flow, found: draw.Token, numbers: jax.Array) -> tuple[_Flow, _Written]:
+    def accepted(self, flow: _Flow, drawn: draw.Token, numbers: jax.Array) -> tuple[_Flow, _Written]:
         """(progress with one more token, the token) of the completions with these numbers."""
-        words, length = self.words, self.how.length
+        tokeniser, length = self.tokeniser, self.sampling.length
         most = length if self.most is None else jnp.minimum(self.most[numbers], length)
         forced = (flow.steps >= self.budget) & ~flow.answering
-        token = jnp.where(forced, words.answer, found.token)
-        answering = flow.answering | (token == words.answer)
-        steps = flow.steps + ((token == words.step) & ~flow.answering)
-        matched, stops = flow.matched, _any_of(token, words.ends)
-        if words.stop is not None:
-            matched = jnp.asarray(words.stop)[flow.matched, token]
-            stops |= matched == len(words.stop)
+        token = jnp.where(forced, tokeniser.answer, drawn.token)
+        answering = flow.answering | (token == tokeniser.answer)
+        steps = flow.steps + ((token == tokeniser.step) & ~flow.answering)
+        matched, stops = flow.matched, _any_of(token, tokeniser.ends)
+        if tokeniser.stop is not None:
+            matched = jnp.asarray(tokeniser.stop)[flow.matched, token]
+            stops |= matched == len(tokeniser.stop)
         tokens = flow.tokens + 1
         ended = flow.ended | stops & self.ends | (tokens >= most)
         after = _Flow(tokens, steps, jnp.where(ended, 0, matched), answering, ended)
-        return after, _Written(token, ~forced, *(jnp.where(forced, 0.0, x) for x in found[1:]))
+        return after, _Written(token, ~forced, *(jnp.where(forced, 0.0, x) for x in drawn[1:]))
 
     # ----------------------------------------------------------------------------------------------------- prompts
 
     def read(self, first: jax.Array | int, count: int) -> _Asked:
         """Prompts from number `first` on."""
         asked = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
-        mask = asked != self.words.pad
+        mask = asked != self.tokeniser.pad
         hidden, kept = transformer.trunk(self.config, self.params, asked, mask, keeps=True)
         assert kept is not None
         return _Asked(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
@@ -315,12 +315,12 @@ class _Writing:
 
     def begin(self) -> _Decoding:
         """Every row with a completion, and its first token."""
-        rows, number, length = self.rows, self.number, self.how.length
-        asked = self.read(0, -(-rows // self.how.group))
-        each, here = jnp.arange(rows) // self.how.group, jnp.arange(rows)
+        rows, number, length = self.rows, self.number, self.sampling.length
+        asked = self.read(0, -(-rows // self.sampling.group))
+        each, here = jnp.arange(rows) // self.sampling.group, jnp.arange(rows)
         cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
-        found = self.chosen(asked.logits[:, each], self.uniforms[:rows, 0])
-        flow, written = self.accepted(_of_nothing(rows), found, here)
+        drawn = self.chosen(asked.logits[:, each], self.uniforms[:rows, 0])
+        flow, written = self.accepted(_of_nothing(rows), drawn, here)
         zeros = jnp.zeros(number, jnp.int32)
         first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
         steps = length if rows == number else number * length // rows + length
@@ -335,12 +335,12 @@ class _Writing:
 
     def next_one(self, now: _Decoding) -> _Decoding:
         """A row that has ended begins the next completion, and has its first token."""
-        place, new, row = now.begun // self.how.group, now.begun, jnp.argmax(now.flow.ended)
+        place, new, row = now.begun // self.sampling.group, now.begun, jnp.argmax(now.flow.ended)
         asked = self.read_again(now.asked, place)
         which = place - asked.first
         kept, mask = jax.tree.map(lambda x: x[:, which], asked.kept), asked.mask[which]
-        found = self.chosen(asked.logits[:, which][:, None], self.uniforms[new, :1])
-        flow, written = self.accepted(_of_nothing(1), found, new[None])
+        drawn = self.chosen(asked.logits[:, which][:, None], self.uniforms[new, :1])
+        flow, written = self.accepted(_of_nothing(1), drawn, new[None])
 
         def put(old: jax.Array, it: jax.Array) -> jax.Array:
             return jnp.where(jnp.arange(self.rows) == row, it, old)
@@ -356,34 +356,34 @@ class _Writing:
         """Flag: completions have not begun, or more than `fewer` rows have not ended."""
         return (jnp.sum(~now.flow.ended) > fewer) | (now.begun < self.number)
 
-    def one(self, now: _Decoding) -> _Decoding:
+    def step(self, now: _Decoding) -> _Decoding:
         """One more token of each row."""
         if self.rows < self.number and len(now.token) == self.rows:
             now = jax.lax.while_loop(self.waits, self.next_one, now)
         logits, cache = decode.step(self.config, self.kernels, now.token, now.cache)
-        at = jnp.minimum(now.flow.tokens, self.how.length - 1)
-        found = self.chosen(logits, self.uniforms[now.number, at])
-        flow, written = self.accepted(now.flow, found, now.number)
+        at = jnp.minimum(now.flow.tokens, self.sampling.length - 1)
+        drawn = self.chosen(logits, self.uniforms[now.number, at])
+        flow, written = self.accepted(now.flow, drawn, now.number)
         numbers = jnp.where(now.flow.ended, self.number, now.number)
         log = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice(all_, new[None], (now.t, 0)), now.log,
                            (numbers, written))  # fmt: skip
         cache = cache._replace(own=jnp.where(flow.ended, 0, cache.own))
         return now._replace(t=now.t + 1, cache=cache, token=written.token, flow=flow, log=log)
 
-    def all(self) -> Drawn:
+    def run(self) -> Drawn:
         """All completions, the last ones of a large model by fewer rows."""
-        large = transformer.size(self.config) >= LARGE and self.how.length >= LONG
+        large = transformer.size(self.config) >= LARGE and self.sampling.length >= LONG
         fewer = [count for factor in FEWER if large and (count := int(self.rows / factor))]
         now, moves = self.begin(), []
         for count in fewer:
-            now = jax.lax.while_loop(functools.partial(self.goes_on, fewer=count), self.one, now)
+            now = jax.lax.while_loop(functools.partial(self.goes_on, fewer=count), self.step, now)
             moves.append((now.t, now.row))
             now = _in_fewer_rows(now, count)
-        return self.gathered(jax.lax.while_loop(self.goes_on, self.one, now), moves)
+        return self.gathered(jax.lax.while_loop(self.goes_on, self.step, now), moves)
 
     def gathered(self, last: _Decoding, moves: Sequence[tuple[jax.Array, jax.Array]]) -> Drawn:
         """Tokens by completion, from those by step and row; of each move its step and the rows [N] before it."""
-        places = jnp.arange(self.how.length)[None]
+        places = jnp.arange(self.sampling.length)[None]
         step, row = last.since[:, None] + places - 1, last.row[:, None]
         for moved, before in reversed(moves):
             row = jnp.where(step < moved, before[:, None], row)
@@ -393,7 +393,7 @@ class _Writing:
         def whole(first: jax.Array, rest: jax.Array, nothing: Any) -> jax.Array:
             return jnp.where(written, jnp.where(begins, first[:, None], rest[step, row]), nothing)
 
-        token, taken, *log_probs = map(whole, last.first, last.log[1], (self.words.pad, False, 0.0, 0.0))
+        token, taken, *log_probs = map(whole, last.first, last.log[1], (self.tokeniser.pad, False, 0.0, 0.0))
         return Drawn(token, written, taken, *log_probs)
 
 
@@ -413,26 +413,26 @@ def _in_fewer_rows(now: _Decoding, fewer: int) -> _Decoding:
 
 def sampler(
     config: ModelConfig,
-    how: Sampling,
+    sampling: Sampling,
     *,
     ends: bool = True,
-    words: Tokeniser = tokenizer.TOKENISER,
+    tokeniser: Tokeniser = tokenizer.TOKENISER,
 ) -> Callable[..., Drawn]:
     """Function (params, prompt [M, P], keys [M * group], budget, most) -> a group of completions of each prompt, which
-    is read once; a loop of decode steps of `how.wave` rows. A completion depends on its prompt and key alone.
+    is read once; a loop of decode steps of `sampling.wave` rows. A completion depends on its prompt and key alone.
 
     A row whose completion has ended begins the next one before the next step (continuous batching: Yu et al., "Orca",
     OSDI 2022); the last completions of a large model are written by fewer rows. `budget` int32: most steps of each; it
-    has no effect for `words` without steps and answers. `most` int32 [M * group]: most tokens of each, if given.
-    Without `ends` a completion ends with the last allowed token alone. Raises FieldError for an impossible `how`.
+    has no effect for `tokeniser` without steps and answers. `most` int32 [M * group]: most tokens of each, if given.
+    Without `ends` a completion ends with the last allowed token alone. Raises FieldError for an impossible `sampling`.
     """
-    check(how)
+    check(sampling)
 
     def sample(params: Params, prompt: jax.Array, keys: Key, budget: jax.Array, most: jax.Array | None = None) -> Drawn:
-        kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], how.length)))
-        uniforms = jax.vmap(lambda key: prng.uniform(key, (how.length, 2)))(keys)
+        kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], sampling.length)))
+        uniforms = jax.vmap(lambda key: prng.uniform(key, (sampling.length, 2)))(keys)
         with jax.named_scope(INFERENCE):
-            return _Writing(config, how, words, ends, params, kernels, prompt, uniforms, budget, most).all()
+            return _Writing(config, sampling, tokeniser, ends, params, kernels, prompt, uniforms, budget, most).run()
 
     return sample
 
@@ -469,8 +469,8 @@ def log_probs(
         whole = jnp.concatenate([prompt, text], axis=1)
         hidden = transformer.trunk(config, params, whole, whole != config.pad)[0][:, prompt.shape[1] - 1 : -1]
 
-    found = predicted(config, params, hidden.reshape(rows * steps, -1), text.reshape(-1), temperature)
-    chosen, entropy = (x.reshape(rows, steps) for x in found)
+    predictions = predicted(config, params, hidden.reshape(rows * steps, -1), text.reshape(-1), temperature)
+    chosen, entropy = (x.reshape(rows, steps) for x in predictions)
     return chosen, entropy
 
 
@@ -534,7 +534,7 @@ Marking = Callable[[Completions, Metrics], tuple[Completions, Metrics]]
 """(sampled completions, sums over them) -> both with rewards; NumPy's arrays."""
 
 
-def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: int) -> Marking:
+def marking(task: Task, problems: Sequence[Problem], tokeniser: Tokeniser, group: int) -> Marking:
     """Function that checks completions of a bank of these problems on the host, in groups.
 
     It runs between sampling and learning, in the actor that sampled; in an asynchronous run beside the learner.
@@ -544,8 +544,8 @@ def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: in
         token = np.asarray(data.token)
         asked = [problems[int(place)] for place in np.asarray(data.problem)]
         known, sums = judged(
-            data, marks(task, asked, map(words.decode, token)), ended(token, words), group,
-            stepwise=words.step != tokenizer.NONE,
+            data, marks(task, asked, map(tokeniser.decode, token)), ended(token, tokeniser), group,
+            stepwise=tokeniser.step != tokenizer.NONE,
         )  # fmt: skip
         whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]
         return known, whole
@@ -564,7 +564,7 @@ def collector(
     sampling: Sampling,
     *,
     prompts: int,
-    words: Tokeniser = tokenizer.TOKENISER,
+    tokeniser: Tokeniser = tokenizer.TOKENISER,
     exact: bool = True,
     gated: bool = False,
 ) -> Collector:
@@ -580,7 +580,7 @@ def collector(
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
-    sample = sampler(config, sampling, words=words)
+    sample = sampler(config, sampling, tokeniser=tokeniser)
     count = problems.prompt.shape[0]
     gated = gated and count >= APART
 
@@ -595,7 +595,7 @@ def collector(
     def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
         reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
         which = unseen(key, rows, reach) if gated else jax.random.randint(key, (rows,), 0, reach)
-        written = text[which] != words.pad
+        written = text[which] != tokeniser.pad
         nothing = jnp.zeros(written.shape)
         return which, Drawn(text[which], written, written, nothing, nothing)
 
@@ -622,13 +622,13 @@ def collector(
         source = jnp.where(speaker.lesson == OWN, SAMPLED, speaker.lesson)
         which, drawn = jax.lax.switch(source, lessons, speaker, key)
         solution, text, nothing = problems.solution[which], drawn.token, jnp.zeros(rows)
-        lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
+        lesson, versions = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
             problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, drawn.behaviour, nothing, nothing,
-            lesson, made, which.astype(jnp.int32), jnp.zeros(rows, bool),
+            lesson, versions, which.astype(jnp.int32), jnp.zeros(rows, bool),
         )  # fmt: skip
         marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
-        known, sums = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)
+        known, sums = judged(data, marks, jnp.any(_any_of(text, tokeniser.ends), axis=1), sampling.group)
         floats = {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
         return (), known if exact else data, floats
 

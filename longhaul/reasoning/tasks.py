@@ -203,12 +203,12 @@ def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
         return posed(f"{a}+{b}=")
 
     def posed(prompt: str) -> Problem:
-        found = re.fullmatch(r"(\d+)\+(\d+)=", prompt, re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(\d+)\+(\d+)=", prompt, re.ASCII)
+        if match is None:
             raise ValueError(f"{prompt!r} is no sum of two numbers; one looks like 47+85=")
-        a, b = int(found[1]), int(found[2])
+        a, b = int(match[1]), int(match[2])
         steps, carry = [], 0
-        for place in range(max(len(found[1]), len(found[2]))):
+        for place in range(max(len(match[1]), len(match[2]))):
             x, y = (number // 10**place % 10 for number in (a, b))
             steps.append(f"{x}+{y}+{carry}={x + y + carry}")
             carry = (x + y + carry) // 10
@@ -273,8 +273,8 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     def reward(problem: Problem, completion: str) -> float:
         answer = read(completion).answer
         numbers, target = numbers_and_target(problem)
-        found = None if answer is None else evaluate(answer)
-        return float(found is not None and found[0] == target and sorted(found[1]) == sorted(numbers))
+        result = None if answer is None else evaluate(answer)
+        return float(result is not None and result[0] == target and sorted(result[1]) == sorted(numbers))
 
     def soundness(problem: Problem, completion: str) -> float:
         """Share of steps before the first that is wrong or uses a number that is not available."""
@@ -475,7 +475,7 @@ def _final(completion: str) -> str | None:
 def _answer(completion: str) -> str:
     """Text after the last `MARK`, else the last number; "" where there is none."""
     final = _final(completion)
-    return final if final is not None else ([found[0] for found in NUMBERS.finditer(completion)] or [""])[-1]
+    return final if final is not None else ([match[0] for match in NUMBERS.finditer(completion)] or [""])[-1]
 
 
 def reading(completion: str) -> Written:
@@ -497,7 +497,7 @@ def calculated(problem: Problem, completion: str) -> float:
 
     Each has two numbers, both of the question or earlier results. 0 without any calculation.
     """
-    known = {number(found[0].removeprefix("-")) for found in NUMBERS.finditer(problem.prompt)}
+    known = {number(match[0].removeprefix("-")) for match in NUMBERS.finditer(problem.prompt)}
     written = CALCULATIONS.findall(completion)
     sound = 0
     for each in written:

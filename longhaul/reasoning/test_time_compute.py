@@ -200,49 +200,48 @@ ROOM, ROWS = 8, 64
 def drawing(
     config: ModelConfig,
     params: Params,
-    how: Sampling,
+    sampling: Sampling,
     *,
     max_reasoning_steps: int = UNBOUNDED,
     seed: int = 0,
-    words: Tokeniser = tokenizer.TOKENISER,
+    tokeniser: Tokeniser = tokenizer.TOKENISER,
 ) -> Draw:
-    """Sampler of completions of at most `max_reasoning_steps` steps, different in each call; of `how` neither group nor
-    wave matters.
+    """Sampler of completions of at most `max_reasoning_steps` steps, different in each call; group and wave of
+    `sampling` do not matter.
 
     Prompts go in batches of few shapes, so that few programs are compiled. After as many steps the answer's mark is
-    inserted. Raises ValueError for a text with unknown characters, and for a
-    bound where `words` have no such mark.
+    inserted. Raises ValueError for a text with unknown characters, and for a bound where `tokeniser` has no such mark.
     """
     if max_reasoning_steps < 0:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
-    if max_reasoning_steps < UNBOUNDED and words.answer == tokenizer.NONE:
+    if max_reasoning_steps < UNBOUNDED and tokeniser.answer == tokenizer.NONE:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
-    how = dataclasses.replace(how, group=1, wave=ROWS)
-    sample = jax.jit(sampler(config, how, words=words))
-    on = turns.continuing(config, how, words).go_on
+    sampling = dataclasses.replace(sampling, group=1, wave=ROWS)
+    sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
+    on = turns.continuing(config, sampling, tokeniser).go_on
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
         nonlocal calls
-        encoded = [words.ask(prompt) for prompt in prompts for _ in range(count)]
+        encoded = [tokeniser.ask(prompt) for prompt in prompts for _ in range(count)]
         room = -(-max(map(len, encoded)) // ROOM) * ROOM
         rows = 1 << (len(encoded) - 1).bit_length()  # a power of two
-        padded = [[words.pad] * (room - len(each)) + each for each in encoded]
+        padded = [[tokeniser.pad] * (room - len(each)) + each for each in encoded]
         padded += [padded[0]] * (rows - len(padded))
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), calls), rows)
         calls += 1
         drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), keys,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
         drawn = on(params, padded, drawn, keys)
-        return texts(drawn, count, words)[: len(prompts)]
+        return texts(drawn, count, tokeniser)[: len(prompts)]
 
     return draw
 
 
-def texts(drawn: Drawn, group: int, words: Tokeniser = tokenizer.TOKENISER) -> list[list[tuple[str, float]]]:
+def texts(drawn: Drawn, group: int, tokeniser: Tokeniser = tokenizer.TOKENISER) -> list[list[tuple[str, float]]]:
     """Completions in groups side by side: each one's text, and the mean log-probability of its sampled tokens."""
     means = np.asarray(drawn.log_prob).sum(axis=1) / np.maximum(np.asarray(drawn.taken).sum(axis=1), 1)
-    rows = [(words.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]
+    rows = [(tokeniser.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]
     return [rows[first : first + group] for first in range(0, len(rows), group)]
 
 
@@ -292,7 +291,7 @@ def think(
     config: ModelConfig,
     sampling: Sampling,
     settings: Config,
-    words: Tokeniser = tokenizer.TOKENISER,
+    tokeniser: Tokeniser = tokenizer.TOKENISER,
 ) -> Thinking:
     """Accuracy of a policy on `asked`, the problems of `bank`, by budget, by samples, and with the early stop of
     `settings`.
@@ -302,15 +301,15 @@ def think(
     """
     if settings.samples != sampling.group:
         raise ValueError(f"samples is {settings.samples}; it must be the group, {sampling.group}")
-    group, found = sampling.group, []
+    group, by_budget = sampling.group, []
     if task.exact:
         evaluate = evaluate_reasoning(config, sampling)
         for steps in range(max(len(problem.steps) for problem in asked) + 1):
             scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
-            found.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
+            by_budget.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
         drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))[1]
     else:
-        drawn = evaluate_on_host(task, asked, config, sampling, words)(params, bank, key)[1]
+        drawn = evaluate_on_host(task, asked, config, sampling, tokeniser)(params, bank, key)[1]
     scores, by_samples = jax.jit(quality, static_argnums=2), []
     counts = [1 << power for power in range(group.bit_length()) if group % (1 << power) == 0]
     for count in sorted({*counts, group}):
@@ -319,10 +318,10 @@ def think(
             scored = jax.device_get(scores(parts, drawn, count))
         else:
             problems = [problem for problem in asked for _ in range(group // count)]
-            scored = quality_on_host(task, problems, drawn, words, count)
+            scored = quality_on_host(task, problems, drawn, tokeniser, count)
         by_samples.append(BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k))))
-    stop = stopped(task, asked, texts(drawn, group, words), settings)
-    return Thinking(tuple(found), tuple(by_samples), stop)
+    stop = stopped(task, asked, texts(drawn, group, tokeniser), settings)
+    return Thinking(tuple(by_budget), tuple(by_samples), stop)
 
 
 def stopped(
@@ -338,9 +337,9 @@ def stopped(
             return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
 
         rule = Config(settings.samples, settings.wave, lead, settings.select, cache=0)
-        found = ReasoningOptimizer(task, draw, rule).solve(asked)
-        right = [each.chain is not None and each.chain.reward == 1.0 for each in found]
-        return float(np.mean([each.drawn for each in found])), float(np.mean(right))
+        solutions = ReasoningOptimizer(task, draw, rule).solve(asked)
+        right = [each.chain is not None and each.chain.reward == 1.0 for each in solutions]
+        return float(np.mean([each.drawn for each in solutions])), float(np.mean(right))
 
     count, accuracy = solved(settings.lead)
     return Stopped(count, count / settings.samples, accuracy, solved(0.0)[1])

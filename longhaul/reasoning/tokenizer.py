@@ -72,9 +72,9 @@ class Budget(NamedTuple):
 
 
 def stopped(
-    words: Tokeniser, stop: str = "", replies: Mapping[str, Callable[[str], str]] = MappingProxyType({})
+    tokeniser: Tokeniser, stop: str = "", replies: Mapping[str, Callable[[str], str]] = MappingProxyType({})
 ) -> Tokeniser:
-    """`words` whose completions also end with the text `stop`, and whose turns end with each mark of `replies`, in
+    """`tokeniser` whose completions also end with the text `stop`, and whose turns end with each mark of `replies`, in
     however many tokens they are written.
 
     `Tokeniser.stop` is the automaton of Aho and Corasick over tokens. Its states are the beginnings of these texts, the
@@ -83,10 +83,10 @@ def stopped(
     """
     texts = [text for text in (stop, *replies) if text]
     if not texts:
-        return words
+        return tokeniser
     states = sorted({text[:end] for text in texts for end in range(len(text))}, key=lambda text: (len(text), text))
-    pieces = [words.decode([number]) if number not in words.ends else "" for number in range(words.size)]
-    table = np.zeros((len(states), words.size), np.int32)
+    pieces = [tokeniser.decode([number]) if number not in tokeniser.ends else "" for number in range(tokeniser.size)]
+    table = np.zeros((len(states), tokeniser.size), np.int32)
     for state, before in enumerate(states):
         for number, piece in enumerate(pieces):
             text = before + piece
@@ -96,20 +96,20 @@ def stopped(
             )  # fmt: skip
 
     def decode(numbers: Sequence[int]) -> str:
-        return words.decode(numbers).partition(stop)[0] if stop else words.decode(numbers)
+        return tokeniser.decode(numbers).partition(stop)[0] if stop else tokeniser.decode(numbers)
 
-    return words._replace(decode=decode, stop=table, replies=replies)
+    return tokeniser._replace(decode=decode, stop=table, replies=replies)
 
 
-def ended_at(numbers: Sequence[int], words: Tokeniser) -> int:
+def ended_at(numbers: Sequence[int], tokeniser: Tokeniser) -> int:
     """Number of a completion's tokens up to and with the one that ends it; all of them where none does."""
     state = 0
     for place, number in enumerate(numbers):
-        if number in words.ends:
+        if number in tokeniser.ends:
             return place + 1
-        if words.stop is not None:
-            state = int(words.stop[state, number])
-            if state == len(words.stop):
+        if tokeniser.stop is not None:
+            state = int(tokeniser.stop[state, number])
+            if state == len(tokeniser.stop):
                 return place + 1
     return len(numbers)
 

@@ -63,8 +63,8 @@ def _growth(step: dict[str, Any]) -> float:
     """Times that a step may lengthen a text of one letter."""
     kind, pattern = step.get("type"), step.get("pattern")
     if kind == "Replace":
-        found = pattern.get("String", "") if isinstance(pattern, dict) else ""
-        letters = len(found) if isinstance(found, str) else 0
+        literal = pattern.get("String", "") if isinstance(pattern, dict) else ""
+        letters = len(literal) if isinstance(literal, str) else 0
         content = len(str(step.get("content", "")))
         return max(1.0, content / letters) if letters else 1.0 + content
     if kind == "TemplateProcessing":

@@ -60,8 +60,8 @@ def calculator(text: str) -> str:
             return signs[type(node.op)](value(node.left), value(node.right))
         raise ValueError(type(node).__name__)
 
-    found = value(ast.parse(text.strip(), mode="eval").body)
-    return f"{found:.12g}" if isinstance(found, float) else str(found)
+    result = value(ast.parse(text.strip(), mode="eval").body)
+    return f"{result:.12g}" if isinstance(result, float) else str(result)
 
 
 class Tool:

@@ -37,12 +37,12 @@ class Turns(NamedTuple):
     """(parameters or their shapes, (B, P)) -> program of a later turn, compiled once; None without marks."""
 
 
-def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Turns:
+def continuing(config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser) -> Turns:
     """Later turns by these settings of sampling."""
-    if not words.replies:
+    if not tokeniser.replies:
         return Turns(lambda params, prompt, drawn, keys: drawn, lambda params, prompts: None)
-    length, together = how.length, min(TOGETHER, how.wave)
-    sample = jax.jit(sampler(config, dataclasses.replace(how, group=1), words=words))
+    length, together = sampling.length, min(TOGETHER, sampling.wave)
+    sample = jax.jit(sampler(config, dataclasses.replace(sampling, group=1), tokeniser=tokeniser))
     made_for: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     def program(params: Params, prompts: tuple[int, int]) -> jax.stages.Compiled:
@@ -54,27 +54,27 @@ def continuing(config: ModelConfig, how: Sampling, words: Tokeniser) -> Turns:
         return made_for[shape]
 
     def whole(params: Params, prompt: Any, drawn: Drawn, keys: Key) -> Drawn:
-        made: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
+        batch: Any = jax.tree.map(np.array, drawn)  # copies, to be written to
         prompt = np.asarray(prompt)
         begun, turn = np.zeros(len(prompt), int), 0
         going = np.ones(len(prompt), bool)
-        while (going := _replied(made, begun, going, words)).any():
-            filled = made.written.sum(axis=1)
+        while (going := _replied(batch, begun, going, tokeniser)).any():
+            filled = batch.written.sum(axis=1)
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
             for some in _in_parts(np.flatnonzero(going), min(together, len(prompt))):
-                so_far = np.full((len(some), prompt.shape[1] + length), words.pad, np.int32)
+                so_far = np.full((len(some), prompt.shape[1] + length), tokeniser.pad, np.int32)
                 for place, row in enumerate(some):
-                    said = np.concatenate([prompt[row][prompt[row] != words.pad], made.token[row, : filled[row]]])
-                    so_far[place, -len(said) :] = said
+                    text = np.concatenate([prompt[row][prompt[row] != tokeniser.pad], batch.token[row, : filled[row]]])
+                    so_far[place, -len(text) :] = text
                 most = jnp.asarray(length - filled[some], jnp.int32)
                 asked = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
                 more = jax.device_get(program(params, prompt.shape)(*asked))
                 for place, row in enumerate(some):
                     begun[row] = filled[row]
-                    for old, new in zip(made, more, strict=True):
+                    for old, new in zip(batch, more, strict=True):
                         old[row, filled[row] :] = new[place, : length - filled[row]]
             turn += 1
-        return made
+        return batch
 
     return Turns(whole, program)
 
@@ -85,17 +85,18 @@ def _in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
     return [np.concatenate([part, np.full(size - len(part), part[0])]) for part in parts]
 
 
-def _replied(made: Any, begun: np.ndarray, going: np.ndarray, words: Tokeniser) -> np.ndarray:
+def _replied(batch: Any, begun: np.ndarray, going: np.ndarray, tokeniser: Tokeniser) -> np.ndarray:
     """Rows that go on: their last turn, from `begun`, ends in a mark, and its reply, written here, leaves room."""
     after = np.zeros(len(going), bool)
-    length = made.token.shape[1]
+    length = batch.token.shape[1]
     for row in np.flatnonzero(going):
-        filled = int(made.written[row].sum())
-        last = words.decode(made.token[row, begun[row] : filled])
-        mark = next((mark for mark in words.replies if mark in last), None)
+        filled = int(batch.written[row].sum())
+        last = tokeniser.decode(batch.token[row, begun[row] : filled])
+        mark = next((mark for mark in tokeniser.replies if mark in last), None)
         if mark is not None:
-            put = words.encode(words.replies[mark](words.decode(made.token[row, :filled])))[: length - filled]
-            made.token[row, filled : filled + len(put)] = put
-            made.written[row, filled : filled + len(put)] = True
+            reply = tokeniser.replies[mark](tokeniser.decode(batch.token[row, :filled]))
+            put = tokeniser.encode(reply)[: length - filled]
+            batch.token[row, filled : filled + len(put)] = put
+            batch.written[row, filled : filled + len(put)] = True
             after[row] = filled + len(put) < length
     return after

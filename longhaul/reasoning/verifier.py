@@ -32,9 +32,9 @@ def checked(solution: jax.Array, text: jax.Array) -> Marks:
     return Marks(rewards(solution, text), soundness(solution, text), steps(text))
 
 
-def _before(found: jax.Array) -> jax.Array:
+def _before(flag: jax.Array) -> jax.Array:
     """Number of True before each place of a mask [B, N], int32."""
-    return jnp.cumsum(found, axis=1, dtype=jnp.int32) - found
+    return jnp.cumsum(flag, axis=1, dtype=jnp.int32) - flag
 
 
 def answers(text: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ def marks(task: Task, asked: Sequence[Problem], texts: Iterable[str]) -> Marks:
     return Marks(*np.array(rows, np.float32).T)
 
 
-def ended(token: np.ndarray, words: Tokeniser) -> np.ndarray:
+def ended(token: np.ndarray, tokeniser: Tokeniser) -> np.ndarray:
     """Mask bool [B] of completions [B, N] with an end, or with padding behind the text that stops them."""
-    found = np.asarray(np.isin(token, words.ends).any(axis=1))
-    return found if words.stop is None else found | (token[:, -1] == words.pad)
+    ends = np.asarray(np.isin(token, tokeniser.ends).any(axis=1))
+    return ends if tokeniser.stop is None else ends | (token[:, -1] == tokeniser.pad)

@@ -46,12 +46,12 @@ def read(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     try:
         if (size := path.stat().st_size) > most:
             raise ValueError(f"it has {size:,} bytes; {most:,} are possible")
-        found = parse(path.read_bytes(), most)
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, and an object is needed")
+        document = parse(path.read_bytes(), most)
+        if not isinstance(document, dict):
+            raise ValueError(f"it holds a {type(document).__name__}, and an object is needed")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return found
+    return document
 
 
 def check_safetensors(path: Path) -> None:

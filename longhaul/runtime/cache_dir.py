@@ -33,15 +33,15 @@ def folder(name: str) -> Path | None:
 
 def trim(store: Path, pattern: str, most: int = MOST_BYTES) -> None:
     """Removal of the least recently used files like `pattern` until they have at most `most` bytes."""
-    found = []
+    files = []
     for path in store.rglob(pattern):
         try:
             about = path.stat()
         except FileNotFoundError:  # another process trims too
             continue
-        found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+        files.append((max(about.st_atime, about.st_mtime), about.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
         if total <= most:
             return
         path.unlink(missing_ok=True)

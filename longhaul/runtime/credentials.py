@@ -47,13 +47,13 @@ def load(
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both, or none")
     parts = (("--tls-cert", tls_cert), ("--tls-key", tls_key), ("--tls-ca", tls_ca))
-    found = Credentials(token, *(None if path is None else _read(flag, path) for flag, path in parts))
-    for (flag, path), held in zip(parts, found[1:], strict=True):
+    credentials = Credentials(token, *(None if path is None else _read(flag, path) for flag, path in parts))
+    for (flag, path), held in zip(parts, credentials[1:], strict=True):
         if held is not None:
             _check_form(flag, path, held)
     if tls_cert is not None and tls_key is not None:
         _check_pair(tls_cert, tls_key)
-    return found
+    return credentials
 
 
 def _check_form(flag: str, path: str | None, held: bytes) -> None:
@@ -120,11 +120,11 @@ def self_signed(host: str) -> Credentials:
         kind = "DNS"
     with tempfile.TemporaryDirectory() as folder:  # only we can read it
         key, certificate = Path(folder, "key.pem"), Path(folder, "certificate.pem")
-        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        made += ["-days", "365", "-subj", "/CN=longhaul", "-addext", f"subjectAltName={kind}:{host}"]
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-days", "365", "-subj", "/CN=longhaul", "-addext", f"subjectAltName={kind}:{host}"]
         try:
             subprocess.run(
-                [*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True, timeout=60.0
+                [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True, timeout=60.0
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(

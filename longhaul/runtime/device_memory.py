@@ -112,10 +112,10 @@ def footprint(
     beside: dict[str, int] | None = None,
 ) -> Footprint | None:
     """Footprint of a program on `mesh`; None if the compiler does not report it."""
-    found = need(executable)
-    if found is None:
+    needed = need(executable)
+    if needed is None:
         return None
-    return Footprint(found, parts or {}, capacity(mesh), mesh.size, beside or {})
+    return Footprint(needed, parts or {}, capacity(mesh), mesh.size, beside or {})
 
 
 def check_state(need: int, mesh: Mesh) -> None:
@@ -149,13 +149,13 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
     """
     parameters = held(algorithm.policy(progress.state))
     replay = held([x for x in jax.tree.leaves(progress.state, is_leaf=is_local) if is_local(x)])
-    found = {
+    sizes = {
         "parameters": parameters,
         "optimiser": held(progress.state) - parameters - replay,
         "environments": held(progress.carry),
         "bank": held(context),
     }
-    return found | ({"replay": replay} if replay else {})
+    return sizes | ({"replay": replay} if replay else {})
 
 
 def held(tree: PyTree) -> int:
@@ -168,28 +168,28 @@ def allocated(function: Any, *arguments: Any) -> PyTree:
 
     A file may name any sizes, and an allocation that can't succeed may wait for ever.
     """
-    found = jax.tree.leaves(function.eval_shape(*arguments))
-    if (need := sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in found)) > (most := most_of_a_file()):
+    leaves = jax.tree.leaves(function.eval_shape(*arguments))
+    if (need := sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)) > (most := most_of_a_file()):
         raise RunError(f"its parameters take {size(need)}, and {size(most)} are possible here; see to its run.json")
     return function(*arguments)
 
 
 def resident() -> int:
     """Bytes of memory of this process and of those that it started."""
-    process, found = psutil.Process(), 0
+    process, total = psutil.Process(), 0
     for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended
-            found += each.memory_info().rss
-    return found
+            total += each.memory_info().rss
+    return total
 
 
 def at_most() -> int:
     """Bytes of memory that this process and those that it started had at most until now, each at its own time."""
-    process, found = psutil.Process(), 0
+    process, total = psutil.Process(), 0
     for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended
-            found += high_water(each.pid) or each.memory_info().rss
-    return found
+            total += high_water(each.pid) or each.memory_info().rss
+    return total
 
 
 def high_water(pid: int) -> int | None:

@@ -77,8 +77,8 @@ def remove(path: Path) -> None:
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's folder, intact or not, ascending."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / "checkpoints") as entries:
-        found = ((CHECKPOINT.fullmatch(entry.name), entry) for entry in entries)
-        return sorted({int(match[1]) for match, entry in found if match and entry.is_dir()})
+        matches = ((CHECKPOINT.fullmatch(entry.name), entry) for entry in entries)
+        return sorted({int(match[1]) for match, entry in matches if match and entry.is_dir()})
     return []
 
 

@@ -62,17 +62,17 @@ def take_newcomers(listener: socket.socket) -> None:
 
 def listeners() -> list[socket.socket]:
     """TCP sockets of this process that listen, by descriptors of their own."""
-    found = []
+    sockets = []
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             copy = os.dup(int(name))
             sock = socket.socket(fileno=copy) if stat.S_ISSOCK(os.fstat(copy).st_mode) else None
             of_tcp = sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6)
             if sock is not None and of_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.append(sock)  # no `sock.dup`, which would make Gloo's accept wait
+                sockets.append(sock)  # no `sock.dup`, which would make Gloo's accept wait
             else:
                 os.close(copy if sock is None else sock.detach())
-    return found
+    return sockets
 
 
 class Meetings:

@@ -83,9 +83,9 @@ class Listener:
 
     def hear(self, signs: bytes, now: float) -> None:
         for sign in (signs[i : i + 1] for i in range(len(signs))):
-            took = now - self._silence.at if sign == CALL and not self._rests else 0.0
+            duration = now - self._silence.at if sign == CALL and not self._rests else 0.0
             self._rests, self._calls = sign == RESTS, self._calls + (sign == CALL)
-            longest, resting = max(self._silence.longest, took), self._rests or not self._calls
+            longest, resting = max(self._silence.longest, duration), self._rests or not self._calls
             self._silence = self._silence._replace(at=now, longest=longest, resting=resting)
 
     def see(self, stopped: bool, now: float) -> None:

@@ -57,15 +57,15 @@ def mean(tree: PyTree, order: Callable[[], Sequence[int]]) -> PyTree:
 
 def buckets(sizes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
     """Numbers of leaves of these bytes in buckets, each full but the last."""
-    made: list[list[int]] = [[]]
+    filled: list[list[int]] = [[]]
     for i in order:
-        if sum(sizes[j] for j in made[-1]) >= BUCKET:
-            made.append([])
-        made[-1].append(i)
-    if len(made) > 1 and sum(sizes[j] for j in made[-1]) < least():
-        last = made.pop()
-        made[-1] += last
-    return made
+        if sum(sizes[j] for j in filled[-1]) >= BUCKET:
+            filled.append([])
+        filled[-1].append(i)
+    if len(filled) > 1 and sum(sizes[j] for j in filled[-1]) < least():
+        last = filled.pop()
+        filled[-1] += last
+    return filled
 
 
 def least() -> int:

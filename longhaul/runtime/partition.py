@@ -54,7 +54,7 @@ def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int, fsdp: int = 
             by[axis] = (FSDP, *by.get(axis, ()))
     if not by:
         return PartitionSpec()
-    split = {axis: found[0] if len(found) == 1 else found for axis, found in by.items()}
+    split = {axis: mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes for axis, mesh_axes in by.items()}
     return PartitionSpec(*(split.get(axis) for axis in range(len(shape))))
 
 

@@ -146,10 +146,10 @@ def _slurm(environment: Mapping[str, str]) -> Hosts | None:
 
 def first_node(nodes: str) -> str:
     """First of a list of nodes in SLURM's notation: "a[007-015,020],b" -> "a007"."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    if found is None:
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if match is None:
         raise HostsError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no node; set {COORDINATOR}")
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0])
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:

@@ -81,14 +81,14 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool
         wanted = describe(leaf_name, leaf)
         if leaf_name not in table:
             raise ValueError(f"{where} has no leaf {leaf_name} ({_words(wanted)}), which this run has: {REMEDY}")
-        found = table[leaf_name]
-        if (wanted["dtype"], wanted["shape"]) != (found["dtype"], found["shape"]):
-            both = f"{_words(found)} in {where}, and {_words(wanted)} in this run"
+        stored = table[leaf_name]
+        if (wanted["dtype"], wanted["shape"]) != (stored["dtype"], stored["shape"]):
+            both = f"{_words(stored)} in {where}, and {_words(wanted)} in this run"
             raise ValueError(f"leaf {leaf_name} is {both}: {REMEDY}")
     surplus = sorted(table.keys() - like.keys())
     if surplus and not part:
-        found = table[surplus[0]]
-        raise ValueError(f"{where} has a leaf {surplus[0]} ({_words(found)}), which this run has not: {REMEDY}")
+        stored = table[surplus[0]]
+        raise ValueError(f"{where} has a leaf {surplus[0]} ({_words(stored)}), which this run has not: {REMEDY}")
 
 
 def target(leaf: Any, entry: Entry) -> Any:

@@ -90,12 +90,12 @@ def pool(workers: int) -> ProcessPoolExecutor:
 
 
 @contextmanager
-def ending(made: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+def ending(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
     """Context that waits for a pool at its end; on an error, pending work is cancelled."""
     try:
-        yield made
+        yield pool
     finally:
-        made.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def attend() -> None:

@@ -66,21 +66,21 @@ class Sums:
         totals, updates = self._totals, self.updates
         episodes = totals.pop("episodes")
         counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
-        found: dict[str, np.ndarray] = {"episode/count": episodes}
+        means: dict[str, np.ndarray] = {"episode/count": episodes}
         for name, total in sorted(totals.items()):
             reporting = "episodes/" + name.removeprefix("episode/")
             count: Any = counts.get(reporting, episodes) if name.startswith("episode/") else updates
             if is_peak(name):
-                found[name] = total
+                means[name] = total
             elif self._shape or count or reporting not in counts:
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    found[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
+                    means[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
         self.updates, self._totals = 0, {}
         if not self._shape:
-            return {name: float(value) for name, value in found.items() if not is_peak(name) or value > -math.inf}
-        self.each = {name: values.tolist() for name, values in found.items()}
+            return {name: float(value) for name, value in means.items() if not is_peak(name) or value > -math.inf}
+        self.each = {name: values.tolist() for name, values in means.items()}
         record: Record = {}
-        for name, values in found.items():
+        for name, values in means.items():
             known = values[np.isfinite(values)]
             record[name] = float(known.mean()) if len(known) else math.nan
             record[f"{name}_std"] = float(known.std(ddof=1)) if len(known) > 1 else 0.0

@@ -152,10 +152,10 @@ def in_words(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if not len(points(records)[0]):
         return []
     try:
-        found = forecast(records)
+        outlook = forecast(records)
     except ValueError as error:
         return [("ceiling", f"none yet: {error}")]
-    low, high = found.ceiling.intervals["ceiling"]
-    line = f"{found.ceiling.law.ceiling:.4g} (90 %: {low:.4g} to {high:.4g}); the return is at {found.now:.4g}"
-    worth = "worth it" if found.go_on else f"less than {WORTH:.0%} of the way: stop"
-    return [("ceiling", line), ("twice the steps", f"{found.doubled - found.now:+.3g} forecast, {worth}")]
+    low, high = outlook.ceiling.intervals["ceiling"]
+    line = f"{outlook.ceiling.law.ceiling:.4g} (90 %: {low:.4g} to {high:.4g}); the return is at {outlook.now:.4g}"
+    worth = "worth it" if outlook.go_on else f"less than {WORTH:.0%} of the way: stop"
+    return [("ceiling", line), ("twice the steps", f"{outlook.doubled - outlook.now:+.3g} forecast, {worth}")]

@@ -130,10 +130,10 @@ class Event(NamedTuple):
 
     def line(self) -> str:
         """The event as one line."""
-        found = self.finding
-        if found.until is None:
-            return f"warning: {found.says} (since update {found.since}); {found.remedy}"
-        return f"over: {found.check}, from update {found.since} to {found.until}"
+        finding = self.finding
+        if finding.until is None:
+            return f"warning: {finding.says} (since update {finding.since}); {finding.remedy}"
+        return f"over: {finding.check}, from update {finding.since} to {finding.until}"
 
 
 class Block(NamedTuple):
@@ -446,7 +446,7 @@ class Watch:
 
     def findings(self) -> list[Finding]:
         """All findings so far, ended ones too, by their start."""
-        return sorted([*self._over, *self._lasting.values()], key=lambda found: found.since)
+        return sorted([*self._over, *self._lasting.values()], key=lambda finding: finding.since)
 
 
 def review(records: Iterable[Record], plan: Plan, bounds: Bounds) -> Watch:

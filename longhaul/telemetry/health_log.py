@@ -87,14 +87,14 @@ def read(folder: Path) -> list[Finding]:
     """Findings of a folder's file, by their start; none without a file."""
     path = folder / FILE
     lines = sinks.read(path) if path.exists() else []
-    found: dict[tuple[str, int], Finding] = {}
+    findings: dict[tuple[str, int], Finding] = {}
     for line in lines:
         try:
             value, bound = (math.nan if line[name] is None else float(line[name]) for name in ("value", "bound"))
             finding = Finding(str(line["check"]), value, bound, *(line[name] for name in Finding._fields[3:]))
             if type(finding.since) is not int:
                 raise TypeError(f"since is {finding.since!r}")
-            found[finding.check, finding.since] = finding
+            findings[finding.check, finding.since] = finding
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has a line that is no finding ({error}): remove the file") from error
-    return list(found.values())
+    return list(findings.values())

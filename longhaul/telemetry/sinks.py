@@ -267,7 +267,7 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
         return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
     folder = Path(folder)  # TensorBoard reads its files in the order of their names: this one is the last
-    taken = [int(found[1]) for path in folder.glob("events.out.*") if (found := EVENTS.match(path.name))]
+    taken = [int(match[1]) for path in folder.glob("events.out.*") if (match := EVENTS.match(path.name))]
     seconds = max(int(time.time()), max(taken, default=0) + 1)
     file = folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
     with _clear(file):

@@ -146,7 +146,7 @@ def chosen(
             raise TrackingError(f"--track {unknown[0]} is no tracker; give some of {', '.join(KINDS)}, or none")
     if "wandb" in given:
         wanted = wanted | {"wandb"} if values["wandb"] else wanted - {"wandb"}
-    found = {}
+    trackers = {}
     for name, kind in KINDS.items():
         if name not in wanted and name not in before:
             continue
@@ -157,11 +157,11 @@ def chosen(
             changes |= {"mode": values["wandb-mode"]} if "wandb-mode" in given else {}
             changes |= {"artifact": values["artifact"]} if "artifact" in given else {}
             changes["rewind"] = "rewind" in given and values["rewind"]
-        found[name] = known._replace(on=name in wanted, **changes)
-        if name in wanted and resolved(name, found[name]) != "disabled" and importlib.util.find_spec(name) is None:
+        trackers[name] = known._replace(on=name in wanted, **changes)
+        if name in wanted and resolved(name, trackers[name]) != "disabled" and importlib.util.find_spec(name) is None:
             asked, off = ("--wandb", " (--no-wandb)") if name == "wandb" else (f"--track {name}", "")
             raise TrackingError(f"{asked} needs {name}: pip install 'longhaul-rl[{kind.extra}]', or leave it out{off}")
-    return found
+    return trackers
 
 
 def idle(given: frozenset[str], tracked: Mapping[str, Tracking]) -> Iterator[str]:

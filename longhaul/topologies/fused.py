@@ -70,10 +70,10 @@ def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> 
     """Shapes and shardings of the result of `start`; `context` may consist of shapes."""
     key, everywhere = jax.eval_shape(jax.random.key, 0), meshes.replicated(mesh)
     state, carry = jax.eval_shape(algorithm.init, key), jax.eval_shape(enter, key, context)
-    made = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
+    progress = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
     held = meshes.columns(carry, mesh)
     lies = Progress(partition.shardings(state, mesh), held, everywhere, everywhere)  # type: ignore[arg-type]
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made, lies)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), progress, lies)
 
 
 def is_finite(tree: PyTree) -> jax.Array:

@@ -129,13 +129,13 @@ def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: 
     learns = update.temporaries + update.outputs - update.donated
     samples = rule.places * (max(each.temporaries + each.outputs for each in sampling) + weights)
     kept = rule.places * sum(each.temporaries for each in sampling if each.temporaries <= device_memory.KEPT)
-    found = {
+    sizes = {
         "the process": max(0, device_memory.resident() - device_memory.held(state)),
         "weights on their way": (rule.depth + rule.places) * weights,
         "sampling": max(samples - learns, kept) if rule.staleness == 0 else samples,  # in turn, or side by side
     }
-    more = device_memory.at_most() - update.total - sum(found.values())
-    return found | {"the start": more} if more > 0 else found
+    more = device_memory.at_most() - update.total - sum(sizes.values())
+    return sizes | {"the start": more} if more > 0 else sizes
 
 
 def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
@@ -250,7 +250,7 @@ def _served(
     """Servers of a run in `folder`; None for a run that samples itself."""
     if not run.acting.rollout_servers:
         return None
-    bank, words, mark = reasoning_setup.bank(run), reasoning_setup.words(run), reasoning_setup.marker(run)
+    bank, words, mark = reasoning_setup.bank(run), reasoning_setup.tokeniser(run), reasoning_setup.marker(run)
     fleet = rollout_servers.opened(run, folder, closed, note, words)
 
     def collecting(beat: Callable[[], object]) -> Collect:

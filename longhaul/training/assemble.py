@@ -196,10 +196,11 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
     """Collector of completions for `prompts` problems of a bank."""
     config, task = run.algorithm, run.environment
     assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
-    how, words = reasoning_setup.sampling(run), reasoning_setup.words(run)
+    sampling, tokeniser = reasoning_setup.sampling(run), reasoning_setup.tokeniser(run)
     return sampler.collector(
-        config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact, gated=config.gate.threshold > 0.0
-    )
+        config.model, world.bank, sampling, prompts=prompts, tokeniser=tokeniser, exact=task.exact,
+        gated=config.gate.threshold > 0.0,
+    )  # fmt: skip
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:

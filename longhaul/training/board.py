@@ -146,8 +146,8 @@ class Folder:
     def stamps(self, name: str) -> dict[str, Any]:
         """Marks that change when a run has something new: whether it trains, and its files' times and sizes."""
         folder = self.of(name)
-        found: dict[str, Any] = {file: runs.stamp(folder / file) for file in (*runs.REMOTE, "checkpoints")}
-        return found | {"trains": runs.trains(folder)}
+        stamps: dict[str, Any] = {file: runs.stamp(folder / file) for file in (*runs.REMOTE, "checkpoints")}
+        return stamps | {"trains": runs.trains(folder)}
 
     def thinned(self, name: str, start: int | None = None) -> dict[str, Any]:
         """Curves of a run in few rows, from record `start` on if they go on from there."""
@@ -238,11 +238,11 @@ class Pictures:
                 sys.executable, *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
             )
             try:
-                _, said = await process.communicate()
+                _, output = await process.communicate()
             finally:
                 if process.returncode is None:
                     process.kill()
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = output.decode(errors="replace").strip().splitlines()
         return "" if out.exists() else (lines or ["it ended without a picture"])[-1].removeprefix("longhaul: error: ")
 
     def _number(self, name: str) -> str:
@@ -274,8 +274,8 @@ class Answers:
 
     async def listed(self, request: Request) -> Response:
         await asyncio.to_thread(self.folder.look)
-        found = [_listed(each) for each in self.folder.all]
-        return self._json({"where": self.folder.where, "trouble": self.folder.trouble, "runs": found})
+        rows = [_listed(each) for each in self.folder.all]
+        return self._json({"where": self.folder.where, "trouble": self.folder.trouble, "runs": rows})
 
     async def detail(self, request: Request) -> Response:
         return self._json(await asyncio.to_thread(self.folder.detail, request.path_params["name"]))
@@ -292,8 +292,8 @@ class Answers:
         axis = query.get("axis", runs.AXES[0])
         if not names or axis not in runs.AXES:
             return self._as.PlainTextResponse("give run=NAME, and axis as one of " + ", ".join(runs.AXES), 400)
-        found = await asyncio.to_thread(self.folder.compared, names, query.get("metric", runs.RETURN), axis)
-        return self._csv(found, axis) if request.url.path.endswith(".csv") else self._json(found)
+        table = await asyncio.to_thread(self.folder.compared, names, query.get("metric", runs.RETURN), axis)
+        return self._csv(table, axis) if request.url.path.endswith(".csv") else self._json(table)
 
     async def report(self, request: Request) -> Response:
         return self._file(self.folder.of(request.path_params["name"]) / "report.html")
@@ -354,12 +354,12 @@ class Answers:
     def _json(self, value: Any) -> Response:
         return self._as.Response(_json(value), media_type="application/json")
 
-    def _csv(self, found: dict[str, Any], axis: str) -> Response:
+    def _csv(self, table: dict[str, Any], axis: str) -> Response:
         """Curves of a comparison as a file."""
         text = io.StringIO()
         writer = csv.writer(text)
-        writer.writerow(["run", axis, found["metric"]])
-        for name, (xs, ys) in found["lines"].items():
+        writer.writerow(["run", axis, table["metric"]])
+        for name, (xs, ys) in table["lines"].items():
             writer.writerows([_cell(name), x, y] for x, y in zip(xs, ys, strict=True) if y is not None)
         headers = {"content-disposition": 'attachment; filename="runs.csv"'}
         return self._as.Response(text.getvalue(), media_type="text/csv", headers=headers)

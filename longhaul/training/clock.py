@@ -49,9 +49,9 @@ class Clock:
     def compiling(self) -> Iterator[None]:
         began, compiled = time.perf_counter(), self.ledger.seconds
         yield
-        took = time.perf_counter() - began
-        self._compile += took
-        self._trace += max(0.0, took - (self.ledger.seconds - compiled))
+        seconds = time.perf_counter() - began
+        self._compile += seconds
+        self._trace += max(0.0, seconds - (self.ledger.seconds - compiled))
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -45,11 +45,11 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]
 
 def groups(configs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Names of the runs that share all settings but `OF_SEEDS`, group by group."""
-    found: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name, each in configs.items():
         kept = {field: value for field, value in each.items() if field not in OF_SEEDS}
-        found.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(name)
-    return list(found.values())
+        alike.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(name)
+    return list(alike.values())
 
 
 def iqm(scores: np.ndarray, axis: int | None = None) -> np.ndarray:
@@ -107,13 +107,13 @@ def table(curves: Mapping[str, Curves], together: Sequence[Sequence[str]], metri
     rows = []
     for metric in metrics:
         for names in together:
-            found = {name: value for name in names if (value := final(curves[name], metric)) is not None}
-            if found:
-                scores = np.array(list(found.values()))[:, None]
+            finals = {name: value for name in names if (value := final(curves[name], metric)) is not None}
+            if finals:
+                scores = np.array(list(finals.values()))[:, None]
                 low, high = interval(scores, lambda drawn: drawn.mean(axis=1))
                 middle = interval(scores, lambda drawn: iqm(drawn, 1))
                 ends = (float(low), float(high), float(iqm(scores)), float(middle[0]), float(middle[1]))
-                rows.append(Row(list(found), metric, scores[:, 0].tolist(), float(scores.mean()), *ends))
+                rows.append(Row(list(finals), metric, scores[:, 0].tolist(), float(scores.mean()), *ends))
     return rows
 
 

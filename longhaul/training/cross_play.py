@@ -154,8 +154,8 @@ def adversary(
             scores = []
             for point in points:
                 partner = _of_point(point, conditioned)
-                found = play(ego, partner).means()
-                scores.append(found["accuracy"] + 0.01 * found["progress"])
+                means = play(ego, partner).means()
+                scores.append(means["accuracy"] + 0.01 * means["progress"])
                 tried.append((scores[-1], partner))
                 advance(len(tried))
             best = points[np.argsort(scores, kind="stable")[: max(2, population // 4)]]
@@ -185,13 +185,13 @@ def matrix(play: Play, egos: dict[str, Params], partners: Sequence[Partner]) -> 
         for ego, policy in egos.items():
             for partner in partners:
                 scores = play(policy, partner)
-                found = evaluate.bootstrap({name: scores.metrics[name] for name in METRICS}, scores.groups())
+                estimates = evaluate.bootstrap({name: scores.metrics[name] for name in METRICS}, scores.groups())
                 cells.append({
                     "ego": ego,
                     "partner": partner.name,
                     "episodes": len(scores.names),
-                    "mean": {name: estimate.mean for name, estimate in found.items()},
-                    "interval": {name: [estimate.low, estimate.high] for name, estimate in found.items()},
+                    "mean": {name: estimate.mean for name, estimate in estimates.items()},
+                    "interval": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
                 })  # fmt: skip
                 advance(len(cells))
     return cells

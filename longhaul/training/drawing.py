@@ -65,8 +65,8 @@ def draw(
         about = {"data": data, "scenario": scenarios, "traffic": traffic, "safety": safety,
                  "skip_bad_logs": skip_bad_logs, "past_violations": past_violations}  # fmt: skip
         return _other(run, name, who, acting, Path(out), about)
-    found = [acting(each) for each in who]
-    run, policies = found[0][0], [policy for _, policy in found]
+    loaded = [acting(each) for each in who]
+    run, policies = loaded[0][0], [policy for _, policy in loaded]
     asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
     run = replaced(run, **{name: bool(value) for name, value in asked.items() if value is not None})
     some = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic).named(scenarios)

@@ -160,15 +160,15 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     """
     task, config = run.environment, run.algorithm
     assert isinstance(task, Reasoning) and isinstance(config, Reasoner)
-    held_out, asked, words = (
+    held_out, asked, tokeniser = (
         problem_sets.held_out_task(task),
         problem_sets.held_out(task, count),
-        reasoning_setup.words(run),
+        reasoning_setup.tokeniser(run),
     )
-    bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
-    how = reasoning_setup.sampling(run, SAMPLES)
-    evaluate = quality.evaluate_reasoning(config.model, how) if task.exact else (
-        quality.evaluate_on_host(held_out, asked, config.model, how, words)
+    bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
+    sampling = reasoning_setup.sampling(run, SAMPLES)
+    evaluate = quality.evaluate_reasoning(config.model, sampling) if task.exact else (
+        quality.evaluate_on_host(held_out, asked, config.model, sampling, tokeniser)
     )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
@@ -176,7 +176,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
             scores, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
         valid = np.ones(count, bool)
         metrics = {name: Measure(np.asarray(value, np.float64), valid) for name, value in scores._asdict().items()}
-        firsts = (words.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
+        firsts = (tokeniser.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
         chains = [
             {"prompt": problem.prompt, "chain": text, "right": held_out.reward(problem, text) == 1.0}
             for problem, text in zip(asked, firsts, strict=False)

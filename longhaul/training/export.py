@@ -225,17 +225,17 @@ def check(policy: Policy, path: Path, kind: str = "jax") -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=scratch)
         if done.returncode:
             raise RunError(f"{path} does not run outside Longhaul: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        with np.load(result) as found:
-            for name in found.files:
-                _compare(path, name, precision, found[name], np.asarray(wanted[name]))
+        with np.load(result) as outputs:
+            for name in outputs.files:
+                _compare(path, name, precision, outputs[name], np.asarray(wanted[name]))
 
 
-def _compare(path: Path, name: str, precision: str, found: np.ndarray, wanted: np.ndarray) -> None:
-    if found.dtype.kind in "iu":
-        gap = float(np.mean(found != wanted))
+def _compare(path: Path, name: str, precision: str, exported: np.ndarray, wanted: np.ndarray) -> None:
+    if exported.dtype.kind in "iu":
+        gap = float(np.mean(exported != wanted))
         close, how = gap <= TIES[precision], f"in {gap:.2%} of observations"
     else:
-        gap = float(np.max(np.abs(found - wanted)) / max(float(np.max(np.abs(wanted))), 1.0))
+        gap = float(np.max(np.abs(exported - wanted)) / max(float(np.max(np.abs(wanted))), 1.0))
         close, how = gap <= CLOSE[precision], f"by up to {gap:.2g}"
     if not close:  # NaN is not
         what = "actions" if name == "action" else name

@@ -57,10 +57,10 @@ def folder_of(word: str) -> Path:
 
 def parse(word: str) -> Address:
     """Address in a word. Raises RunError where it is none."""
-    found = ADDRESS.fullmatch(word)
-    if found is None:
+    match = ADDRESS.fullmatch(word)
+    if match is None:
         raise RunError(f"{word!r} is no address of a policy; write hf:USER/NAME or hf:USER/NAME@REVISION")
-    return Address(found[1], found[2])
+    return Address(match[1], match[2])
 
 
 def download(address: Address) -> Path:

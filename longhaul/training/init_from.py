@@ -59,7 +59,7 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
     In a population every member begins from the same. Raises RunError where nothing matches, or a shape does not fit.
     """
     assert run.init_from is not None
-    found = arrays(run.init_from, spec)
+    source = arrays(run.init_from, spec)
     wanted = {name for part in run.init_parts for name in PARTS[part]}
     named = {dotted(name): leaf for name, leaf in pytree_serialization.name(state).items()}
     values, matched = dict(named), {part: [0, 0] for part in run.init_parts}
@@ -69,17 +69,17 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
             continue
         count = matched[next(part for part in run.init_parts if field in PARTS[part])]
         count[1] += 1
-        if name in found:
-            values[name] = _like(name, found[name], leaf, run)
+        if name in source:
+            values[name] = _like(name, source[name], leaf, run)
             count[0] += 1
     if not any(count for count, _ in matched.values()):
         raise RunError(
             f"--init-from {run.init_from} has none of this run's leaves; it has "
-            f"{', '.join(sorted(found)[:4])}, and the "
+            f"{', '.join(sorted(source)[:4])}, and the "
             f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in wanted)[:4])}"
         )
     shares = ", ".join(f"{count} of {of} of the {part}" for part, (count, of) in matched.items() if of)
-    lacking = [name for name in named if name.partition(".")[0] in wanted and name not in found]
+    lacking = [name for name in named if name.partition(".")[0] in wanted and name not in source]
     if lacking:
         shares += f"; without {', '.join(lacking[:4])}" + (f" and {len(lacking) - 4} more" if lacking[4:] else "")
     tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), [values[name] for name in named])
@@ -107,11 +107,11 @@ def names(tree: PyTree, alone: str) -> dict[str, Any]:
 def published(folder: Path, like: PyTree) -> PyTree:
     """Policy in a folder from the hub, in the form of `like`. Raises RunError where it is another, or damaged."""
     try:
-        found, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
+        stored, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
     except RunError as error:
         what = str(error).removeprefix("--init-from ")
         raise RunError(f"{what}: the file is damaged; download or install it again") from error
-    there, here = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (found, named))
+    there, here = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (stored, named))
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
             raise RunError(
@@ -119,7 +119,7 @@ def published(folder: Path, like: PyTree) -> PyTree:
                 f"{there.get(name, 'absent')}, and the network for its observation needs {here.get(name, 'none')}; "
                 "push it again, or use the Longhaul that wrote it"
             )
-    policy = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in named])
+    policy = jax.tree.unflatten(jax.tree.structure(like), [stored[name] for name in named])
     told, digest = bounded_json.read(folder / "policy.json").get("params_sha256"), params_sha256(policy.params)
     if told != digest:
         raise RunError(
@@ -178,19 +178,19 @@ def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
 
     try:
         bounded_json.check_safetensors(path)
-        found: dict[str, np.ndarray] = load_file(path)
+        tensors: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file
         raise RunError(f"--init-from {path}: {str(error).splitlines()[0]}") from error
-    return found
+    return tensors
 
 
 def _of_run(source: str) -> dict[str, np.ndarray]:
     """Arrays of the state in a run's checkpoint, the newest intact one where no step is named."""
     folder, _, step = source.partition("@")
     with closing(Checkpoints(Path(folder) / "checkpoints")) as checkpoints:
-        found = checkpoints.at(int(step)) if step else checkpoints.newest()
-        if found is None:
+        stored = checkpoints.at(int(step)) if step else checkpoints.newest()
+        if stored is None:
             raise RunError(f"--init-from {source}: no such checkpoint; it has {checkpoints.steps() or 'none'}")
         return {
-            dotted(name).removeprefix("state."): value for name, value in checkpoints.arrays(found, ".state.").items()
+            dotted(name).removeprefix("state."): value for name, value in checkpoints.arrays(stored, ".state.").items()
         }

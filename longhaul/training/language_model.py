@@ -54,7 +54,7 @@ def of_run(name: str, run: Run, params: Params) -> Opened:
     config, source = run.algorithm.model, run.algorithm.model_folder
     stop = problem_sets.plain(run.environment.stop)
     return Opened(
-        name, dataclasses.replace(config, lora=0), live_weights.merged(config, params), reasoning_setup.words(run),
+        name, dataclasses.replace(config, lora=0), live_weights.merged(config, params), reasoning_setup.tokeniser(run),
         _chat(source), (stop,) if stop else (), run.num_steps, source,
     )  # fmt: skip
 

@@ -98,24 +98,24 @@ def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[tuple[int, str], np.nd
     total = sum(entry.file_size for entry in entries)
     if total > MOST_BYTES:
         raise LegacyError(f"{path} holds {total:,} bytes; at most {MOST_BYTES:,} are expected")
-    found: dict[tuple[int, str], np.ndarray] = {}
+    arrays: dict[tuple[int, str], np.ndarray] = {}
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise LegacyError(f"{path}: {entry.filename} is compressed as no NumPy does; save it again by numpy.savez")
-        place = _place(path, entry.filename, found)
+        place = _place(path, entry.filename, arrays)
         with archive.open(entry) as file:
-            found[place] = _array(path, _said(place), file, entry.file_size)
-    return found
+            arrays[place] = _array(path, _said(place), file, entry.file_size)
+    return arrays
 
 
-def _place(path: Path, name: str, found: Mapping[tuple[int, str], np.ndarray]) -> tuple[int, str]:
-    """(number of the layer, "kernel" or "bias") of an array's name in an archive, which is not in `found`."""
+def _place(path: Path, name: str, arrays: Mapping[tuple[int, str], np.ndarray]) -> tuple[int, str]:
+    """(number of the layer, "kernel" or "bias") of an array's name in an archive, which is not in `arrays`."""
     named = NAME.fullmatch(name)
     if named is None:
         name = name.removesuffix(".npy")
         raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
     place = int(named[1]), named[2]
-    if place in found:
+    if place in arrays:
         raise LegacyError(f"{path} holds {_said(place)} twice")
     return place
 
@@ -129,15 +129,15 @@ def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
     tree = tree.get("params", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
         raise LegacyError(f"{path} holds no params; give a checkpoint_STEP.pkl or the params_STEP.npz beside it")
-    found: dict[tuple[int, str], np.ndarray] = {}
+    arrays: dict[tuple[int, str], np.ndarray] = {}
     for layer, parts in list(tree.items())[:MOST_ARRAYS]:
         for part, value in parts.items() if isinstance(parts, dict) else [("", parts)]:
-            place = _place(path, f"{layer}.{part}.npy", found)
+            place = _place(path, f"{layer}.{part}.npy", arrays)
             array = value.real() if isinstance(value, safe_pickle.Array) else np.asarray(None)
-            if len(found) * array.nbytes > MOST_BYTES:
+            if len(arrays) * array.nbytes > MOST_BYTES:
                 raise LegacyError(f"{path} stands for more than {MOST_BYTES:,} bytes")
-            found[place] = _checked(path, _said(place), array)
-    return found
+            arrays[place] = _checked(path, _said(place), array)
+    return arrays
 
 
 def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:

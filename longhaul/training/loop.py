@@ -55,7 +55,7 @@ from longhaul.training import population as members
 from longhaul.training import publish as publishing
 from longhaul.training.assemble import Assembly, check_room, decisions
 from longhaul.training.checkpoint import resume
-from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints, Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from longhaul.training.clock import Clock, Seconds
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.nan_rollback import Poisoned
@@ -230,7 +230,7 @@ class Attempt:
             done.replace(self.folder / f"result-{steps}.json")
         return None
 
-    def _edits(self, checkpoint: Found | None) -> dict[str, list[Any]]:
+    def _edits(self, checkpoint: Checkpoint | None) -> dict[str, list[Any]]:
         """Fields of run.json that were edited by hand since the checkpoint. Raises RunError unless that is taken."""
         if checkpoint is None:
             return {}
@@ -271,7 +271,7 @@ class Attempt:
             say(line)
         return parameters, decided
 
-    def _begin(self, assembly: Assembly, feeding: Feeding, clock: Clock, checkpoint: Found | None) -> Progress:
+    def _begin(self, assembly: Assembly, feeding: Feeding, clock: Clock, checkpoint: Checkpoint | None) -> Progress:
         """Progress before the first update; of a new run from the parameters of another, where it begins from them."""
         with screen.stage("making the networks and the first worlds"), clock.compiling():
             progress = assembly.start(self.run.seed, feeding.now.context)

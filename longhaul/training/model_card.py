@@ -96,12 +96,12 @@ def card(
     """Text of the model card, Markdown with the hub's metadata in front."""
     import yaml
 
-    run, found = policy.run, scores(policy, result)
+    run, estimates = policy.run, scores(policy, result)
     env = "driving" if isinstance(run.environment, Driving) else export.description(policy)["environment"]
     name = address.repository.split("/")[1]
     results = [
         {"type": f"mean_{metric}", "name": f"mean {metric}", "value": round(estimate.mean, 4)}
-        for metric, estimate in found.items()
+        for metric, estimate in estimates.items()
     ]
     task = {"type": "reinforcement-learning", "name": "reinforcement learning"}
     entry = {"task": task, "dataset": {"name": env, "type": env}, "metrics": results}
@@ -120,7 +120,7 @@ def card(
         "## Scores\n",
         "The policy's mode on whole episodes whose starts do not depend on training; means with 95 % intervals.\n",
         "| metric | mean | 95 % interval | episodes |\n|---|--:|--:|--:|",
-        *(f"| {metric} | {e.mean:.4g} | {_interval(e)} | {e.episodes} |" for metric, e in found.items()),
+        *(f"| {metric} | {e.mean:.4g} | {_interval(e)} | {e.episodes} |" for metric, e in estimates.items()),
         "\n## Use\n",
         "```python\nimport longhaul\n",
         f'policy = longhaul.load("{address}")\naction = policy(observation)\n```\n',

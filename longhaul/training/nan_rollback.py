@@ -29,7 +29,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
-from longhaul.training.checkpoint.checkpoint import Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint
 from longhaul.training.run_dir import write_json
 from longhaul.types import Progress
 
@@ -47,7 +47,7 @@ class Poisoned(Exception):
         self.update = update
         self.metrics = metrics
         self.progress = progress  # possibly some updates later
-        self.before: Found | None = None  # the newest intact checkpoint
+        self.before: Checkpoint | None = None  # the newest intact checkpoint
 
     def names(self) -> str:
         odd = [name for name, value in self.metrics.items() if not math.isfinite(value)]
@@ -70,9 +70,9 @@ def detours(folder: Path) -> int:
     return len(bounded_json.read(folder / "run.json").get("detours", ()))
 
 
-def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) -> Progress:
+def around(progress: Progress, checkpoint: Checkpoint | None, detours: int, mesh: Mesh) -> Progress:
     """Progress of a checkpoint (None: of the start) after the run's last detour."""
-    if detours == (found.metadata.get("detours", 0) if found else 0):
+    if detours == (checkpoint.metadata.get("detours", 0) if checkpoint else 0):
         return progress
     key = jax.random.fold_in(jax.random.fold_in(progress.key, DETOURS), detours)
     return progress._replace(key=meshes.everywhere(key, mesh))
@@ -85,7 +85,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     """
     path = folder / "run.json"
     about: dict[str, Any] = bounded_json.read(path)
-    made, since = about.get("detours", []), poisoned.before
+    taken, since = about.get("detours", []), poisoned.before
     where = _new_folder(folder / FOLDER, poisoned.update)
     back = since.step if since else 0
     state = jax.tree.map(meshes.local_part, poisoned.progress.state)
@@ -100,7 +100,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
         "metrics": {name: v if math.isfinite(v) else str(v) for name, v in poisoned.metrics.items()},
         "state": {"after": after, "sha256": params_sha256(state), "not_finite": odd},
     }
-    write_json(where / "poison.json", facts | {"checkpoint": back, "detours": len(made)})
+    write_json(where / "poison.json", facts | {"checkpoint": back, "detours": len(taken)})
     for name in ("metrics.jsonl", *([f"checkpoints/{since.name}"] if since else [])):
         if (folder / name).exists():
             _link(folder / name, where / name)
@@ -109,15 +109,15 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
         "id": where.name, "run": about["run"] | {"rollbacks": 0}, "history": [*about.get("history", ()), changed],
     })  # fmt: skip
     what = f"update {poisoned.update} made numbers that are not finite ({poisoned.names()}); kept in {where}"
-    if len(made) >= run.rollbacks:
-        before = f", after {len(made)} detours of {run.rollbacks}" if made else ""
+    if len(taken) >= run.rollbacks:
+        before = f", after {len(taken)} detours of {run.rollbacks}" if taken else ""
         raise RunError(
             f"{what}{before}; lower --lr or --max-grad-norm, see to the rewards, or allow more --rollbacks "
             f"(now {run.rollbacks})"
         )
     entry = {"update": poisoned.update, "checkpoint": back, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_json(path, about | {"detours": [*made, entry]})
-    count = len(made) + 1
+    write_json(path, about | {"detours": [*taken, entry]})
+    count = len(taken) + 1
     return count, f"{what}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
 
 

@@ -63,8 +63,8 @@ def save(path: Path | str, observation: PyTree, action: Any) -> None:
 def read(paths: Sequence[str], spec: Spec) -> Recorded:
     """All steps in the files and folders `paths`. Raises BadData, one line, if they do not fit `spec`."""
     opened = [each for path in paths for each in (_of_minari(path) if path.startswith(MINARI) else _open(Path(path)))]
-    found = [_checked(where, arrays, spec) for where, arrays in opened]
-    recorded: Recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+    checked = [_checked(where, arrays, spec) for where, arrays in opened]
+    recorded: Recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *checked)
     return recorded
 
 
@@ -106,17 +106,17 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
         return [each for file in files for each in _open(file)]
     if path.suffix != ".npz":
         raise BadData(f"{path}: is no .npz file; numpy.savez writes one")
-    archive, found = _load(path), {}
+    archive, loaded = _load(path), {}
     entries, most = archive.zip.infolist(), most_of_a_file()
     if len(entries) > MOST_ARRAYS or (size := sum(entry.file_size for entry in entries)) > most:
         what = f"{len(entries):,} arrays" if len(entries) > MOST_ARRAYS else f"{size:,} bytes"
         raise BadData(f"{path}: holds {what}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible")
     for name in archive.files:
         try:
-            found[name] = archive[name]
+            loaded[name] = archive[name]
         except Exception as error:  # zipfile and zlib raise many kinds
             raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
-    return [(path, found)]
+    return [(path, loaded)]
 
 
 def _load(path: Path) -> Any:
@@ -128,8 +128,8 @@ def _load(path: Path) -> Any:
 
 def _leaves(observation: PyTree) -> dict[str, Any]:
     """ "observation", or "observation/NAME" -> a leaf of it."""
-    found = jax.tree_util.tree_flatten_with_path({"observation": observation})[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
+    leaves = jax.tree_util.tree_flatten_with_path({"observation": observation})[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _named(name: str) -> str:
@@ -157,7 +157,7 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
         raise BadData(f"{where}: action is {what}; it must be [N, {inner}], N at least 1")
     if "mask" in forms and "mask" not in arrays:
         arrays = {**arrays, "mask": np.ones((*lead, *forms["mask"][0]), bool)}
-    made = {}
+    converted = {}
     for name, (inner, kind) in forms.items():
         array = arrays[name]
         if array.shape != (*lead, *inner):
@@ -167,8 +167,8 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
             raise BadData(f"{where}: {name} is of {array.dtype}, and the environment's of {kind}; convert it")
         if not np.all(np.isfinite(array)):
             raise BadData(f"{where}: {name} has numbers that are not finite; leave those steps out")
-        made[name] = np.ascontiguousarray(array.reshape(-1, *inner), kind)
-    space, action = spec.action, made["action"]
+        converted[name] = np.ascontiguousarray(array.reshape(-1, *inner), kind)
+    space, action = spec.action, converted["action"]
     if isinstance(space, Box):
         low, high = np.asarray(space.low), np.asarray(space.high)
         least, most = low - LOOSE * (high - low), high + LOOSE * (high - low)
@@ -180,8 +180,8 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
     odd = np.flatnonzero(((action < least) | (action > most)).reshape(len(action), -1).any(-1))
     if len(odd):
         raise BadData(f"{where}: action {odd[0]} is {action[odd[0]].tolist()}; it must lie in {allowed}")
-    seen = jax.tree.unflatten(jax.tree.structure(wanted), [made[name] for name in names])
-    return Recorded(Masked(seen, made["mask"]) if "mask" in forms else seen, made["action"])
+    seen = jax.tree.unflatten(jax.tree.structure(wanted), [converted[name] for name in names])
+    return Recorded(Masked(seen, converted["mask"]) if "mask" in forms else seen, converted["action"])
 
 
 def collector(recorded: Recorded, *, columns: int, steps: int) -> Collector:

@@ -155,28 +155,28 @@ class Graph:
         known = [x for x in inputs if isinstance(x, np.ndarray)]
         fixed = len(known) == len(inputs) and all(isinstance(size, int) for size in out.shape)
         if fixed and math.prod(out.shape) <= max([MOST_FOLDED, *(x.size for x in known)]):
-            found = equation.primitive.bind(*map(jnp.asarray, known), **params)
-            return [np.asarray(x) for x in (found if equation.primitive.multiple_results else [found])]
+            outputs = equation.primitive.bind(*map(jnp.asarray, known), **params)
+            return [np.asarray(x) for x in (outputs if equation.primitive.multiple_results else [outputs])]
         if name not in RULES:
             raise RunError(f"this policy computes {name}, which --to onnx does not translate; take --to jax")
-        found = RULES[name](self, equation, *inputs)
-        found = found if isinstance(found, list) else [found]
+        outputs = RULES[name](self, equation, *inputs)
+        outputs = outputs if isinstance(outputs, list) else [outputs]
         return [
             self.rounded(x) if var.aval.dtype == jnp.bfloat16 else x
-            for x, var in zip(found, equation.outvars, strict=True)
+            for x, var in zip(outputs, equation.outvars, strict=True)
         ]
 
 
 def _live(jaxpr: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
     """(equation, which of its results are used) of the equations that the wanted results need."""
     needed = {id(x) for x, use in zip(jaxpr.outvars, wanted, strict=True) if use}
-    found = []
+    live = []
     for equation in reversed(jaxpr.eqns):
         used = [id(x) in needed for x in equation.outvars]
         if any(used):
-            found.append((equation, used))
+            live.append((equation, used))
             needed |= {id(x) for x in equation.invars}
-    return found[::-1]
+    return live[::-1]
 
 
 def _scan(graph: Graph, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -234,10 +234,10 @@ def _power(graph: Graph, equation: Any, x: Value) -> Value:
     y = equation.params["y"]
     if y < 1:
         return _plain("Pow")(graph, equation, x, np.array(y, equation.invars[0].aval.dtype))
-    found = x
+    product = x
     for _ in range(y - 1):
-        found = _plain("Mul")(graph, equation, found, x)
-    return found
+        product = _plain("Mul")(graph, equation, product, x)
+    return product
 
 
 def _round(graph: Graph, equation: Any, x: Value) -> Value:
@@ -270,11 +270,11 @@ def _select(graph: Graph, equation: Any, which: Value, *cases: Value) -> Value:
     of, dtype = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     held = np.dtype(np.int32) if dtype == np.bool_ else dtype if dtype in KERNELS or dtype == jnp.bfloat16 else np.int64
     cases = tuple(x if held == dtype else graph.cast(x, held) for x in cases)
-    found = cases[0]
+    selected = cases[0]
     for i, case in enumerate(cases[1:], 1):
         chosen = which if of == np.bool_ else graph.node("Equal", which, np.array(i, of))
-        found = graph.node("Where", chosen, case, found)
-    return found if held == dtype else graph.cast(found, dtype)
+        selected = graph.node("Where", chosen, case, selected)
+    return selected if held == dtype else graph.cast(selected, dtype)
 
 
 def _clamp(graph: Graph, equation: Any, low: Value, x: Value, high: Value) -> Value:
@@ -287,8 +287,8 @@ def _reduce(operator: str) -> Callable[..., Any]:
         if not axes:
             return x
         held = x if dtype in KERNELS[1:] or dtype == jnp.bfloat16 else graph.cast(x, np.int32)
-        found = graph.node(operator, held, np.array(axes, np.int64), keepdims=0)
-        return found if held is x else graph.cast(found, equation.outvars[0].aval.dtype)
+        reduced = graph.node(operator, held, np.array(axes, np.int64), keepdims=0)
+        return reduced if held is x else graph.cast(reduced, equation.outvars[0].aval.dtype)
 
     return rule
 
@@ -427,11 +427,11 @@ def _convolution(graph: Graph, equation: Any, x: Value, kernel: Value) -> Value:
     if any(step != 1 for step in params["lhs_dilation"]) or params["batch_group_count"] != 1:
         raise RunError("this policy has a transposed convolution, which --to onnx does not translate; take --to jax")
     before, after = zip(*params["padding"], strict=True)
-    found = graph.node(
+    convolved = graph.node(
         "Conv", graph.transpose(x, seen), graph.transpose(kernel, weights), strides=list(params["window_strides"]),
         pads=[*before, *after], dilations=list(params["rhs_dilation"]), group=params["feature_group_count"],
     )  # fmt: skip
-    return graph.transpose(found, np.argsort(out).tolist())
+    return graph.transpose(convolved, np.argsort(out).tolist())
 
 
 def _window_max(graph: Graph, equation: Any, x: Value) -> Value:
@@ -443,18 +443,18 @@ def _window_max(graph: Graph, equation: Any, x: Value) -> Value:
     sides, strides, padding = zip(*(windows[i] for i in inner), strict=True)
     before, after = zip(*padding, strict=True)
     flat = graph.node("Reshape", graph.transpose(x, order), np.array([-1, 1, *(sizes[i] for i in inner)], np.int64))
-    found = graph.node(
+    pooled = graph.node(
         "MaxPool", flat, kernel_shape=list(sides), strides=list(strides), pads=[*before, *after],
     )  # fmt: skip
     out = equation.outvars[0].aval.shape
-    return graph.transpose(graph.reshape(found, [out[i] for i in order]), np.argsort(order).tolist())
+    return graph.transpose(graph.reshape(pooled, [out[i] for i in order]), np.argsort(order).tolist())
 
 
 def _gather(graph: Graph, equation: Any, x: Value, index: Value) -> Value:
     """Look-up of single places along some axes, whole along the others. Places outside are the nearest inside."""
-    how, taken = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    dims, taken = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     sizes, of_index = (var.aval.shape for var in equation.invars)
-    looked, rows, rows_index = how.start_index_map, how.operand_batching_dims, how.start_indices_batching_dims
+    looked, rows, rows_index = dims.start_index_map, dims.operand_batching_dims, dims.start_indices_batching_dims
     computed = [k for k, axis in enumerate(looked) if taken[axis] != sizes[axis]]  # a whole axis begins at 0
     if len(computed) < len(looked):
         index = graph.node("Gather", index, np.array(computed), axis=len(of_index) - 1)
@@ -468,15 +468,15 @@ def _gather(graph: Graph, equation: Any, x: Value, index: Value) -> Value:
     others = [axis for axis in range(len(of_index) - 1) if axis not in rows_index]
     index = graph.transpose(graph.cast(index, np.int64), [*rows_index, *others, len(of_index) - 1])
     index = _clamped(graph, index, [sizes[axis] - 1 for axis in looked])
-    found: Value = graph.node("GatherND", x, index, batch_dims=len(rows))
+    gathered: Value = graph.node("GatherND", x, index, batch_dims=len(rows))
     out = equation.outvars[0].aval.shape
     places = iter(np.argsort([*rows_index, *others]).tolist())
     kept = iter(range(len(of_index) - 1, len(of_index) - 1 + len(rest)))
-    whole = [a for a in range(len(sizes)) if a not in (*how.collapsed_slice_dims, *rows)]  # axes of the offsets
-    offsets = dict(zip(how.offset_dims, whole, strict=True))
+    whole = [a for a in range(len(sizes)) if a not in (*dims.collapsed_slice_dims, *rows)]  # axes of the offsets
+    offsets = dict(zip(dims.offset_dims, whole, strict=True))
     order = [next(places) if i not in offsets else next(kept) for i in range(len(out)) if offsets.get(i) not in looked]
-    found = graph.transpose(found, order)
-    return found if len(order) == len(out) else graph.reshape(found, out)
+    gathered = graph.transpose(gathered, order)
+    return gathered if len(order) == len(out) else graph.reshape(gathered, out)
 
 
 def _sort(graph: Graph, equation: Any, *inputs: Value) -> list[Value]:

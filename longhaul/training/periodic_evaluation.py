@@ -76,8 +76,8 @@ class Evaluations:
             file.write(json.dumps(files.finite(line), allow_nan=False) + "\n")
         self._pending = means(line)
         self._last, self._ended = counts["update"], time.perf_counter()
-        took = self._ended - began
-        self._wait = max(LEAST, took * COMPILED if first else took / SHARE)
+        duration = self._ended - began
+        self._wait = max(LEAST, duration * COMPILED if first else duration / SHARE)
 
     def taken(self, update: int) -> dict[str, float]:
         """Means that no record has yet, for the record of this update."""
@@ -96,8 +96,9 @@ def player(run: Run) -> Play:
 
 def row(counts: Mapping[str, Any], scores: Scores, chains: list[dict[str, Any]]) -> dict[str, Any]:
     """Line of an evaluation: counts, episodes, [mean, low, high] of each metric, and completions, cut to `LETTERS`."""
-    found = evaluate.bootstrap(scores.metrics, scores.groups())
-    line = {**counts, "episodes": len(scores.names), "metrics": {name: list(each[:3]) for name, each in found.items()}}
+    estimates = evaluate.bootstrap(scores.metrics, scores.groups())
+    metrics = {name: list(estimate[:3]) for name, estimate in estimates.items()}
+    line = {**counts, "episodes": len(scores.names), "metrics": metrics}
     cut = [{key: text[:LETTERS] if isinstance(text, str) else text for key, text in each.items()} for each in chains]
     return line | ({"chains": cut} if cut else {})
 

@@ -68,29 +68,29 @@ def keys(members: tuple[Member, ...]) -> Key:
 
 def initial_states(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     """(algorithm of a population, its initial states [M, ...] without a replay), for the restore of who acts."""
-    found = members_of(run)
+    swept = members_of(run)
     algorithm, init = tuned(
         lambda values: registry.make(
             spec, dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != SCENARIOS}),
             RunContext(updates=1, mean=meshes.identity),
         ),
-        found,
+        swept,
     )  # fmt: skip
-    first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # keys as in a population's start
+    first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(swept))  # keys as in a population's start
     of_all = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))
-    states = device_memory.allocated(of_all, (values_of(found), first))
+    states = device_memory.allocated(of_all, (values_of(swept), first))
     return algorithm, states
 
 
 def chosen(run: Run, member: int | None, name: str) -> Member:
     """Member number `member` of run `name`. Raises RunError if it does not exist, or None is given."""
-    found = members_of(run)
-    if member is None or not 0 <= member < len(found):
-        if len(found) == 1:
+    members = members_of(run)
+    if member is None or not 0 <= member < len(members):
+        if len(members) == 1:
             raise RunError(f"--member is {member}, and {name} is one run; leave --member out")
         said = "give --member" if member is None else f"--member is {member}; it must be"
-        raise RunError(f"run {name} holds {len(found)} runs; {said} 0 to {len(found) - 1}")
-    return found[member]
+        raise RunError(f"run {name} holds {len(members)} runs; {said} 0 to {len(members) - 1}")
+    return members[member]
 
 
 class Watch:
@@ -190,8 +190,8 @@ def ranked(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
 
 def section(folder: Path, result: Mapping[str, Any]) -> str:
     """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
-    found = read(folder / FILE) if (folder / FILE).exists() else []
-    records = [record for record in found if RETURN in record]  # null becomes NaN
+    every_record = read(folder / FILE) if (folder / FILE).exists() else []
+    records = [record for record in every_record if RETURN in record]  # null becomes NaN
     steps = np.array([record["agent_steps"] for record in records], float)
     values = np.array([record[RETURN] for record in records], float).reshape(len(steps), -1 if records else 0)
     rows = list(result["members"])
@@ -216,7 +216,7 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
         return pages.table([cell(name) for name in header], lines)
 
     tables_of = "".join(table(*each) for each in tables)
-    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{tables_of}{each_member(found, rows)}'
+    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{tables_of}{each_member(every_record, rows)}'
 
 
 def each_member(records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -243,11 +243,11 @@ def of_member(record: Mapping[str, Any], member: int) -> dict[str, Any]:
 def unfinished(folder: Path, run: Run) -> str:
     """HTML section on the members of a population that has no result yet."""
     records = read(folder / FILE) if (folder / FILE).exists() else []
-    found = [
+    rows = [
         {"member": i, "seed": member.seed, "hyperparameters": member.values}
         for i, member in enumerate(members_of(run))
     ]  # fmt: skip
-    return each_member(records, found)
+    return each_member(records, rows)
 
 
 def ranking(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -72,23 +72,23 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
     """Publication that the flags ask for, after `before`; None for none. Raises RunError, one line."""
     known = before or Publishing(())
     changes = {field: values[flag] for field, flag in zip(Publishing._fields, FLAGS, strict=True) if flag in given}
-    found = known._replace(**changes)
-    to = tuple(address(word) for word in found.to if word != "none")
+    settings = known._replace(**changes)
+    to = tuple(address(word) for word in settings.to if word != "none")
     if not to:
         if set(changes) - {"to"}:
             raise RunError(f"{', '.join(f'--{flag}' for flag in FLAGS[1:])} need --publish ADDRESS")
         return None
-    if found.every < 1:
-        raise RunError(f"--publish-every is {found.every}; it must be at least 1 update")
-    if found.anchor < 1:
-        raise RunError(f"--publish-anchor is {found.anchor}; it must be at least 1 version")
+    if settings.every < 1:
+        raise RunError(f"--publish-every is {settings.every}; it must be at least 1 update")
+    if settings.anchor < 1:
+        raise RunError(f"--publish-anchor is {settings.anchor}; it must be at least 1 version")
     flags = {"xxhash": "--publish"}
-    if found.anchor > 1:
-        flags |= dict.fromkeys(("zstandard", "numba"), f"--publish-anchor {found.anchor}")
+    if settings.anchor > 1:
+        flags |= dict.fromkeys(("zstandard", "numba"), f"--publish-anchor {settings.anchor}")
     for library, flag in flags.items():
         if importlib.util.find_spec(library) is None:
             raise RunError(f"{flag} needs {library}: pip install 'longhaul-rl[sync]'")
-    return found._replace(to=to)
+    return settings._replace(to=to)
 
 
 def address(word: str) -> str:
@@ -111,8 +111,8 @@ def address(word: str) -> str:
 def load(folder: Path) -> Publishing | None:
     """Publication of the run in `folder`; None for none. Raises RunError where its file is damaged."""
     try:
-        found = bounded_json.read(folder / FILE)
-        return Publishing(tuple(found.pop("to")), **found)
+        settings = bounded_json.read(folder / FILE)
+        return Publishing(tuple(settings.pop("to")), **settings)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -230,9 +230,9 @@ def copying(policy: Callable[[PyTree], Params], mesh: Mesh, precision: str) -> C
         return leaf.astype(jnp.bfloat16) if precision == "bf16" and leaf.dtype == jnp.float32 else jnp.copy(leaf)
 
     def copied(state: PyTree) -> tuple[Params, jax.Array]:
-        found = policy(state)
-        floats = [leaf for leaf in jax.tree.leaves(found) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        params = policy(state)
+        floats = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats] or [True]))
-        return jax.tree.map(fresh, found), finite
+        return jax.tree.map(fresh, params), finite
 
     return jax.jit(copied, out_shardings=meshes.replicated(mesh) if process_group.together() else None)

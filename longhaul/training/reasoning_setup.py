@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms.config import GRPOConfig
-from longhaul.config.resolve import both, tokeniser
+from longhaul.config import resolve
+from longhaul.config.resolve import both
 from longhaul.config.run import Run
 from longhaul.reasoning import huggingface, problem_sets, tokenizer, tools, transformer, turns
 from longhaul.reasoning.config import Reasoning
@@ -24,9 +25,9 @@ from longhaul.topologies.staleness import Ticket
 from longhaul.types import Key, Metrics, Params, Progress, PyTree, Spec
 
 
-def words(run: Run, budget: Budget | None = None) -> Tokeniser:
+def tokeniser(run: Run, budget: Budget | None = None) -> Tokeniser:
     task, config = both(run)
-    return tokeniser(config.model_folder, task, budget) if task.in_words else tokenizer.TOKENISER
+    return resolve.tokeniser(config.model_folder, task, budget) if task.in_words else tokenizer.TOKENISER
 
 
 def loaded(run: Run, state: PyTree) -> PyTree:
@@ -39,7 +40,7 @@ def loaded(run: Run, state: PyTree) -> PyTree:
     for was in jax.tree.leaves((kernels, state.reference)):
         was.delete()  # there is room for one model
     try:
-        _, found = huggingface.load(run.algorithm.model_folder)
+        _, stored = huggingface.load(run.algorithm.model_folder)
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
 
@@ -55,7 +56,7 @@ def loaded(run: Run, state: PyTree) -> PyTree:
             del array
         return made
 
-    params = transformer.joined(adapters, placed(found, places)) if model.lora else placed(found, places)
+    params = transformer.joined(adapters, placed(stored, places)) if model.lora else placed(stored, places)
     return state._replace(params=params, reference=jax.tree.map(jnp.copy, params) if state.reference else ())
 
 
@@ -104,7 +105,7 @@ def bank(run: Run) -> Bank:
     assert run.evaluation_episodes is not None
     try:
         return problem_sets.training(
-            task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps, words=words(run)
+            task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps, tokeniser=tokeniser(run)
         )
     except ValueError as error:
         raise RunError(f"--task {task.task}: {error}") from error
@@ -116,9 +117,9 @@ def spec(run: Run) -> Spec:
     return problem_sets.spec(run.num_steps, config.model.vocabulary)
 
 
-def world(run: Run, made: Bank) -> World:
+def world(run: Run, bank: Bank) -> World:
     """World of a run on prompts, in place of an environment."""
-    return World(spec(run), made)
+    return World(spec(run), bank)
 
 
 def marker(run: Run) -> Marking:
@@ -126,7 +127,7 @@ def marker(run: Run) -> Marking:
     task, config = both(run)
     assert run.evaluation_episodes is not None
     asked = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
-    return marking(problem_sets.task(task), asked, words(run), config.group)
+    return marking(problem_sets.task(task), asked, tokeniser(run), config.group)
 
 
 class Finisher(NamedTuple):
@@ -143,7 +144,7 @@ def finisher(run: Run) -> Finisher | None:
     if not isinstance(run.environment, Reasoning) or run.environment.exact:
         return None
     _, config = both(run)
-    called, mark, known = run.environment.tools, marker(run), words(run)
+    called, mark, known = run.environment.tools, marker(run), tokeniser(run)
     later = turns.continuing(config.model, sampling(run), known)
 
     def finish(speaker: Speaker, key: Key, data: Completions, sums: Metrics) -> tuple[Completions, Metrics]:
@@ -190,9 +191,9 @@ def resampling(collect: Collect, like: PyTree, group: int, times: int) -> Collec
                 break
             other = np.asarray(jax.random.key_data(jax.random.fold_in(own, turn)))
             after, fresh, _ = collect(weights, after, other, ticket, version)
-            found = np.flatnonzero(~dull(jax.tree.unflatten(jax.tree.structure(like), fresh)))[: len(wanting)]
+            useful = np.flatnonzero(~dull(jax.tree.unflatten(jax.tree.structure(like), fresh)))[: len(wanting)]
             to, of = (
-                (groups[: len(found), None] * group + np.arange(group)[None]).ravel() for groups in (wanting, found)
+                (groups[: len(useful), None] * group + np.arange(group)[None]).ravel() for groups in (wanting, useful)
             )
             leaves = [_placed(np.array(old), to, np.asarray(new)[of]) for old, new in zip(leaves, fresh, strict=True)]
         return after, leaves, scores

@@ -111,9 +111,9 @@ def write_report(
     command = run.get("command")
     line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
     ill = [
-        f'<tr><th scope="row">{_text(found.says)}</th><td>{found.since:,}</td>'
-        f"<td>{'the end' if found.until is None else f'{found.until:,}'}</td><td>{_text(found.remedy)}</td></tr>"
-        for found in findings
+        f'<tr><th scope="row">{_text(finding.says)}</th><td>{finding.since:,}</td>'
+        f"<td>{'the end' if finding.until is None else f'{finding.until:,}'}</td><td>{_text(finding.remedy)}</td></tr>"
+        for finding in findings
     ]
     links = {film.label: filming.address(film.label) for film in films if film.images}
     links |= {r.label: f"episode-{i}" for i, r in reversed(list(enumerate(recordings)))}
@@ -228,9 +228,9 @@ def _document(path: Path) -> Mapping[str, Any]:
     return _mapping(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
 
-def _cross_play(found: Mapping[str, Any]) -> str:
+def _cross_play(matrix: Mapping[str, Any]) -> str:
     """Section of the matrix: a row an ego, a column who drives the others; faults below the accuracy."""
-    cells = {(cell["ego"], cell["partner"]): cell["mean"] for cell in found.get("cells", ())}
+    cells = {(cell["ego"], cell["partner"]): cell["mean"] for cell in matrix.get("cells", ())}
     partners = list(dict.fromkeys(partner for _, partner in cells))
     rows = []
     for ego in dict.fromkeys(ego for ego, _ in cells):

@@ -117,11 +117,11 @@ class ByFolder:
         self._label = label
 
     def load(self, server: Server) -> float:
-        found, engine = self._transport.latest, self._engine(server.address)
-        assert found is not None
+        latest, engine = self._transport.latest, self._engine(server.address)
+        assert latest is not None
         began = time.monotonic()
         engine.pause()
-        engine.reload(str(found), self._label)
+        engine.reload(str(latest), self._label)
         engine.resume()
         return time.monotonic() - began
 
@@ -208,11 +208,11 @@ class Fleet:
 
         A server that follows the run may be ahead of its actors.
         """
-        found = re.fullmatch(r"(?:(\d{1,20})-)?(\d{1,10})", label)
+        match = re.fullmatch(r"(?:(\d{1,20})-)?(\d{1,10})", label)
         sent = self._epoch is not None
-        if found is None or (sent and (found[1] != str(self._epoch) or int(found[2]) > self.version)):
+        if match is None or (sent and (match[1] != str(self._epoch) or int(match[2]) > self.version)):
             raise Refused(f"its weights are {label!r:.60}, and no version of this run's")
-        return int(found[2])
+        return int(match[2])
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -222,7 +222,7 @@ class Fleet:
 # ------------------------------------------------------------------------------------------------------------- actors
 
 
-def opened(run: Run, folder: Path, closed: ExitStack, note: Callable[[str], None], words: Tokeniser) -> Fleet:
+def opened(run: Run, folder: Path, closed: ExitStack, note: Callable[[str], None], tokeniser: Tokeniser) -> Fleet:
     """Servers of a resolved run in `folder`; `closed` ends what was opened. RunError, one line, for a wrong address."""
     task, config = both(run)
     acting = run.acting
@@ -234,7 +234,7 @@ def opened(run: Run, folder: Path, closed: ExitStack, note: Callable[[str], None
         raise RunError(f"--rollout-servers: {error}") from error
     closed.callback(updates.close)
     stops = tuple(text for text in (problem_sets.plain(task.stop),) if text)
-    rules = Rules(run.num_steps, config.temperature, words.ends, stops, config.model.vocabulary)
+    rules = Rules(run.num_steps, config.temperature, tokeniser.ends, stops, config.model.vocabulary)
 
     def servers(version_of: Callable[[str], int], revive: Callable[[Server], object]) -> Servers:
         return Servers(
@@ -287,7 +287,7 @@ def specification(on_device: learner.CompiledActor, policy: PyTree) -> learner.C
 def collecting(
     run: Run,
     bank: Bank,
-    words: Tokeniser,
+    tokeniser: Tokeniser,
     mark: Marking,
     fleet: Fleet,
     acting: learner.CompiledActor,
@@ -311,12 +311,12 @@ def collecting(
         which = np.asarray(chosen_problems(key_which, rows, len(prompt)))
         seeds = np.asarray(jax.random.randint(key_sample, (rows,), 0, 2**31 - 1))
         asks = [
-            Ask(tuple(int(x) for x in prompt[place] if x != words.pad), config.group, int(seed))
+            Ask(tuple(int(x) for x in prompt[place] if x != tokeniser.pad), config.group, int(seed))
             for place, seed in zip(which, seeds, strict=True)
         ]
         began, moved = time.monotonic(), fleet.servers.moved
         answers = fleet.servers.complete(asks, oldest, beat)
-        data = filled(prompt[which], which, answers, run.num_steps, words)
+        data = filled(prompt[which], which, answers, run.num_steps, tokeniser)
         data, sums = mark(data, nothing)
         mixed = sum(len(set(answer.version)) > 1 for group in answers for answer in group)
         own = seconds, paused, time.monotonic() - began, fleet.servers.moved - moved, mixed
@@ -327,17 +327,17 @@ def collecting(
 
 
 def filled(
-    prompt: np.ndarray, which: np.ndarray, answers: Sequence[Sequence[Answer]], length: int, words: Tokeniser
+    prompt: np.ndarray, which: np.ndarray, answers: Sequence[Sequence[Answer]], length: int, tokeniser: Tokeniser
 ) -> Completions:
     """Completions of groups of answers to prompts [M, P] of the problems [M] of a bank, without rewards."""
     group = len(answers[0])
     rows = len(which) * group
-    token: Any = np.full((rows, length), words.pad, np.int32)
+    token: Any = np.full((rows, length), tokeniser.pad, np.int32)
     log_prob: Any = np.zeros((rows, length), np.float32)
     written: Any = np.zeros((rows, length), bool)
     version: Any = np.zeros(rows, np.int32)
     for row, answer in enumerate(each for group_ in answers for each in group_):
-        count = ended_at(answer.token, words)
+        count = ended_at(answer.token, tokeniser)
         token[row, :count], log_prob[row, :count] = answer.token[:count], answer.log_prob[:count]
         written[row, :count], version[row] = True, min(answer.version)
     nothing: Any = np.zeros(rows, np.float32)

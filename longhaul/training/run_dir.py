@@ -241,9 +241,9 @@ def read_run(folder: Path) -> Run:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
         raise RunError(f"{path} can't be read: {why}; it was not written by longhaul, or is damaged") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
-        raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise RunError(f"{path} has format {version}, and this version reads {FORMAT}; use the one that wrote it")
     try:
         run: Run = from_dict(Run, as_now(data["run"]))
         config_fields.check(run)
@@ -292,14 +292,14 @@ def sources(run: Run) -> dict[str, Source]:
     """Origins of what is the user's own in a run, beside its environment, by flag; each module is imported."""
     names = {"algorithm": external.name_of(run.algorithm)}
     names |= {leaf.name: leaf.value for leaf in config_fields.walk(run) if leaf.name in ("torso", "reward", "check")}
-    found = {}
+    by_flag = {}
     for flag, name in names.items():
         if name and is_named(name):
             try:
-                found[flag] = source(name)
+                by_flag[flag] = source(name)
             except ValueError as error:
                 raise ModuleError(f"--{flag} {name}: {error}") from error
-    return found
+    return by_flag
 
 
 def _foreign(folder: Path, error: Exception) -> RunError:

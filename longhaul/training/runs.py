@@ -101,10 +101,10 @@ def names(folder: Path) -> list[str]:
 def summaries(folder: Path, known: dict[str, tuple[Any, Summary]] | None = None) -> list[Summary]:
     """Summaries of all runs in a folder, newest first. Only runs that changed since `known` was filled are read."""
     known = {} if known is None else known
-    locks, found = _locks(), names(folder)
-    for gone in known.keys() - set(found):
+    locks, present = _locks(), names(folder)
+    for gone in known.keys() - set(present):
         del known[gone]
-    for name in found:
+    for name in present:
         running = _is_locked(f"{folder}/{name}", locks)
         state = (running, *(stamp(f"{folder}/{name}/{file}") for file in ("run.json", "metrics.jsonl", "result.json")))
         if known.get(name, (None,))[0] != state or known[name][1].status == "running":
@@ -214,8 +214,8 @@ def _glance(path: str) -> tuple[dict[str, Any], list[float]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """Record of a line; None where it is none."""
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(line) if len(line) <= LINE else None
-        return found if isinstance(found, dict) else None
+        record = json.loads(line) if len(line) <= LINE else None
+        return record if isinstance(record, dict) else None
     return None
 
 
@@ -239,7 +239,7 @@ def _locks() -> set[int] | None:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    return {int(found[1]) for line in lines if (found := re.search(r" [0-9a-f]+:[0-9a-f]+:(\d+) ", line))}
+    return {int(match[1]) for line in lines if (match := re.search(r" [0-9a-f]+:[0-9a-f]+:(\d+) ", line))}
 
 
 def _is_locked(folder: str | Path, locks: set[int] | None) -> bool:

@@ -163,31 +163,31 @@ def prepare(cohort: Cohort, version: int, root: bytes, now: float) -> Cohort:
 
 def offer(cohort: Cohort, name: str, now: float) -> tuple[Cohort, Offer | None]:
     """Offers an idle receiver the newest version, undecided or not; None where it has that."""
-    one = receiver(cohort, name)
-    if one.phase is not Phase.IDLE:
-        raise ProtocolError(f"receiver {name} is {one.phase} with version {one.target}; it must end that first")
+    member = receiver(cohort, name)
+    if member.phase is not Phase.IDLE:
+        raise ProtocolError(f"receiver {name} is {member.phase} with version {member.target}; it must end that first")
     newest, last = (cohort.committed, cohort.root), cohort.before
     if cohort.round is not None:
         newest, last = cohort.round[:2], newest
     version, root = newest
-    mine = one.held.run == cohort.run and one.held.epoch == cohort.epoch
-    if version < 0 or (mine and one.held.version >= version):
+    mine = member.held.run == cohort.run and member.held.epoch == cohort.epoch
+    if version < 0 or (mine and member.held.version >= version):
         return cohort, None
-    base = last[0] if mine and one.held[2:] == last and not one.failures else -1
+    base = last[0] if mine and member.held[2:] == last and not member.failures else -1
     seconds = cohort.settings.deadline
-    one = one._replace(phase=Phase.STAGING, target=version, deadline=now + seconds)
-    return _with(cohort, name, one), Offer(cohort.run, cohort.epoch, version, base, root, seconds)
+    member = member._replace(phase=Phase.STAGING, target=version, deadline=now + seconds)
+    return _with(cohort, name, member), Offer(cohort.run, cohort.epoch, version, base, root, seconds)
 
 
 def ready(cohort: Cohort, name: str, version: int, root: bytes, now: float) -> Cohort:
     """Records that a receiver has staged and verified a version. A repeated report changes nothing."""
-    one = _staging(cohort, name, version, (Phase.STAGING, Phase.READY))
+    member = _staging(cohort, name, version, (Phase.STAGING, Phase.READY))
     undecided = cohort.round is not None and cohort.round.version == version
     wanted = cohort.round.root if undecided and cohort.round else cohort.root if version == cohort.committed else None
     if wanted is not None and root != wanted:
         raise ProtocolError(f"receiver {name} is ready with another version {version} than was sent")
     lease = now + cohort.settings.lease
-    cohort = _with(cohort, name, one._replace(phase=Phase.READY, lease=lease))
+    cohort = _with(cohort, name, member._replace(phase=Phase.READY, lease=lease))
     if undecided and cohort.round:
         cohort = cohort._replace(round=cohort.round._replace(ready=cohort.round.ready | {name}))
     return settle(cohort)
@@ -195,12 +195,12 @@ def ready(cohort: Cohort, name: str, version: int, root: bytes, now: float) -> C
 
 def failed(cohort: Cohort, name: str, version: int, why: str, now: float) -> Cohort:
     """Records that a receiver could not take a version. It is offered the newest one whole again, `retries` times."""
-    one = _staging(cohort, name, version, (Phase.STAGING,))
-    failures = one.failures + 1
+    member = _staging(cohort, name, version, (Phase.STAGING,))
+    failures = member.failures + 1
     if failures > cohort.settings.retries:
         return settle(drop(cohort, name, f"version {version} failed {failures} times: {why}", spoilt=True))
     lease = now + cohort.settings.lease
-    return _with(cohort, name, one._replace(phase=Phase.IDLE, target=-1, failures=failures, lease=lease))
+    return _with(cohort, name, member._replace(phase=Phase.IDLE, target=-1, failures=failures, lease=lease))
 
 
 def verdict(cohort: Cohort, version: int) -> Verdict:
@@ -212,14 +212,14 @@ def verdict(cohort: Cohort, version: int) -> Verdict:
 
 def done(cohort: Cohort, name: str, held: Held, now: float) -> Cohort:
     """Records that a receiver has followed the verdict, and serves `held`."""
-    one = receiver(cohort, name)
+    member = receiver(cohort, name)
     _check_held(cohort, held)
-    if one.phase is not Phase.READY:
+    if member.phase is not Phase.READY:
         raise ProtocolError(f"receiver {name} ends a version that it was not ready for")
-    outcome = verdict(cohort, one.target)
-    serves_it = (held.epoch, held.version) == (cohort.epoch, one.target)
+    outcome = verdict(cohort, member.target)
+    serves_it = (held.epoch, held.version) == (cohort.epoch, member.target)
     if outcome is Verdict.WAIT or (outcome is Verdict.ABORT and serves_it):
-        raise ProtocolError(f"receiver {name} serves version {one.target}, which does not count")
+        raise ProtocolError(f"receiver {name} serves version {member.target}, which does not count")
     return _with(cohort, name, ReceiverState(held, now + cohort.settings.lease))
 
 
@@ -239,11 +239,11 @@ def drop(cohort: Cohort, name: str, why: str, spoilt: bool = False) -> Cohort:
 
 def tick(cohort: Cohort, now: float) -> Cohort:
     """Ends the leases and deadlines that have passed, and decides an undecided version by then."""
-    for name, one in list(cohort.receivers.items()):
-        if one.phase is Phase.STAGING:
-            if one.deadline <= now:
-                cohort = drop(cohort, name, f"not ready with version {one.target} by its deadline")
-        elif one.lease <= now:
+    for name, member in list(cohort.receivers.items()):
+        if member.phase is Phase.STAGING:
+            if member.deadline <= now:
+                cohort = drop(cohort, name, f"not ready with version {member.target} by its deadline")
+        elif member.lease <= now:
             cohort = drop(cohort, name, f"silent for {cohort.settings.lease:g} s")
     late = cohort.round
     if late is not None and late.deadline <= now:
@@ -273,7 +273,7 @@ def settle(cohort: Cohort) -> Cohort:
 
 def wakes(cohort: Cohort) -> float | None:
     """Time at which `tick` may next change anything; None: never."""
-    times = [one.deadline if one.phase is Phase.STAGING else one.lease for one in cohort.receivers.values()]
+    times = [member.deadline if member.phase is Phase.STAGING else member.lease for member in cohort.receivers.values()]
     times += [] if cohort.round is None else [cohort.round.deadline]
     return min(times, default=None)
 
@@ -284,19 +284,19 @@ def _end(cohort: Cohort, counts: bool) -> Cohort:
     if counts:
         before = (cohort.committed, cohort.root)
         return cohort._replace(round=None, committed=ended.version, root=ended.root, before=before)
-    awaited = {one.target for one in cohort.receivers.values()}
+    awaited = {member.target for member in cohort.receivers.values()}
     return cohort._replace(round=None, aborted=frozenset((cohort.aborted & awaited) | {ended.version}))
 
 
 def _staging(cohort: Cohort, name: str, version: int, phases: tuple[Phase, ...]) -> ReceiverState:
-    one = receiver(cohort, name)
-    if one.phase not in phases or one.target != version:
-        raise ProtocolError(f"receiver {name} names version {version}; it is {one.phase} with {one.target}")
-    return one
+    member = receiver(cohort, name)
+    if member.phase not in phases or member.target != version:
+        raise ProtocolError(f"receiver {name} names version {version}; it is {member.phase} with {member.target}")
+    return member
 
 
-def _with(cohort: Cohort, name: str, one: ReceiverState) -> Cohort:
-    return cohort._replace(receivers={**cohort.receivers, name: one})
+def _with(cohort: Cohort, name: str, member: ReceiverState) -> Cohort:
+    return cohort._replace(receivers={**cohort.receivers, name: member})
 
 
 # ----------------------------------------------------------------------------------------------------- the receiver

@@ -153,7 +153,7 @@ class Publisher:
     def _settled(self, names: set[str]) -> bool:
         cohort = self._cohort
         newest = (cohort.epoch, cohort.committed)
-        served = [one.held for name, one in cohort.receivers.items() if name in names]
+        served = [member.held for name, member in cohort.receivers.items() if name in names]
         decided = cohort.prepared >= self._newest and cohort.round is None
         return decided and (cohort.committed < 0 or all((held.epoch, held.version) >= newest for held in served))
 
@@ -392,9 +392,9 @@ class Publisher:
         with self._changed:
             now, cohort = time.monotonic(), self._cohort
             receivers = [
-                {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
-                | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
-                for name, one in sorted(cohort.receivers.items())
+                {"name": name, "epoch": member.held.epoch, "version": member.held.version, "phase": str(member.phase)}
+                | {"target": member.target, "lease_seconds": round(member.lease - now, 1), "failures": member.failures}
+                for name, member in sorted(cohort.receivers.items())
             ]
             return {
                 "run": self.run,

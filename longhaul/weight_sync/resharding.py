@@ -118,14 +118,14 @@ def sharded(shapes: Shapes, ranks: int, axis: Axis = 0) -> Layout:
     return make(shapes, boxes)
 
 
-def replicas(one: Layout, count: int) -> Layout:
+def replicas(layout: Layout, count: int) -> Layout:
     """Layout of `count` copies, rank after rank: 16 replicas of a layout of 16 ranks have 256."""
     if count < 1:
         raise ValueError(f"{count} replicas; there must be at least one")
-    size = max(one.ranks, default=-1) + 1
+    size = max(layout.ranks, default=-1) + 1
     copied = functools.cache(lambda boxes: tuple((i * size + rank, box) for i in range(count) for rank, box in boxes))
-    held = {t.name: t.boxes for t in one.tensors}
-    return make({t.name: (t.shape, t.dtype) for t in one.tensors}, lambda name, _: copied(held[name]))
+    held = {t.name: t.boxes for t in layout.tensors}
+    return make({t.name: (t.shape, t.dtype) for t in layout.tensors}, lambda name, _: copied(held[name]))
 
 
 def sample(source: Layout, destination: Layout, share: float) -> tuple[Layout, Layout]:
@@ -494,9 +494,9 @@ def _counted(buckets: list[tuple[Move, ...]], together: bool) -> Plan:
     return Plan(tuple(buckets), total, tuple(sorted(sent.items())), tuple(sorted(received.items())))
 
 
-def execute_numpy(what: Plan, sources: Buffers, destinations: Buffers) -> None:
+def execute_numpy(plan: Plan, sources: Buffers, destinations: Buffers) -> None:
     """Executes a plan between arrays, run by run, into `destinations`. The reference for every other executor."""
-    for move in what.moves:
+    for move in plan.moves:
         taken = _raw(sources[move.source][move.name])
         put = _raw(destinations[move.destination][move.name])
         packed = taken[_places(move.taken)]

@@ -426,22 +426,22 @@ def connected(host: str, port: int, seconds: float) -> socket.socket:
     return sock
 
 
-def pour(found: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
+def pour(pieces: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Sends pieces as one stream; -> their digest. TimeoutError, ConnectionError."""
     packed, running, wire = Packed(), hasher()(), Wire(sock)
-    for piece in found:
+    for piece in pieces:
         data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
         running.update(data)
         wire.pour(data.data, _left(until))
     return bytes(running.digest())
 
 
-def draw(found: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
+def draw(pieces: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Receives pieces into their places; -> their digest. TimeoutError, ConnectionError."""
     packed, running, wire = Packed(), hasher()(), Wire(sock)
     if is_near(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
-    for piece in found:
+    for piece in pieces:
         part, done = parts[piece.name], 0
         contiguous = not piece.put.axes
         data = part[piece.put.offset : piece.put.end] if contiguous else packed.room(piece.nbytes)
@@ -458,11 +458,11 @@ def draw(found: Iterable[Piece], parts: Parts, sock: socket.socket, until: float
 
 
 def pour_changes(
-    found: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float
+    pieces: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float
 ) -> tuple[bytes, int]:
     """Sends how pieces differ from those of the version before; -> (digest of the frames, their bytes)."""
     before, after, running, total = Packed(), Packed(), hasher()(), 0
-    for piece in found:
+    for piece in pieces:
         old, new = (
             packed.of(each[piece.name], piece.taken, piece.nbytes) for packed, each in ((before, base), (after, parts))
         )
@@ -475,13 +475,13 @@ def pour_changes(
     return bytes(running.digest()), total
 
 
-def draw_changes(found: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float) -> bytes:
+def draw_changes(pieces: Iterable[Piece], base: Parts, parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Receives changes, and writes what they make of the version before; -> the frames' digest.
 
     ValueError where a frame is damaged, or of another base.
     """
     before, after, running = Packed(), Packed(), hasher()()
-    for piece in found:
+    for piece in pieces:
         head = bytearray(LENGTH.size)
         _filled(sock, memoryview(head), until)
         (length,) = LENGTH.unpack(head)

@@ -352,18 +352,18 @@ class Coordinator:
                 raise _LostError([member], f"{member.role}r {member.rank} has gone") from error
 
     def _gathered(
-        self, members: list[_Member], kind: str, until: float, found: dict[_Member, Frame] | None = None
+        self, members: list[_Member], kind: str, until: float, frames: dict[_Member, Frame] | None = None
     ) -> dict[_Member, Frame]:
-        """The next frame of each member, which goes into `found`. Raises _LostError as soon as one has gone or failed,
+        """The next frame of each member, which goes into `frames`. Raises _LostError as soon as one has gone or failed,
         TimeoutError."""
-        found = {} if found is None else found
+        frames = {} if frames is None else frames
         with selectors.DefaultSelector() as selector:
             for member in members:
                 selector.register(member.wire.sock, selectors.EVENT_READ, member)
-            while len(found) < len(members):
+            while len(frames) < len(members):
                 left = until - time.monotonic()
                 if left <= 0.0:
-                    late = [f"{member.role}r {member.rank}" for member in members if member not in found]
+                    late = [f"{member.role}r {member.rank}" for member in members if member not in frames]
                     raise TimeoutError(f"no frame {kind} from {', '.join(late)}")
                 if self._closed.is_set():
                     raise _LostError([], "the coordinator ends")
@@ -379,9 +379,9 @@ class Coordinator:
                     if frame.kind != kind:
                         raise _LostError([member], f"{member.role}r {member.rank}: "
                                          f"{str(frame.words.get('why', frame.kind))[:200]}")  # fmt: skip
-                    found[member] = frame
+                    frames[member] = frame
                     selector.unregister(member.wire.sock)
-        return {member: found[member] for member in members}
+        return {member: frames[member] for member in members}
 
 
 class _LostError(ConnectionError):
@@ -501,12 +501,12 @@ class Sender:
             with shard_lanes.connected(to["host"], int(to["port"]), PATIENCE) as sock:
                 sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
                 if base is None:
-                    found = self._streams(rank, shard_lanes.PIECE)
-                    digests[str(rank)] = shard_lanes.pour(found, parts, sock, until).hex()
-                    total += sum(piece.nbytes for piece in found)
+                    pieces = self._streams(rank, shard_lanes.PIECE)
+                    digests[str(rank)] = shard_lanes.pour(pieces, parts, sock, until).hex()
+                    total += sum(piece.nbytes for piece in pieces)
                 else:
-                    found = self._streams(rank, shard_lanes.CHANGED_PIECE)
-                    digest, count = shard_lanes.pour_changes(found, base, parts, sock, until)
+                    pieces = self._streams(rank, shard_lanes.CHANGED_PIECE)
+                    digest, count = shard_lanes.pour_changes(pieces, base, parts, sock, until)
                     digests[str(rank)] = digest.hex()
                     total += count
             self._at("between")
@@ -728,14 +728,14 @@ class Receiver:
         for sender in self._senders:
             wanted = bytes.fromhex(digests.get(sender, ""))
             if made.base < 0 and made.lane == "shm":
-                found = shard_lanes.digest(self._routes(sender), made.image.array)
+                digest = shard_lanes.digest(self._routes(sender), made.image.array)
             else:
                 with made.arrived:
                     made.arrived.wait_for(functools.partial(_came, made, sender), self._seconds)
                 if sender not in made.digests:
                     return f"the stream of sender {sender} did not arrive: {'; '.join(made.failed)[:200]}"
-                found = made.digests[sender]
-            if not hmac.compare_digest(found, wanted):
+                digest = made.digests[sender]
+            if not hmac.compare_digest(digest, wanted):
                 return f"what came from sender {sender} is damaged"
         return ""
 
@@ -826,9 +826,9 @@ class Receiver:
             else:
                 if held is None or held.version != made.base:
                     raise ValueError(f"the changes are to version {made.base}, which is not held")
-                found = self._streams(sender, shard_lanes.CHANGED_PIECE, False)
+                pieces = self._streams(sender, shard_lanes.CHANGED_PIECE, False)
                 base = self._shard.parts(held.image.array)
-                digest = shard_lanes.draw_changes(found, base, parts, sock, until)
+                digest = shard_lanes.draw_changes(pieces, base, parts, sock, until)
             with made.arrived:
                 made.digests[sender] = digest
                 made.arrived.notify_all()
@@ -844,9 +844,9 @@ def of_jax(arrays: Mapping[str, Any], rank: int, number: Callable[[Any], int] | 
     `number` is the `rank` of `resharding.of_jax`.
     """
     count = number or (lambda device: int(device.id))
-    found = {}
+    shards = {}
     for name, array in arrays.items():
         for each in array.addressable_shards:
             if count(each.device) == rank:
-                found[name] = np.asarray(each.data)
-    return found
+                shards[name] = np.asarray(each.data)
+    return shards

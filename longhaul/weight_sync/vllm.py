@@ -510,26 +510,26 @@ def copies(model: Any) -> dict[Any, Any]:
 
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
-    found: dict[Any, Any] = {layer: copy.copy(layer) for layer in model.modules()}
-    for layer, new in found.items():
+    copied: dict[Any, Any] = {layer: copy.copy(layer) for layer in model.modules()}
+    for layer, new in copied.items():
         recorded, _ = layerwise.get_layerwise_info(layer).restore_metadata
         own = {name: x for name, x in layer._parameters.items() if x is not None} | recorded
         new._parameters = {name: meta.to_meta_tensor(x) for name, x in own.items()}
         for name in new._parameters.keys() & meta.SKIP_TENSORS:  # vLLM gives these no memory later
             new._parameters[name] = meta.materialize_meta_tensor(new._parameters[name])
         new._buffers = {name: None if x is None else meta.to_meta_tensor(x) for name, x in layer._buffers.items()}
-        new._modules = {name: None if child is None else found[child] for name, child in layer._modules.items()}
+        new._modules = {name: None if child is None else copied[child] for name, child in layer._modules.items()}
         new._non_persistent_buffers_set = set(layer._non_persistent_buffers_set)
         for param in new._parameters.values():
             for name, value in vars(param).items():
                 while getattr(value, "__name__", "") == "online_process_loader":  # of a reload before
                     value = value.__wrapped__
                 if isinstance(value, MethodType):  # vLLM's records name no layer
-                    value = value.__func__.__get__(found.get(value.__self__, new))
+                    value = value.__func__.__get__(copied.get(value.__self__, new))
                 vars(param)[name] = value
-    for new in found.values():
+    for new in copied.values():
         layerwise.initialize_online_processing(new)
-    return found
+    return copied
 
 
 def is_packed(copy: Any) -> bool:
@@ -552,10 +552,10 @@ def take(layer: Any, copy: Any) -> None:
 
 def tied(model: Any) -> list[list[Any]]:
     """Layers of a model that have one weight: vLLM's layerwise reload packs it for one of them alone."""
-    found: dict[int, list[Any]] = {}
+    alike: dict[int, list[Any]] = {}
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.numel() and weight.is_floating_point() and weight.element_size() > 1:
-            found.setdefault(weight.data_ptr(), []).append(layer)
-    packed = [[each for each in layers if getattr(each, "quant_method", None) is not None] for layers in found.values()]
+            alike.setdefault(weight.data_ptr(), []).append(layer)
+    packed = [[each for each in layers if getattr(each, "quant_method", None) is not None] for layers in alike.values()]
     return [layers for layers in packed if len(layers) > 1]

@@ -32,7 +32,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def serving(folder: Path, temperature: float, *, told: float = 1.0, ends: bool = True) -> RolloutServer:
     """A server that samples at a temperature and reports the log-probabilities of another, with or without ends."""
     known, held = huggingface.tokeniser(folder), [huggingface.load(folder)[1]]
-    draw = jax.jit(sampler.sampler(CONFIG, sampler.Sampling(4, 32, temperature), words=known))
+    draw = jax.jit(sampler.sampler(CONFIG, sampler.Sampling(4, 32, temperature), tokeniser=known))
     score = jax.jit(lambda params, asked, token: sampler.log_probs(CONFIG, params, asked, token, told)[0])
 
     seen, lock = Counter[tuple[int, ...]](), threading.Lock()

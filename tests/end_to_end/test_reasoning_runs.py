@@ -321,7 +321,7 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, 
 def serving(files: Path) -> RolloutServer:
     """A server of vLLM's routes whose model is ours, and which loads folders of versions."""
     words, held = huggingface.tokeniser(files), [huggingface.load(files)[1]]
-    draw = jax.jit(sampler.sampler(READER, sampler.Sampling(SHORT, 8), words=words))
+    draw = jax.jit(sampler.sampler(READER, sampler.Sampling(SHORT, 8), tokeniser=words))
 
     def sample(prompt: list[int], count: int, most: int, seed: int) -> list[tuple[list[int], list[float], str]]:
         assert (count, most) == (8, SHORT)
@@ -527,7 +527,7 @@ def test_bytes_are_the_words_of_a_model_without_files(files: Path) -> None:
     run = asking(files, algorithm=GRPOConfig(group=8), num_steps=5, total_steps=64 * 5)
     assert isinstance(run.algorithm, GRPOConfig)
     assert (run.algorithm.model.vocabulary, run.algorithm.model.pad) == (257, -1)
-    words = reasoning_setup.words(run)
+    words = reasoning_setup.tokeniser(run)
     assert words.decode([*words.encode("né ∑ 3"), tokenizer.BYTE_END, 65]) == "né ∑ 3"
     bank = reasoning_setup.bank(run)
     assert bank.prompt.shape[0] == 6
@@ -668,7 +668,7 @@ def test_a_models_folder_learns_a_task_of_reasoning_gym_and_goes_out_again(
     jax.tree.map(np.testing.assert_array_equal, huggingface.load(version), (plain, merged))
     for file in ("config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"):
         assert (version / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
-    words, again = reasoning_setup.words(stored), huggingface.tokeniser(tmp_path / "out", chat=True)
+    words, again = reasoning_setup.tokeniser(stored), huggingface.tokeniser(tmp_path / "out", chat=True)
     asked = words.ask("What is 2+3?")
     assert (asked, words.ends) == (again.ask("What is 2+3?"), again.ends)
     prompt = jnp.asarray([asked], jnp.int32)

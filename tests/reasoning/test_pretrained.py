@@ -147,6 +147,6 @@ def test_smollm2_is_that_of_transformers(tmp_path: Path) -> None:
     hidden = jax.jit(lambda p: transformer.trunk(config, p, prompts, prompts != -1)[0][:, -1])(params)
     logits = transformer.unembed(config, params, hidden)
     assert np.abs(logits - known["logits"]).max() < 2e-4 * np.abs(known["logits"]).max()
-    sample = jax.jit(sampler.sampler(config, sampler.Sampling(64, 1, 0.0), words=words))
+    sample = jax.jit(sampler.sampler(config, sampler.Sampling(64, 1, 0.0), tokeniser=words))
     drawn = sample(params, prompts, jax.random.split(jax.random.key(0), len(prompts)), jnp.int32(sampler.UNBOUNDED))
     np.testing.assert_array_equal(drawn.token, known["greedy"])

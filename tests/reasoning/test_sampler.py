@@ -126,7 +126,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
     monkeypatch.setattr(sampler, "READ", 40)  # prompts are read 3 at a time
     prompt, words = drawn_problems()[1].prompt[:8], tokenizer.TOKENISER._replace(ends=SOON)
     how, most = dataclasses.replace(HOW, temperature=0.0, group=2, wave=5), np.arange(16) % 2 * 9 + 7
-    sample = quick(sampler.sampler(CONFIG, how, words=words))
+    sample = quick(sampler.sampler(CONFIG, how, tokeniser=words))
     found = sample(params(), prompt, KEYS[:16], jnp.int32(sampler.UNBOUNDED), jnp.asarray(most))
     wanted = np.where(np.arange(LENGTH)[None] < most[:, None], greedy(prompt).repeat(2, axis=0), tokenizer.PAD)
     np.testing.assert_array_equal(found.token, wanted)
@@ -392,7 +392,7 @@ def test_a_completion_ends_with_the_text_that_stops_it() -> None:
     few = [ord("a"), ord("b")]
     bias = jnp.where(jnp.isin(jnp.arange(words.size), jnp.array(few)), 0.0, transformer.NEVER)
     real, keys = draw.chosen, jax.random.split(jax.random.key(0), 64)
-    sample = sampler.sampler(model, sampler.Sampling(8, 1), words=words)
+    sample = sampler.sampler(model, sampler.Sampling(8, 1), tokeniser=words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "chosen", lambda logits, *rest: real(logits + bias[:, None], *rest))
         drawn = quick(sample)(forced, prompt, keys, jnp.int32(sampler.UNBOUNDED))

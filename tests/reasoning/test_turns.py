@@ -38,7 +38,7 @@ def completions(words: Tokeniser) -> tuple[transformer.Params, np.ndarray, Drawn
     params = transformer.init(jax.random.key(0), MODEL)
     prompt = np.array([[-1, *spell("ab")], spell("cab")] * (ROWS // 2), np.int32)
     how = sampler.Sampling(LENGTH, 1, wave=ROWS)
-    first, keys = jax.jit(sampler.sampler(MODEL, how, words=words)), jax.random.split(jax.random.key(1), ROWS)
+    first, keys = jax.jit(sampler.sampler(MODEL, how, tokeniser=words)), jax.random.split(jax.random.key(1), ROWS)
     drawn = jax.device_get(first(params, prompt, keys, jnp.int32(UNBOUNDED)))
     on = turns.continuing(MODEL, how, words).go_on
     return params, prompt, drawn, on(params, prompt, drawn, keys)

@@ -31,7 +31,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.training import loop, run_dir
 from longhaul.training import population as training_population
 from longhaul.training.checkpoint import resume as resumption
-from longhaul.training.checkpoint.checkpoint import Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.training.data import spec
 from tests.helpers import small_runs
@@ -228,7 +228,7 @@ def test_a_member_must_be_named(four: tuple[Run, Path]) -> None:
 
 def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> None:
     run, _ = four
-    found = Found("12", {"step": 12, "metadata": {"sizes": {name: getattr(run, name) for name in resumption.SIZES},
+    found = Checkpoint("12", {"step": 12, "metadata": {"sizes": {name: getattr(run, name) for name in resumption.SIZES},
                                                   "steps": {"agent_steps": 0}, "origin": {}}})  # fmt: skip
     assert resumption.standing(run, found).updates == 12
     with pytest.raises(RunError, match="--num-envs is 16, and the runs"):

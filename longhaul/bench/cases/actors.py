@@ -44,35 +44,35 @@ def actors(
 ) -> Prepared:  # fmt: skip
     """Whole training by actors, whose CPU time counts; `updates` a repeat, of one run that goes on all the time."""
     steps = num_envs * num_steps
-    made = resolve(
+    run = resolve(
         Run(
             "bench", Named(env), LEARNERS[learner], topology="actors",
             acting=ActorConfig(actors, actor_kind, staleness), total_steps=steps * 1_000_000, num_envs=num_envs,
             num_steps=num_steps, devices=1,
         )
     )  # fmt: skip
-    prepare_devices(1, made.threads, inline=True)
-    context, assembly = assembled(made)
+    prepare_devices(1, run.threads, inline=True)
+    context, assembly = assembled(run)
     began = time.perf_counter()
-    progress = assembly.start(made.seed, context)
-    prepared = actor_learner.prepare(made, assembly, context, progress)
+    progress = assembly.start(run.seed, context)
+    prepared = actor_learner.prepare(run, assembly, context, progress)
     compiled = time.perf_counter() - began
     closed = ExitStack()
-    calls = actor_learner.opened(made, Path(), assembly, prepared, progress, closed)
-    found: list[Any] = []
+    calls = actor_learner.opened(run, Path(), assembly, prepared, progress, closed)
+    history: list[Any] = []
 
     def work(_: Any) -> dict[str, float]:
         processes = calls.processes()
         used = time.process_time() + cpu_of(processes)
-        found.clear()
+        history.clear()
         for _, (_, _, rows) in zip(range(updates), calls.calls, strict=False):
-            found.append(jax.device_get(rows))
+            history.append(jax.device_get(rows))
         used = time.process_time() + cpu_of(processes) - used
         names = ("actors/learner_wait", "actors/actor_wait", "actors/staleness_mean")
-        told = {name.partition("/")[2]: float(np.mean([row[name] for row in found])) for name in names}
-        ended, total = (sum(float(row[name][0]) for row in found) for name in ("episodes", "episode/return"))
+        told = {name.partition("/")[2]: float(np.mean([row[name] for row in history])) for name in names}
+        ended, total = (sum(float(row[name][0]) for row in history) for name in ("episodes", "episode/return"))
         return told | {"cpu_seconds": used, "mean_return": total / ended if ended else float("nan")}
 
-    config = {"env": env, "num_envs": num_envs, "num_steps": num_steps, **dataclasses.asdict(made.acting)}
-    config |= config_fields.values(made.algorithm)
+    config = {"env": env, "num_envs": num_envs, "num_steps": num_steps, **dataclasses.asdict(run.acting)}
+    config |= config_fields.values(run.algorithm)
     return Prepared(config, updates * steps, "env steps", compiled, lambda number: None, work)

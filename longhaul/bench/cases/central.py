@@ -42,22 +42,22 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     """
     num_envs = actors * slots * worlds
     steps = num_envs * num_steps
-    made = resolve(
+    run = resolve(
         Run(
             "bench", Named(env), PPOConfig(), topology="central", acting=ActorConfig(actors, staleness=None),
             central=ServerConfig(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
             devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
         )
     )  # fmt: skip
-    prepare_devices(1, made.threads, inline=True)
-    context, assembly = assembled(made)
+    prepare_devices(1, run.threads, inline=True)
+    context, assembly = assembled(run)
     began = time.perf_counter()
-    progress = assembly.start(made.seed, context)
-    served = inference_server.serves(made, assembly, progress)
+    progress = assembly.start(run.seed, context)
+    served = inference_server.serves(run, assembly, progress)
     acting = jax.jit(assembly.algorithm.policy)
-    policy = inference_server.learner.local(acting(progress.state), inference_server.placed(made, assembly))
+    policy = inference_server.learner.local(acting(progress.state), inference_server.placed(run, assembly))
     compiled = time.perf_counter() - began
-    server, processes = inference_server.opened(made, served, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
+    server, processes = inference_server.opened(run, served, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
     server.acts_with(policy)
 
     def work(_: Any) -> dict[str, float]:
@@ -75,7 +75,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
         }  # fmt: skip
 
     config = {"env": env, "actors": actors, "worlds": worlds, "slots": slots, "lane": lane, "num_steps": num_steps}
-    config |= {"threads": made.threads}
+    config |= {"threads": run.threads}
     return Prepared(config | {"batches": batches}, batches * steps, "env steps", compiled, lambda number: None, work)
 
 

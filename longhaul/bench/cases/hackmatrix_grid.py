@@ -110,20 +110,20 @@ def figure(cell: Cell, *, repeats: int = harness.LEAST_REPEATS) -> dict[str, Any
                 parts = worker.ask("parts")
     peak = max(row.pop("peak_bytes") for row in rows)
     about = {key: worker.about[key] for key in ("versions", "commit", "device")}
-    found = harness.medians(worker.about | {"compile_seconds": compiled}, rows)
+    medians = harness.medians(worker.about | {"compile_seconds": compiled}, rows)
     return {
         "name": cell.recipe,
         "cell": cell._asdict(),
         "config": worker.about["config"],
-        **found,
+        **medians,
         "repeats": repeats,
         **about,
         "start": starts,
         "warm_shares": {key: starts["warm"][key] / starts["cold"][key] for key in STARTS},
-        "cpu_microseconds": 1e6 / found["per_cpu_second"],
+        "cpu_microseconds": 1e6 / medians["per_cpu_second"],
         "peak_bytes": peak,
         "shares": shares(parts["environment"], parts["rollout"], parts["update"]),
-        "hours": GOAL_STEPS / found["per_second"] / 3600.0,
+        "hours": GOAL_STEPS / medians["per_second"] / 3600.0,
         "load": [load, _load()],
         "goals": {"per_second": GOAL_PER_SECOND, "steps": GOAL_STEPS, "hours": GOAL_HOURS},
     }

@@ -139,18 +139,18 @@ def sac(
     same whatever it is, but some replays are dearer once they are full.
     """
     if env is None:
-        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps or 10_000, devices=devices)
-        return training(made, "env steps", {})
+        run = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps or 10_000, devices=devices)
+        return training(run, "env steps", {})
     total_steps = total_steps or 256 * num_envs // gradient_steps
     settings = SACConfig(
         batch_size=batch, gradient_steps=gradient_steps, learning_starts=num_envs,
         replay_size=size or max(total_steps, 65_536),
         network=dataclasses.replace(SACConfig.network, precision=precision),
     )  # fmt: skip
-    made = Run(
+    run = Run(
         "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
     )
-    prepared = training(made, "env steps", {"env": env, "fill": fill})
+    prepared = training(run, "env steps", {"env": env, "fill": fill})
     full = jax.jit(lambda state: filled(state, fill), donate_argnums=0)
 
     def begin(number: int) -> PyTree:

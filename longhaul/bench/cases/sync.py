@@ -200,21 +200,21 @@ class Transfer:
         if not sender.publish(version, self.tensors):
             raise RuntimeError("no image was free")
         returned = time.monotonic() - began
-        found = together(self.children, f"wait {version}")
-        if not sender.wait(version, 60) or {each["root"] for each in found} != {sender.status()["root"]}:
+        acks = together(self.children, f"wait {version}")
+        if not sender.wait(version, 60) or {each["root"] for each in acks} != {sender.status()["root"]}:
             raise RuntimeError(f"version {version} is not what was sent")
-        stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
+        stages = {stage: max(each.get(stage, 0.0) for each in acks) for stage in ("fetch", "verify", "decide", "swap")}
         if share is not None:
             sent = sender.sent_changes(version) or self.size  # all of it, where changes are not worth it
             stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": self.size / sent}
-        return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
+        return {"wall": max(each["at"] for each in acks) - began, "publish": returned, **stages}, acks
 
     def repeat(self, _: Any) -> dict[str, float]:
         """Figures of a version, beside the machine's limits right after it."""
         before = [each["cpu"] for each in together(self.children, "cpu")]
         used = time.process_time()
-        took, found = self.publish()
-        about = {name: took.pop(name) for name in ("changed", "ratio") if name in took}
+        timings, acks = self.publish()
+        about = {name: timings.pop(name) for name in ("changed", "ratio") if name in timings}
         used = time.process_time() - used
         after = [each["cpu"] for each in together(self.children, "cpu")]
         copied = together(self.children, "copy")
@@ -223,19 +223,19 @@ class Transfer:
         bound = bare or copies
         own = 0 if self.lane == "shm" else self.images * self.receivers  # images that receivers have for themselves
         return {
-            "wall_seconds": took["wall"],
+            "wall_seconds": timings["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
             "gather_seconds": self.sender.seconds["gather"],
-            **{f"{stage}_seconds": seconds for stage, seconds in took.items() if stage != "wall"},
+            **{f"{stage}_seconds": seconds for stage, seconds in timings.items() if stage != "wall"},
             **{name: float(value) for name, value in about.items()},
-            "peak_bytes": float(self.sender.peak_bytes + sum(each["peak"] for each in found)),
+            "peak_bytes": float(self.sender.peak_bytes + sum(each["peak"] for each in acks)),
             "budget_bytes": float(self.size * (self.places + own)),
             "memcpy_seconds": copies,
             "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
             "limit_seconds": bound,
-            **self._forecast(took["wall"]),
-            "limit_ratio": took["wall"] / bound,
+            **self._forecast(timings["wall"]),
+            "limit_ratio": timings["wall"] / bound,
         }
 
     def _forecast(self, wall: float) -> dict[str, float]:

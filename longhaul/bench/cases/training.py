@@ -66,38 +66,38 @@ class Prepared(NamedTuple):
 
 def ppo_cartpole(num_envs: int, total_steps: int | None, devices: int | None, deterministic: bool = False) -> Prepared:
     total_steps = total_steps or (499_712 if num_envs < 64 else 2_097_152)
-    made = Run(
+    run = Run(
         "bench", Named("cartpole"), PPOConfig(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
         devices=devices, deterministic=deterministic,
     )  # fmt: skip
-    return training(made, "env steps", {})
+    return training(run, "env steps", {})
 
 
 def seeds(
     runs: int, num_envs: int, num_steps: int, total_steps: int, devices: int | None, together: int | None
 ) -> Prepared:
     """So many runs of CartPole by PPO in one program; steps are those of all."""
-    made = Run(
+    run = Run(
         "bench", Named("cartpole"), PPOConfig(), total_steps=total_steps, num_envs=num_envs, num_steps=num_steps,
         devices=devices, population=Population(seeds=runs, together=together),
     )  # fmt: skip
-    return training(made, "env steps", {"runs": runs})
+    return training(run, "env steps", {"runs": runs})
 
 
 def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int | None) -> Prepared:
     recipe = recipes.recipe("driving")
     assert isinstance(recipe.environment, Driving)
     task = dataclasses.replace(recipe.environment, scenarios=scenarios)
-    made = dataclasses.replace(recipe, environment=task, total_steps=total_steps, num_envs=num_envs, devices=devices)
-    return training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
+    run = dataclasses.replace(recipe, environment=task, total_steps=total_steps, num_envs=num_envs, devices=devices)
+    return training(run, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
 
 
 def train(recipe: str, settings: Mapping[str, Any], devices: int | None) -> Prepared:
     """Any recipe with other settings, by name as flags have them; without `total_steps` a repeat is four updates."""
-    made = changed(recipes.recipe(recipe), settings)
-    batch = made.num_envs * made.num_steps * columns(made)
-    made = dataclasses.replace(made, total_steps=settings.get("total_steps", 4 * batch), devices=devices)
-    return training(made, "agent steps", {"recipe": recipe, "settings": dict(settings), "agents": columns(made)})
+    run = changed(recipes.recipe(recipe), settings)
+    batch = run.num_envs * run.num_steps * columns(run)
+    run = dataclasses.replace(run, total_steps=settings.get("total_steps", 4 * batch), devices=devices)
+    return training(run, "agent steps", {"recipe": recipe, "settings": dict(settings), "agents": columns(run)})
 
 
 def hackmatrix_ppo(
@@ -107,11 +107,11 @@ def hackmatrix_ppo(
     recipe = recipes.recipe("hackmatrix")
     batch = num_envs * num_steps
     algorithm = config_fields.replaced(recipe.algorithm, precision=precision)
-    made = dataclasses.replace(
+    run = dataclasses.replace(
         recipe, algorithm=algorithm, num_envs=num_envs,
         num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
     )  # fmt: skip
-    prepared = training(made, "env steps", {})
+    prepared = training(run, "env steps", {})
 
     def work(progress: PyTree) -> dict[str, float]:
         return prepared.work(progress) | {"peak_bytes": peak_bytes()}
@@ -136,38 +136,38 @@ def assembled(run: Run) -> tuple[PyTree, Assembly]:
     return context, assemble(run, source.within, context)
 
 
-def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
-    """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late.
+def training(run: Run, unit: str, more: dict[str, Any]) -> Prepared:
+    """Whole runs of `run`, without files: blocks of updates, whose metrics the host reads one call late.
 
     Where worlds have several agents, `played` is the share of steps in episodes that ended: the others are of agents
     that had ended before their world, of empty slots, and of episodes that went on.
     """
-    made = resolve(made)
-    assert made.devices is not None
-    assert made.block is not None
-    prepare_devices(made.devices)
-    context, assembly = assembled(made)
+    run = resolve(run)
+    assert run.devices is not None
+    assert run.block is not None
+    prepare_devices(run.devices)
+    context, assembly = assembled(run)
     began = time.perf_counter()
-    start = assembly.start(made.seed, context)
-    if made.many:
-        assert made.population.together is not None
+    start = assembly.start(run.seed, context)
+    if run.many:
+        assert run.population.together is not None
         program = populations.compiled(
-            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
-            width=made.population.together,
+            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=run.block,
+            width=run.population.together,
         )  # fmt: skip
     else:
         program = fused.compiled(
-            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
+            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=run.block,
             shards=assembly.shards,
         )  # fmt: skip
     compiled = time.perf_counter() - began
-    block, updates = made.block, assembly.updates
+    block, updates = run.block, assembly.updates
     steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
-    several = columns(made) > 1
+    several = columns(run) > 1
 
     def begin(number: int) -> PyTree:
         key = jax.random.key(number)
-        if made.many:
+        if run.many:
             key = jax.device_put(jax.random.split(key, len(assembly.members)), meshes.sharded(assembly.mesh))
         else:
             key = jax.device_put(key, meshes.replicated(assembly.mesh))
@@ -182,12 +182,12 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
         names = ("episodes", "episode/return", "episode/length")
         scores = {name: np.concatenate([row[name] for row in rows]) for name in names}
         ended, total = (np.sum(scores[name][-max(1, updates // 10) :]) for name in names[:2])
-        found = {"mean_return": float(total / ended) if ended else float("nan")}
-        return found | ({"played": float(np.sum(scores["episode/length"])) / steps} if several else {})
+        figures = {"mean_return": float(total / ended) if ended else float("nan")}
+        return figures | ({"played": float(np.sum(scores["episode/length"])) / steps} if several else {})
 
     names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
-    config = {name: getattr(made, name) for name in names} | more | config_fields.values(made.algorithm)
-    config |= {"together": made.population.together} if made.many else {}
+    config = {name: getattr(run, name) for name in names} | more | config_fields.values(run.algorithm)
+    config |= {"together": run.population.together} if run.many else {}
     return Prepared(config, steps, unit, compiled, begin, work)
 
 
@@ -207,31 +207,31 @@ def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (
     agents = min(agents, objects)
     if data:
         logs = [log for path in readers.expand(list(data)) for log in readers.read(path)]
-        found = [_of_log(log, agents, objects, covering) for log in logs]
+        scenes = [_of_log(log, agents, objects, covering) for log in logs]
     else:
-        found = _generated(objects, scenarios, agents)
-    return stack(found, agents=max(int((one.controlled >= 0).sum()) for one in found))
+        scenes = _generated(objects, scenarios, agents)
+    return stack(scenes, agents=max(int((one.controlled >= 0).sum()) for one in scenes))
 
 
 def _generated(objects: int, scenarios: int, agents: int) -> list[Scenario]:
-    found: list[Scenario] = []
+    scenes: list[Scenario] = []
     for first in itertools.count(0, 64):
         some = scenario_source.generated(first, 64, agents=agents, horizon=None, workers=cores())
-        found += [one for one in some if objects // 2 < one.kind.shape[0] <= objects]
-        if len(found) >= scenarios or (first >= 1024 and not found):
+        scenes += [one for one in some if objects // 2 < one.kind.shape[0] <= objects]
+        if len(scenes) >= scenarios or (first >= 1024 and not scenes):
             break
-    if not found:
+    if not scenes:
         raise ValueError(f"no generated scenario has {objects // 2 + 1} to {objects} objects; choose fewer")
-    return found[:scenarios]
+    return scenes[:scenarios]
 
 
 def _of_log(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
-    made = scenario_from_log(log, agents=agents, objects=objects)
-    if not (covering and made.field.size):
-        return made
-    places = made.pose[..., :2][made.present]
-    top = made.field_origin + CELL * np.array(made.field.shape[::-1])
-    missing = np.maximum(made.field_origin - places.min(0), places.max(0) - top).max()
+    scenario = scenario_from_log(log, agents=agents, objects=objects)
+    if not (covering and scenario.field.size):
+        return scenario
+    places = scenario.pose[..., :2][scenario.present]
+    top = scenario.field_origin + CELL * np.array(scenario.field.shape[::-1])
+    missing = np.maximum(scenario.field_origin - places.min(0), places.max(0) - top).max()
     return scenario_from_log(log, agents=agents, objects=objects, route_margin=MARGIN + max(float(missing) + 5.0, 0.0))
 
 
@@ -250,10 +250,10 @@ def driving_scenarios(driven: tuple[int, int], scenarios: int) -> Prepared:
     compiled = time.perf_counter() - begin
 
     def work(first: int) -> dict[str, float]:
-        found = [
+        candidates = [
             scenario_source.generated_one(seed, agents=agents, least=least) for seed in range(first, first + scenarios)
         ]
-        kept = [scenario for scenario in found if scenario is not None]
+        kept = [scenario for scenario in candidates if scenario is not None]
         arrays = (a for s in kept for a in (*s, *s.road) if isinstance(a, np.ndarray))
         return {"kept": len(kept) / scenarios, "scenario_bytes": sum(a.nbytes for a in arrays) / max(len(kept), 1)}
 
@@ -290,8 +290,8 @@ def driving_step(
         carried = (begun, never, never, (none, none))
         moved, _, _, (hits, offs) = jax.lax.scan(step, carried, None, num_steps)[0]
         slots = num_steps * hits.size
-        found = {"collision": jnp.sum(hits) / slots, "offroad": jnp.sum(offs) / slots, "speed": jnp.mean(moved.speed)}
-        return meshes.mean_over_data(found)
+        rates = {"collision": jnp.sum(hits) / slots, "offroad": jnp.sum(offs) / slots, "speed": jnp.mean(moved.speed)}
+        return meshes.mean_over_data(rates)
 
     return _sharded(shard, devices, batch * num_steps, sizes)
 

@@ -257,5 +257,5 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "stage": [record.stage for record in records],
         "score": [record.score for record in records],
     }
-    found: dict[str, Any] = {name: float(np.mean(values)) for name, values in means.items()}
-    return {"episodes": len(records), **found, "highest_stage": max(means["stage"]), **ends(records)}
+    averages: dict[str, Any] = {name: float(np.mean(values)) for name, values in means.items()}
+    return {"episodes": len(records), **averages, "highest_stage": max(means["stage"]), **ends(records)}

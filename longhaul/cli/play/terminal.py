@@ -85,12 +85,12 @@ def screen() -> Iterator[Screen]:
     def key(seconds: float | None) -> str | None:
         until = math.inf if seconds is None else time.monotonic() + seconds
         while True:
-            found = wait(min(SLICE, 1000 * (until - time.monotonic())))
-            if found is None and select.select([sys.stdin], [], [], 0)[0]:
-                found = wait(0)
-                return END if found is None else found  # what is ready and gives nothing is at its end
-            if found is not None or time.monotonic() >= until:
-                return found
+            pressed = wait(min(SLICE, 1000 * (until - time.monotonic())))
+            if pressed is None and select.select([sys.stdin], [], [], 0)[0]:
+                pressed = wait(0)
+                return END if pressed is None else pressed  # what is ready and gives nothing is at its end
+            if pressed is not None or time.monotonic() >= until:
+                return pressed
 
     with _signals():
         try:

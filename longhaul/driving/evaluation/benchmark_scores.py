@@ -55,18 +55,18 @@ def aggregates(columns: Columns) -> dict[str, Measure]:
     if not {"collision", "offroad"} <= columns.keys():
         return {}
     known = columns["collision"].valid
-    found = {"accuracy": Measure(without(columns, ("collision", "offroad", "red_light")), known)}
+    scores = {"accuracy": Measure(without(columns, ("collision", "offroad", "red_light")), known)}
     if "at_fault_collision" in columns:
-        found["accuracy_at_fault"] = Measure(without(columns, VMAX_FAULTS), known)
-        found["vmax_score"] = weighed(columns, VMAX_FAULTS, VMAX_WEIGHTS)
-        found["nuplan_score"] = weighed(columns, NUPLAN_FAULTS, NUPLAN_WEIGHTS)
+        scores["accuracy_at_fault"] = Measure(without(columns, VMAX_FAULTS), known)
+        scores["vmax_score"] = weighed(columns, VMAX_FAULTS, VMAX_WEIGHTS)
+        scores["nuplan_score"] = weighed(columns, NUPLAN_FAULTS, NUPLAN_WEIGHTS)
     if "goal" in columns:
         goal = columns["goal"]
         there = np.where(goal.valid, np.asarray(goal.value, float), 0.0)
         clean = without(columns, ("collision", "offroad"))
-        found["puffer_score"] = Measure(there * clean, known & goal.valid)
-        found["completion"] = Measure(there, goal.valid)
-    return found
+        scores["puffer_score"] = Measure(there * clean, known & goal.valid)
+        scores["completion"] = Measure(there, goal.valid)
+    return scores
 
 
 def without(columns: Columns, events: Sequence[str]) -> np.ndarray:

@@ -320,9 +320,9 @@ def histogram(simulated: Measure, logged: Measure, low: float, high: float, bins
     counts = np.bincount(cell[simulated.valid], minlength=agents * bins).reshape(agents, bins).astype(float)
     number = counts.sum(-1, keepdims=True)
     log_p = np.log((counts + PRIOR / bins) / (number + PRIOR))
-    found = np.where(logged.valid[0], log_p[np.arange(agents), place(logged.value[0])], 0.0)
+    log_likelihood = np.where(logged.valid[0], log_p[np.arange(agents), place(logged.value[0])], 0.0)
     steps = logged.valid[0].sum(0)
-    return Measure(np.exp(found.sum(0) / np.maximum(steps, 1)), (steps > 0) & (number[:, 0] > 0))
+    return Measure(np.exp(log_likelihood.sum(0) / np.maximum(steps, 1)), (steps > 0) & (number[:, 0] > 0))
 
 
 def bernoulli(simulated: Measure, logged: Measure) -> Measure:

@@ -165,9 +165,9 @@ def _palette() -> Image.Image:
 
 def _ffmpeg() -> str | None:
     """The path of ffmpeg: the machine's, else that of the package imageio-ffmpeg where it is installed."""
-    found = shutil.which("ffmpeg")
-    if found is not None:
-        return found
+    program = shutil.which("ffmpeg")
+    if program is not None:
+        return program
     try:
         import imageio_ffmpeg
     except ImportError:

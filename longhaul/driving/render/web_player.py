@@ -78,7 +78,7 @@ class Failure(NamedTuple):
 
 def failed(recordings: Sequence[Recording]) -> dict[str, list[Failure]]:
     """Failures of the first recording's policy by kind, in the order of `KINDS`, the most severe first."""
-    found: dict[str, list[Failure]] = {}
+    failures: dict[str, list[Failure]] = {}
     for i, r in enumerate(recordings):
         if r.label != recordings[0].label:
             continue
@@ -87,15 +87,15 @@ def failed(recordings: Sequence[Recording]) -> dict[str, list[Failure]]:
             for name, frame in faults.items():
                 speed = float(np.nan_to_num(speeds(r._replace(ego=who.agent)))[max(frame - 1, 0)])
                 says = f"{frame * r.dt:.1f} s, {speed:.1f} m/s"
-                found.setdefault(name, []).append(Failure(name, speed, i, who.agent, frame, says))
+                failures.setdefault(name, []).append(Failure(name, speed, i, who.agent, frame, says))
             if not faults and "goal" in who.events and who.events["goal"] is None:
                 left = 1.0 - who.metrics.get("progress", 0.0)
                 says = f"{100 * left:.0f} % of the route left"
-                found.setdefault(NOT_REACHED, []).append(
+                failures.setdefault(NOT_REACHED, []).append(
                     Failure(NOT_REACHED, left, i, who.agent, len(r.present) - 1, says)
                 )
-    order = sorted(found, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
-    return {kind: sorted(found[kind], key=lambda each: -each.severity) for kind in order}
+    order = sorted(failures, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    return {kind: sorted(failures[kind], key=lambda each: -each.severity) for kind in order}
 
 
 def failures(recordings: Sequence[Recording]) -> str:

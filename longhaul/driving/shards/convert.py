@@ -83,8 +83,8 @@ class Line(NamedTuple):
 def stamp(path: Path) -> Stamp:
     """Path, bytes and time of change; zeros for a file that is gone, which reading it will say."""
     try:
-        found = path.stat()
-        return str(path.resolve()), found.st_size, found.st_mtime_ns
+        status = path.stat()
+        return str(path.resolve()), status.st_size, status.st_mtime_ns
     except OSError:
         return str(path.resolve()), 0, 0
 
@@ -281,16 +281,16 @@ def _run(
     number = sum(bool(line.shard) for line in lines)
     waiting: list[tuple[str, bytes]] = []
     ended: list[Input] = []
-    made: list[Line] = []
+    written: list[Line] = []
     work = partial(pack_file, settings=settings)
 
     def close(taken: int, begun: Stamp | None, last: bool) -> None:
         """Writes the next shard, then the line that says so."""
-        name = f"shard-{number + len(made):05d}{readers.SHARD_SUFFIX}" if waiting else ""
+        name = f"shard-{number + len(written):05d}{readers.SHARD_SUFFIX}" if waiting else ""
         part = waiting[: settings.per_shard]
         size = shard.write_records(out / name, part) if name else 0
-        made.append(Line(name, len(part), size, list(ended), taken, begun, last))
-        add(out, made[-1])
+        written.append(Line(name, len(part), size, list(ended), taken, begun, last))
+        add(out, written[-1])
         del waiting[: settings.per_shard]
         ended.clear()
 
@@ -309,7 +309,7 @@ def _run(
         if progress is not None:
             progress(Progress(place + 1, len(files), count, wrong))
     close(0, None, True)
-    return made
+    return written
 
 
 def pack_file(path: Path, settings: Settings) -> Packed:

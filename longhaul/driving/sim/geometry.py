@@ -141,10 +141,10 @@ def nearest(values: jax.Array, count: int) -> jax.Array:
     # from 1 on no number is denormal, and infinity with an index in it would be no number
     bits = lax.bitcast_convert_type(jnp.minimum(values + 1.0, 1e38), jnp.int32)
     key = lax.bitcast_convert_type((bits & ~mask) | np.arange(size, dtype=np.int32), jnp.float32)
-    found = [jnp.min(key)]
-    while len(found) < min(count, size):
-        found.append(jnp.min(jnp.where(key > found[-1], key, jnp.inf)))
-    return jnp.minimum(lax.bitcast_convert_type(jnp.stack(found), jnp.int32) & mask, size - 1)
+    smallest = [jnp.min(key)]
+    while len(smallest) < min(count, size):
+        smallest.append(jnp.min(jnp.where(key > smallest[-1], key, jnp.inf)))
+    return jnp.minimum(lax.bitcast_convert_type(jnp.stack(smallest), jnp.int32) & mask, size - 1)
 
 
 def project(window: jax.Array, first: jax.Array, x: jax.Array, y: jax.Array) -> Projection:

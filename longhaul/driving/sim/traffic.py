@@ -258,14 +258,14 @@ def respond(
     moves = paths.reactive[scenario]
     stands = ~moves & (here.slot < 0) & (pace < STILL)
     margin = width + jnp.where(stands, TOUCH, MARGIN)[None, :]
-    found = survey(points[:, :, ::STRIDE], along, here, pace, margin)
+    conflicts = survey(points[:, :, ::STRIDE], along, here, pace, margin)
     others = here.present[None, :] & ~np.eye(here.x.shape[0], dtype=bool)
     theirs = here.vx[None, :] * here.cos[:, None] + here.vy[None, :] * here.sin[:, None]
     headway = 1.0 if partners is None else partners.headway
-    cost = interaction(speed, found.near - length, jnp.maximum(theirs, 0.0), headway)
-    cost = jnp.where(found.near < FREE, cost, 0.0)
-    gap = found.crossing - length - here.half_width[None, :] - MARGIN
-    yields = gives_way(found, here, state.speed, pace, gap)
+    cost = interaction(speed, conflicts.near - length, jnp.maximum(theirs, 0.0), headway)
+    cost = jnp.where(conflicts.near < FREE, cost, 0.0)
+    gap = conflicts.crossing - length - here.half_width[None, :] - MARGIN
+    yields = gives_way(conflicts, here, state.speed, pace, gap)
     if partners is not None:
         yields = yields & partners.yields
     cost = jnp.maximum(cost, jnp.where(yields, interaction(speed, gap, jnp.zeros_like(gap)), 0.0))
@@ -305,7 +305,7 @@ def survey(points: jax.Array, along: jax.Array, here: Scene, pace: jax.Array, ma
     return Survey(near, crossing, away)
 
 
-def gives_way(found: Survey, here: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
+def gives_way(conflicts: Survey, here: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
     """bool [N, N]: whether a vehicle lets an other cross its corridor, `gap` [N, N] metres before that place.
 
     Both would be there at a time, and the other first; people on foot and on cycles always go first. Who stands lets
@@ -314,11 +314,11 @@ def gives_way(found: Survey, here: Scene, speed: jax.Array, pace: jax.Array, gap
     length, width = here.half_length, here.half_width
     mine, theirs = jnp.maximum(speed, 2.0)[:, None], jnp.maximum(pace, STILL)[None, :]
     far = length[:, None] + width[None, :]
-    begin, end = jnp.maximum(found.crossing - far, 0.0) / mine, (found.crossing + far) / mine
+    begin, end = jnp.maximum(conflicts.crossing - far, 0.0) / mine, (conflicts.crossing + far) / mine
     far = length[None, :] + width[:, None]
-    enters, leaves = jnp.maximum(found.away - far, 0.0) / theirs, (found.away + far) / theirs
+    enters, leaves = jnp.maximum(conflicts.away - far, 0.0) / theirs, (conflicts.away + far) / theirs
     meet = (enters < end + 0.5) & (begin < leaves + 0.5)
     patience = jnp.where(speed < 1.0, PATIENCE, 0.0)[:, None]
     first = (enters < begin + patience) | (here.kind != VEHICLE)[None, :]
     stops = (gap > 0.0) & (jnp.square(speed)[:, None] < 2.0 * MAX_ACCELERATION * gap)
-    return (found.crossing < FREE) & (pace > 2.0 * STILL)[None, :] & meet & first & stops
+    return (conflicts.crossing < FREE) & (pace > 2.0 * STILL)[None, :] & meet & first & stops

@@ -108,6 +108,6 @@ class TrainingProcess:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Port on which nobody listens now."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

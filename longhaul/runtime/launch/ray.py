@@ -168,14 +168,14 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
         while True:
             nodes, late = _nodes(), time.monotonic() > until
             each = devices or share(nodes, wanted.number, strict=wanted.place == "strict")
-            found = layout(nodes, wanted, each)
-            if found is not None and (found.number == wanted.number or late):
-                placed = _place(found)
+            planned = layout(nodes, wanted, each)
+            if planned is not None and (planned.number == wanted.number or late):
+                placed = _place(planned)
                 if placed is not None:
                     devices = each
-                    if found.number < wanted.number:
-                        say(f"goes on with {found.number} of {wanted.number} processes: there are no nodes for more")
-                    each_variables = variables(found.number, found.devices, placed.address, os.environ)
+                    if planned.number < wanted.number:
+                        say(f"goes on with {planned.number} of {wanted.number} processes: there are no nodes for more")
+                    each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
                     for actor, its in zip(placed.actors, each_variables, strict=True):
                         actor.begin.remote([*local.PROGRAM[1:], *words], its, os.getcwd())  # `look` reports a failure
                     return OnRay(placed, printed)
@@ -216,20 +216,20 @@ class Placed(NamedTuple):
     group: Any
 
 
-def _place(found: Layout) -> Placed | None:
+def _place(planned: Layout) -> Placed | None:
     """Actors on their nodes; None if Ray cannot place them in time."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group([found.bundle] * found.number, strategy=found.strategy)
+    group = placement_group([planned.bundle] * planned.number, strategy=planned.strategy)
     actors: list[Any] = []
     try:
         if not group.wait(ANSWER):
             raise TimeoutError
-        for i in range(found.number):
+        for i in range(planned.number):
             there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-            has = {"num_cpus": found.bundle["CPU"], "num_gpus": found.bundle.get("GPU", 0.0)}
+            has = {"num_cpus": planned.bundle["CPU"], "num_gpus": planned.bundle.get("GPU", 0.0)}
             actors.append(ray.remote(Host).options(scheduling_strategy=there, max_restarts=0, **has).remote())
         where = ray.get([actor.where.remote() for actor in actors], timeout=ANSWER)
     except (TimeoutError, ray.exceptions.RayError):
@@ -238,7 +238,7 @@ def _place(found: Layout) -> Placed | None:
         remove_placement_group(group)
         return None
     # Processes of a node have neighbouring numbers: most of their communication stays there.
-    order = sorted(range(found.number), key=lambda i: (where[i][0], i))
+    order = sorted(range(planned.number), key=lambda i: (where[i][0], i))
     _, host, port = where[order[0]]
     return Placed([actors[i] for i in order], [where[i][1] for i in order], f"{host}:{port}", group)
 

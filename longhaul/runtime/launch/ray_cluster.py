@@ -101,13 +101,13 @@ class Lost(Exception):
     """A call that will return nothing; the message has the reason."""
 
 
-def placed(what: type, turn: int) -> Any:
+def placed(kind: type, turn: int) -> Any:
     """The `turn`-th Ray actor of this class: alone on a core, on a live node, and started by Ray once."""
     import ray
 
     alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
-    made: Any = ray.remote(what)
-    return made.options(**alone, scheduling_strategy=placement(turn)).remote()
+    remote: Any = ray.remote(kind)
+    return remote.options(**alone, scheduling_strategy=placement(turn)).remote()
 
 
 def fetched(coming: Any) -> Any:

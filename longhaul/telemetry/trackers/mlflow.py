@@ -37,12 +37,12 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def numbers(record: Record) -> dict[str, float]:
     """Metrics of a record by names that MLflow takes, `update` last; texts and nulls are left out."""
-    found = {
+    values = {
         re.sub(r"[^\w\-. /]", "_", name): float(value)
         for name, value in record.items()
         if isinstance(value, int | float)
     }
-    return found | {"update": found.pop("update")}
+    return values | {"update": values.pop("update")}
 
 
 def begin(session: Session) -> Tracker:

@@ -33,8 +33,8 @@ def name_of(run_id: str) -> str:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the run's checkpoints, in the order in which they were saved."""
-    found = ((files.CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoints/*"))
-    whole = ((int(m[1]), int(m[2] or 0), path) for m, path in found if m and (path / files.MANIFEST).is_file())
+    matches = ((files.CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoints/*"))
+    whole = ((int(m[1]), int(m[2] or 0), path) for m, path in matches if m and (path / files.MANIFEST).is_file())
     return [(step, path) for step, _, path in sorted(whole)]
 
 

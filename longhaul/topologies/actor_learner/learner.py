@@ -403,25 +403,25 @@ GRACE, LOOK = 5.0, 0.1
 
 def unless(leaving: Callable[[], bool], work: Callable[[], Any]) -> Any:
     """Result of `work`, which a thread computes; None where it is not there `GRACE` seconds after `leaving`."""
-    made: Future[Any] = Future()
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            made.set_result(work())
+            outcome.set_result(work())
         except BaseException as error:
-            made.set_exception(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name=f"{AT_WORK}'s learner", daemon=True)
     thread.start()
     last = None
-    while not wait([made], LOOK).done:
+    while not wait([outcome], LOOK).done:
         if last is None and leaving():
             last = time.monotonic() + GRACE
         if last is not None and time.monotonic() >= last:
             atexit.register(thread.join)  # in a user's own program; the command ends without the interpreter
             return None
     thread.join()
-    return made.result()
+    return outcome.result()
 
 
 class _Meter:

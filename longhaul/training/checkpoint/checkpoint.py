@@ -64,7 +64,7 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Found(NamedTuple):
+class Checkpoint(NamedTuple):
     """A verified checkpoint: each byte is as written."""
 
     name: str
@@ -171,31 +171,31 @@ class Checkpoints:
         With `part` the checkpoint may have leaves that `like` lacks: `progress._replace(carry=(), key=())` restores the
         algorithm's state without the collector's.
         """
-        found = self.newest()
-        return None if found is None else self.restore(found, like, part=part)
+        newest = self.newest()
+        return None if newest is None else self.restore(newest, like, part=part)
 
-    def newest(self) -> Found | None:
+    def newest(self) -> Checkpoint | None:
         """Newest intact checkpoint with its metadata, not restored yet; warns and raises as `latest`."""
         self.wait()
         self._asked += 1
         newest = process_group.share(f"newest checkpoint {self._turn}/{self._asked}", self._newest)
-        return None if newest is None else Found(*newest)
+        return None if newest is None else Checkpoint(*newest)
 
     def steps(self) -> list[int]:
         """Updates after which a checkpoint was saved that is still there, ascending."""
         return sorted({step for step, _ in _steps(self._folder)})
 
-    def at(self, step: int) -> Found | None:
+    def at(self, step: int) -> Checkpoint | None:
         """Checkpoint after `step` updates; None if there is none. Raises CheckpointError if it is damaged."""
         for number, path in _steps(self._folder):
             if number == step:
                 try:
-                    return Found(path.name, _verify(path, step))
+                    return Checkpoint(path.name, _verify(path, step))
                 except Damaged as damage:
                     raise CheckpointError(f"checkpoint {path.name} in {self._folder} is damaged: {damage}") from damage
         return None
 
-    def arrays(self, found: Found, prefix: str) -> dict[str, np.ndarray]:
+    def arrays(self, checkpoint: Checkpoint, prefix: str) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint whose names begin with `prefix`, by name, on the host.
 
         Raises CheckpointError where its files hold others than its manifest says, or more than memory does: zeros take
@@ -203,33 +203,33 @@ class Checkpoints:
         """
         targets = {
             name: np.broadcast_to(np.zeros((), entry["dtype"]), entry["shape"])
-            for name, entry in found.manifest["leaves"].items()
+            for name, entry in checkpoint.manifest["leaves"].items()
             if name.startswith(prefix) and pytree_serialization.is_stored(entry) and "key" not in entry
         }
-        if wrong := _unlike_stored(self._folder / found.name / ARRAYS, targets) if targets else "":
-            raise CheckpointError(f"{self._folder / found.name}: {wrong}")
-        values = _read(self._folder / found.name / ARRAYS, targets) if targets else {}
+        if wrong := _unlike_stored(self._folder / checkpoint.name / ARRAYS, targets) if targets else "":
+            raise CheckpointError(f"{self._folder / checkpoint.name}: {wrong}")
+        values = _read(self._folder / checkpoint.name / ARRAYS, targets) if targets else {}
         return {name: np.asarray(value) for name, value in values.items()}
 
-    def restore(self, found: Found, like: PyTree, *, part: bool = False) -> Restored:
+    def restore(self, checkpoint: Checkpoint, like: PyTree, *, part: bool = False) -> Restored:
         """Restored progress of a checkpoint from `newest`."""
-        progress = _restore(self._folder / found.name, found.manifest, like, part)
-        return Restored(found.step, progress, found.metadata)
+        progress = _restore(self._folder / checkpoint.name, checkpoint.manifest, like, part)
+        return Restored(checkpoint.step, progress, checkpoint.metadata)
 
     def _newest(self) -> tuple[str, dict[str, Any]] | None:
         """(name, manifest) of the newest intact checkpoint, None if there is none at all."""
-        found = _steps(self._folder)
+        steps = _steps(self._folder)
         reasons = []
-        for step, path in found:
+        for step, path in steps:
             try:
                 return path.name, _verify(path, step)
             except Damaged as damage:
                 self._damaged.add(path.name)
                 reasons.append(f"{path.name} ({damage})")
                 self._warn(f"checkpoint {path.name} in {self._folder} is damaged and skipped: {damage}")
-        if found:
+        if steps:
             raise CheckpointError(
-                f"all {len(found)} checkpoints in {self._folder} are damaged: {'; '.join(reasons)}; "
+                f"all {len(steps)} checkpoints in {self._folder} are damaged: {'; '.join(reasons)}; "
                 "bring back a copy of the folder, or start a new run"
             )
         return None
@@ -304,12 +304,12 @@ class Checkpoints:
         `final`, and links to checkpoints elsewhere.
         """
         kept: set[int] = set()
-        found = _steps(self._folder)
+        steps = _steps(self._folder)
         stay = {} if self._every is None else {
-            number // self._every: number for number, path in found  # newest first: the oldest of a stretch remains
+            number // self._every: number for number, path in steps  # newest first: the oldest of a stretch remains
             if number >= self._every and path.name not in self._damaged and path.is_dir()
         }  # fmt: skip
-        for number, path in found:
+        for number, path in steps:
             damaged = path.name in self._damaged or not path.is_dir()
             old = len(kept) >= self._keep and number not in stay.values()
             surplus = number <= step and (number in kept or old)
@@ -360,12 +360,12 @@ def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of all named checkpoints, newest first; of one step the last saved first."""
-    found = []
+    entries = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = files.CHECKPOINT.fullmatch(path.name)
         if match:
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [(step, path) for step, _, path in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+            entries.append((int(match[1]), int(match[2] or 0), path))
+    return [(step, path) for step, _, path in sorted(entries, key=lambda entry: entry[:2], reverse=True)]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -487,8 +487,8 @@ def _unlike_stored(path: Path, targets: Mapping[str, np.ndarray]) -> str:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         stored = reader.metadata(path).item_metadata.tree
     for name, each in targets.items():
-        found = stored.get(name)
-        if found is None or (tuple(found.shape), np.dtype(found.dtype)) != (each.shape, each.dtype):
+        entry = stored.get(name)
+        if entry is None or (tuple(entry.shape), np.dtype(entry.dtype)) != (each.shape, each.dtype):
             return f"{name} is stored in another form than its {MANIFEST} says"
     return ""
 

@@ -44,7 +44,7 @@ from longhaul.topologies import fused
 from longhaul.training import data as feeds
 from longhaul.training import hub, init_from, population, reasoning_setup
 from longhaul.training.assemble import Assembly
-from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.data import Feed
 from longhaul.training.run_dir import as_now, called, load_asked, load_run, write_json
 from longhaul.types import Params, Progress, PyTree
@@ -83,14 +83,14 @@ def counted(run: Run, assembly: Assembly, updates: int) -> dict[str, Any]:
     return {"sizes": sizes, "steps": steps, "origin": assembly.origin._asdict(), "run": to_dict(run)}
 
 
-def standing(run: Run, found: Found | None) -> Standing:
+def standing(run: Run, checkpoint: Checkpoint | None) -> Standing:
     """Standing of the resolved `run` at a checkpoint; at its start if there is none.
 
     Raises RunError if no whole update of the new sizes is left, but one of the old sizes is.
     """
-    if found is None:
+    if checkpoint is None:
         return Standing(BEGINNING, {})
-    sizes, steps = found.metadata["sizes"], found.metadata["steps"]
+    sizes, steps = checkpoint.metadata["sizes"], checkpoint.metadata["steps"]
     resized = {name: (sizes[name], getattr(run, name)) for name in SIZES if sizes[name] != getattr(run, name)}
     if resized and isinstance(run.algorithm, OffPolicy):
         name, (before, now) = next(iter(resized.items()))
@@ -107,8 +107,8 @@ def standing(run: Run, found: Found | None) -> Standing:
             f"--total-steps is {run.total_steps}, and {steps['agent_steps']} are done; give more, or leave it out"
         )
     if resized.keys().isdisjoint(("num_envs", "num_steps")):
-        return Standing(Origin(**found.metadata["origin"]), resized, found.step, steps["agent_steps"])
-    origin = Origin(found.step, steps["agent_steps"], steps["env_steps"], found.metadata["place"]["swaps"])
+        return Standing(Origin(**checkpoint.metadata["origin"]), resized, checkpoint.step, steps["agent_steps"])
+    origin = Origin(checkpoint.step, steps["agent_steps"], steps["env_steps"], checkpoint.metadata["place"]["swaps"])
     left = run.total_steps - origin.agent_steps
     before, after = (envs * rows * agents(run) for envs, rows in (
         (sizes["num_envs"], sizes["num_steps"]), (run.num_envs, run.num_steps),
@@ -123,32 +123,34 @@ def standing(run: Run, found: Found | None) -> Standing:
             f"--num-envs {run.num_envs} and --num-steps {run.num_steps} make {last} updates in all; at most {MOST} are "
             "possible: choose larger ones"
         )
-    return Standing(origin, resized, found.step, origin.agent_steps)
+    return Standing(origin, resized, checkpoint.step, origin.agent_steps)
 
 
 def restored(
-    run: Run, checkpoints: Checkpoints, found: Found, begun: Progress, now: Standing, source: Feed, assembly: Assembly,
-    context: PyTree,
+    run: Run, checkpoints: Checkpoints, checkpoint: Checkpoint, begun: Progress, now: Standing, source: Feed,
+    assembly: Assembly, context: PyTree,
 ) -> Progress:  # fmt: skip
     """Progress of the checkpoint in the layout of `begun`, on the current mesh, in the run's `context`."""
     if not begins_anew(now, source):
-        return _restored(run, checkpoints, found, begun)
-    kept = _restored(run, checkpoints, found, begun._replace(carry=()), part=True)
+        return _restored(run, checkpoints, checkpoint, begun)
+    kept = _restored(run, checkpoints, checkpoint, begun._replace(carry=()), part=True)
     return fused.entered(kept, assembly.enter, context)
 
 
-def _restored(run: Run, checkpoints: Checkpoints, found: Found, begun: Progress, *, part: bool = False) -> Progress:
+def _restored(
+    run: Run, checkpoints: Checkpoints, checkpoint: Checkpoint, begun: Progress, *, part: bool = False
+) -> Progress:
     """Progress of a checkpoint as `Checkpoints.restore` has it; where it has LoRA's factors alone, the rest is that of
     `begun`. Raises RunError if the model's files have changed since."""
-    if BASE not in found.metadata:
-        return checkpoints.restore(found, begun, part=part).progress
+    if BASE not in checkpoint.metadata:
+        return checkpoints.restore(checkpoint, begun, part=part).progress
     assert isinstance(run.algorithm, GRPOConfig)
-    if (now := huggingface.digest(folder := run.algorithm.model_folder)) != (then := found.metadata[BASE]):
+    if (now := huggingface.digest(folder := run.algorithm.model_folder)) != (then := checkpoint.metadata[BASE]):
         raise RunError(
-            f"the weights in {folder} have SHA-256 {now[:12]}, and checkpoint {found.step} adapts those of "
+            f"the weights in {folder} have SHA-256 {now[:12]}, and checkpoint {checkpoint.step} adapts those of "
             f"{str(then)[:12]}; bring these back"
         )
-    kept = checkpoints.restore(found, reasoning_setup.adapters(run, begun), part=part).progress
+    kept = checkpoints.restore(checkpoint, reasoning_setup.adapters(run, begun), part=part).progress
     return reasoning_setup.whole(run, kept, begun)
 
 
@@ -181,33 +183,33 @@ def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
 def changes(before: Any, now: Any) -> dict[str, list[Any]]:
     """Name -> [before, now] of the fields that differ between two Runs; nested ones by their own name."""
     before, now = (value if isinstance(value, dict) else to_dict(value) for value in (before, now))
-    found: dict[str, list[Any]] = {}
+    differences: dict[str, list[Any]] = {}
     for name, value in now.items():
         if isinstance(value, dict) and isinstance(before.get(name), dict):
-            found |= changes(before[name], value)
+            differences |= changes(before[name], value)
         elif value != before.get(name):
-            found[name] = [before.get(name), value]
-    return found
+            differences[name] = [before.get(name), value]
+    return differences
 
 
-def edits(folder: Path, found: Found) -> dict[str, list[Any]]:
+def edits(folder: Path, checkpoint: Checkpoint) -> dict[str, list[Any]]:
     """Name -> [in the checkpoint, in run.json] of the fields that were edited by hand."""
-    if "run" not in found.metadata:
+    if "run" not in checkpoint.metadata:
         return {}
     known: dict[str, Any] = {}  # by the last resume that changed it
     for entry in bounded_json.read(folder / "run.json").get("history", ()):
         known |= {name: after for name, (_, after) in entry["changed"].items()}
     now = json.loads(json.dumps(to_dict(load_run(folder))))
-    pairs = changes(as_now(found.metadata["run"]), now)
+    pairs = changes(as_now(checkpoint.metadata["run"]), now)
     return {name: pair for name, pair in pairs.items() if name not in known or known[name] != pair[1]}
 
 
-def check_edits(folder: Path, found: Found, edited: Mapping[str, list[Any]]) -> None:
+def check_edits(folder: Path, checkpoint: Checkpoint, edited: Mapping[str, list[Any]]) -> None:
     """Raises RunError that names each edited field of run.json."""
     if edited:
         raise RunError(
-            f"{folder / 'run.json'} was edited since checkpoint {found.step}: {_words(edited)}; put that back, or give "
-            "--take-edits to go on with it"
+            f"{folder / 'run.json'} was edited since checkpoint {checkpoint.step}: {_words(edited)}; put that back, or "
+            "give --take-edits to go on with it"
         )
 
 
@@ -359,14 +361,14 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
         return run, init_from.published(folder, untrained), untrained
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        found = checkpoints.newest() if step is None else checkpoints.at(step)
-        if found is None and step is not None:
+        checkpoint = checkpoints.newest() if step is None else checkpoints.at(step)
+        if checkpoint is None and step is not None:
             raise RunError(f"run {folder.name} keeps no checkpoint {step}; it has {checkpoints.steps()}")
-        if found is None:
+        if checkpoint is None:
             raise RunError(
                 f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"
             )
-        restored = _restored(run, checkpoints, found, progress, part=True)
+        restored = _restored(run, checkpoints, checkpoint, progress, part=True)
 
     def acting(state: Any) -> Params:
         if run.many:

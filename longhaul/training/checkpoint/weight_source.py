@@ -76,12 +76,12 @@ class CheckpointSource:
         about = {"run": self.folder.name, "epoch": -1, "version": -1, "root": "", "image_bytes": 0, "receivers": []}
         if latest is None:
             return about
-        found, _ = self._restored(latest)
+        manifest, _ = self._restored(latest)
         return about | {
-            "epoch": found.epoch,
-            "version": found.version,
-            "root": found.root.hex(),
-            "image_bytes": found.size,
+            "epoch": manifest.epoch,
+            "version": manifest.version,
+            "root": manifest.root.hex(),
+            "image_bytes": manifest.size,
         }
 
     def interrupt(self) -> None:

@@ -88,10 +88,10 @@ def encode(base: Patterns | None, new: Patterns) -> bytes:
     """`new` as bytes for a receiver that has `base` (None: nothing); both of one size, at most BLOCK."""
     best = None
     if base is not None:
-        found = kernels().changes(_padded(base), _padded(new))
-        if not found.gaps.size:
+        changes = kernels().changes(_padded(base), _padded(new))
+        if not changes.gaps.size:
             return bytes([Mode.SAME])
-        if (best := _delta(found)) and len(best) <= HOPELESS * new.nbytes:
+        if (best := _delta(changes)) and len(best) <= HOPELESS * new.nbytes:
             return best
     dense = _planes(new)
     best = dense if best is None else min(best, dense, key=len)

@@ -29,7 +29,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import assemble, compilation, loop, run_dir
 from longhaul.training.checkpoint import resume as resumption
-from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.data import Fed, Feed, Feeding, Place
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -179,7 +179,7 @@ def test_sizes_of_more_updates_than_int32_counts_are_refused() -> None:
     run = small(total_steps=128 * MOST)
     sizes = {name: getattr(run, name) for name in resumption.SIZES}
     steps = dict.fromkeys(("agent_steps", "env_steps"), 128 * (MOST - 100))
-    found = Found("1", {"step": MOST - 100, "metadata": {"sizes": sizes, "steps": steps, "place": {"swaps": 0}}})
+    found = Checkpoint("1", {"step": MOST - 100, "metadata": {"sizes": sizes, "steps": steps, "place": {"swaps": 0}}})
     wide, thin = (dataclasses.replace(run, num_envs=envs) for envs in (16, 4))
     assert resumption.standing(wide, found).updates == MOST - 100
     with pytest.raises(RunError, match=f"--num-envs 4 and --num-steps 16 make {MOST + 100} updates in all; at most"):
@@ -219,7 +219,7 @@ def test_an_edited_run_is_told_field_by_field_and_taken_if_asked_for(
     assert resumption.edits(folder, found(folder)) == {"lr": [0.003, 98.0]}
 
 
-def found(folder: Path) -> Found:
+def found(folder: Path) -> Checkpoint:
     with closing(Checkpoints(folder / "checkpoints")) as saved:
         newest = saved.newest()
     assert newest is not None
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_an_older_version_says_nothing_of_edits(folder: Path) ->
     about["run"]["algorithm"]["lr"] = 99.0
     (folder / "run.json").write_text(json.dumps(about))
     old = {name: value for name, value in whole.metadata.items() if name != "run"}
-    assert resumption.edits(folder, Found(whole.name, whole.manifest | {"metadata": old})) == {}
+    assert resumption.edits(folder, Checkpoint(whole.name, whole.manifest | {"metadata": old})) == {}
     assert resumption.edits(folder, whole) == {"lr": [0.003, 99.0]}
 
 
