@@ -16,8 +16,8 @@ CLIP = 10.0
 
 class Moments(NamedTuple):
     samples: jax.Array  # float32 scalar
-    mean: PyTree
-    variance: PyTree
+    mean: PyTree  # float32, in the shapes of one agent's observation
+    variance: PyTree  # the same
 
 
 def start(observation: PyTree) -> Moments:

@@ -131,7 +131,8 @@ def successor_values(
     truncated_value: jax.Array,
     truncated: jax.Array,
 ) -> jax.Array:
-    """Value of each step's successor, from the values of a rollout and of its `types.Successors`."""
+    """Value of each step's successor, [T, ...], from the values of a rollout [T, ...] and of its `types.Successors`:
+    `last` [...] and `truncated_value` [K, ...]."""
     following = jnp.concatenate([value[1:], last[None]], axis=0)
     count = jnp.cumsum(truncated.astype(jnp.int32), axis=0) - truncated
     own = jnp.take_along_axis(truncated_value, count, axis=0, mode="clip")

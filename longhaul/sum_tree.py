@@ -29,6 +29,7 @@ class Tree(NamedTuple):
 
 
 def start(n: int) -> Tree:
+    """Tree of n weights 0."""
     widths = [-(-n // FANOUT) * FANOUT]
     while widths[-1] > FANOUT:
         widths.append(-(-(widths[-1] // FANOUT) // FANOUT) * FANOUT)

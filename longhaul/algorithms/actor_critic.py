@@ -23,8 +23,8 @@ from longhaul.types import Key, Params, PyTree, Rollout, Spec
 class State(NamedTuple):
     params: Params
     opt_state: optax.OptState
-    moments: normalise.Moments | tuple[()]
-    updates: jax.Array  # int32
+    moments: normalise.Moments | tuple[()]  # of the observations; () without normalise_observation
+    updates: jax.Array  # int32: finished ones
 
 
 class Policy(NamedTuple):
@@ -54,6 +54,8 @@ def check(config: InMinibatches, *, columns: int, steps: int) -> None:
 
 
 class Parts(NamedTuple):
+    """Network of an algorithm with actor and critic, and the distribution that its outputs mean."""
+
     seen: PyTree  # input of the network for one observation, as ShapeDtypeStruct
     policy: Distribution
     network: actor_critic.ActorCritic

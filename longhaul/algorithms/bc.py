@@ -32,9 +32,9 @@ class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
     observation: PyTree
-    mask: jax.Array | None
-    raw: jax.Array  # the expert's
-    weight: jax.Array  # float32: 1, and 0 where the expert's action is not known
+    mask: jax.Array | None  # bool [rows, n]: legal actions
+    raw: jax.Array  # the expert's raw actions (distributions.py)
+    weight: jax.Array  # float32 [rows]: 1, and 0 where the expert's action is not known
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
 

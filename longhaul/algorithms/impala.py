@@ -39,12 +39,12 @@ class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
     observation: PyTree
-    mask: jax.Array | None
-    raw: jax.Array
-    behaviour_log_prob: jax.Array  # log-probability by the acting policy
-    old_log_prob: jax.Array  # log-probability by the policy at the update's beginning
-    advantage: jax.Array  # V-trace's, with its ratio
-    target: jax.Array  # for the value
+    mask: jax.Array | None  # bool [rows, n]: legal actions
+    raw: jax.Array  # raw actions (distributions.py)
+    behaviour_log_prob: jax.Array  # float32 [rows], by the acting policy
+    old_log_prob: jax.Array  # float32 [rows], by the policy at the update's beginning
+    advantage: jax.Array  # float32 [rows]: V-trace's, with its ratio
+    target: jax.Array  # float32 [rows]: v_s of V-trace, for the value
     weight: jax.Array | None  # float32; None where every row counts alike
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()

@@ -33,12 +33,12 @@ class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
     observation: PyTree
-    mask: jax.Array | None
-    raw: jax.Array
-    log_prob: jax.Array
-    value: jax.Array  # of the parameters before the update
-    advantage: jax.Array  # normalised
-    target: jax.Array  # for the value
+    mask: jax.Array | None  # bool [rows, n]: legal actions
+    raw: jax.Array  # raw actions (distributions.py)
+    log_prob: jax.Array  # float32 [rows], by the acting policy
+    value: jax.Array  # float32 [rows], of the parameters before the update
+    advantage: jax.Array  # float32 [rows], normalised
+    target: jax.Array  # float32 [rows]: lambda-return, for the value
     weight: jax.Array | None  # float32; None where every row counts alike
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()

@@ -38,8 +38,8 @@ class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
     seen: PyTree  # (input of the network, mask of legal choices or None)
-    action: jax.Array
-    target: jax.Array  # for the value of the action
+    action: jax.Array  # int32 [rows]
+    target: jax.Array  # float32 [rows]: Q(lambda)'s, for the value of the action
     weight: jax.Array | None  # float32; None where every row counts alike
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()

@@ -22,7 +22,7 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.runtime import credentials
-from longhaul.runtime.errors import FAILED
+from longhaul.runtime.errors import FAILED, FieldError
 from longhaul.weight_sync import cost_model, model_shapes, transports
 from longhaul.weight_sync.cost_model import Cost, Setting
 from longhaul.weight_sync.receiver import SHARE
@@ -401,9 +401,8 @@ def _of_flags() -> Iterator[None]:
     """Context in which an error of a `Setting` names the flag of its field."""
     try:
         yield
-    except ValueError as error:
-        name, space, rest = str(error).partition(" ")
-        raise FlagError(f"--{NAMES.get(name, name).replace('_', '-')}{space}{rest}") from error
+    except FieldError as error:
+        raise FieldError(NAMES.get(error.field, error.field), error.value, error.remedy).of_flag() from error
 
 
 def check(model: str, out: str | None) -> int:

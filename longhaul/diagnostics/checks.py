@@ -122,8 +122,7 @@ def sizes(run: Run) -> tuple[Check, Run | None]:
     try:
         resolved = resolve(run)
     except RunError as error:
-        what, _, remedy = str(error).partition("; ")
-        return Check("sizes", FAIL, what, "must divide", remedy or what, {}), None
+        return Check("sizes", FAIL, "don't fit", "must divide", str(error), {}), None
     assert resolved.devices is not None
     steps = batch(resolved)
     work = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if _works(run, n)]

@@ -271,6 +271,8 @@ class Stopped(NamedTuple):
 
 
 class Thinking(NamedTuple):
+    """Accuracy by budgets of steps and by samples, and the early stop beside all samples."""
+
     budgets: tuple[ByBudget, ...]
     samples: tuple[BySamples, ...]
     stop: Stopped

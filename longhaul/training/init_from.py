@@ -108,9 +108,8 @@ def published(folder: Path, like: PyTree) -> PyTree:
     """Policy in a folder from the hub, in the form of `like`. Raises RunError where it is another, or damaged."""
     try:
         stored, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
-    except RunError as error:
-        what = str(error).removeprefix("--init-from ")
-        raise RunError(f"{what}: the file is damaged; download or install it again") from error
+    except _UnreadableError as error:
+        raise RunError(f"{error}: the file is damaged; download or install it again") from error
     there, here = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (stored, named))
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
@@ -145,6 +144,8 @@ def arrays(source: str, spec: Spec) -> dict[str, np.ndarray]:
         if path.suffix == ".pkl":
             return _of_legacy(path, spec)
         return _of_run(source)
+    except _UnreadableError as error:
+        raise RunError(f"--init-from {error}") from error
     except (legacy_params.LegacyError, CheckpointError, OSError) as error:
         raise RunError(f"--init-from: {error}") from error
 
@@ -173,6 +174,10 @@ def _of_legacy(path: Path, spec: Spec) -> dict[str, np.ndarray]:
     return {dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
 
 
+class _UnreadableError(ValueError):
+    """A safetensors file that can't be read: its path, and what is wrong."""
+
+
 def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
@@ -180,7 +185,7 @@ def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
         bounded_json.check_safetensors(path)
         tensors: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file
-        raise RunError(f"--init-from {path}: {str(error).splitlines()[0]}") from error
+        raise _UnreadableError(f"{path}: {str(error).splitlines()[0]}") from error
     return tensors
 
 

@@ -239,8 +239,8 @@ def read_run(folder: Path) -> Run:
     try:
         data = bounded_json.read(path)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
-        raise RunError(f"{path} can't be read: {why}; it was not written by longhaul, or is damaged") from error
+        why = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise RunError(f"can't read {why}; it was not written by longhaul, or is damaged") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         raise RunError(f"{path} has format {version}, and this version reads {FORMAT}; use the one that wrote it")

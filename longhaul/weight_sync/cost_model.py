@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from longhaul.runtime.errors import FieldError
+
 GB = 1e9
 
 
@@ -46,25 +48,26 @@ class Setting:
     def __post_init__(self) -> None:
         for name in ("params", "itemsize", "nic", "pcie", "hbm", "bucket", "core_encode", "core_decode", "memory"):
             if not (value := getattr(self, name)) > 0.0:
-                raise ValueError(f"{name} is {value:g}; it must be above 0")
+                raise FieldError(name, f"{value:g}", "it must be above 0")
         for name in ("trainers", "replicas", "per_replica", "cores"):
             if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+                raise FieldError(name, value, "it must be at least 1")
         for name in ("efficiency", "codec_share"):
             if not 0.0 < (value := getattr(self, name)) <= 1.0:
-                raise ValueError(f"{name} is {value:g}; it must lie above 0 and not above 1")
+                raise FieldError(name, f"{value:g}", "it must lie above 0 and not above 1")
         if self.delta_ratio < 1.0:
-            raise ValueError(f"delta_ratio is {self.delta_ratio:g}; it must be at least 1")
+            raise FieldError("delta_ratio", f"{self.delta_ratio:g}", "it must be at least 1")
         least = math.ceil(self.nbytes / self.memory)
-        for name, said, count, remedy in (
+        for name, value, count, remedy in (
             ("receivers", f"{self.replicas}x{self.per_replica}", self.per_replica, "share a replica among"),
             ("trainers", f"{self.trainers}", self.trainers, "take"),
         ):
             if count < least:
-                raise ValueError(
-                    f"{name} is {said}: each would hold {self.nbytes / count / GB:,.0f} GB of parameters in "
-                    f"{self.memory / GB:,.0f} GB; give more memory (--memory-gb), or {remedy} at least {least}"
-                )
+                raise FieldError(
+                    name, value,
+                    f"each would hold {self.nbytes / count / GB:,.0f} GB of parameters in {self.memory / GB:,.0f} GB; "
+                    f"give more memory (--memory-gb), or {remedy} at least {least}",
+                )  # fmt: skip
 
     @property
     def nbytes(self) -> float:

@@ -56,6 +56,8 @@ class Offer(NamedTuple):
 
 
 class Phase(StrEnum):
+    """Phase of a receiver: nothing offered, a version on its way, a version verified."""
+
     IDLE = "idle"
     STAGING = "staging"
     READY = "ready"

@@ -109,7 +109,7 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         (f"{PLAN} --delta-ratio 0", "error: --delta-ratio is 0; it must be at least 1"),
         (
             f"{PLAN} --receivers 100",
-            "error: --receivers is 100x1: each would hold 2,000 GB of parameters in 180 GB; give more",
+            "error: --receivers is 100x1; each would hold 2,000 GB of parameters in 180 GB; give more",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_a_folder_of_another_version_or_damaged_is_refused_in_one_line(tmp_path:
     with pytest.raises(RunError, match=re.escape(str(path))) as raised:
         run_dir.load_run(tmp_path)
     assert "\n" not in str(raised.value)
-    assert "use the" in str(raised.value) or "can't be read" in str(raised.value)
+    assert "use the" in str(raised.value) or "can't read" in str(raised.value)
     assert path.read_bytes() == before
 
 

@@ -107,7 +107,7 @@ BAD = [
     ("evaluate file.txt", ["file.txt is a file, not a run; driving logs are given with --data file.txt"]),
     ("evaluate runs/cartpole/run.json", ["runs/cartpole/run.json lies in a run; give runs/cartpole"]),
     ("evaluate nobody --policy best", ["--policy is 'best'; it must be one of run, untrained, idm, log, constant"]),
-    ("evaluate damaged", ["damaged/run.json can't be read"]),
+    ("evaluate damaged", ["can't read", "damaged/run.json: it is no"]),
     ("evaluate future", ["future/run.json has format 99, and this"]),
     ("train cartpole --resume future", ["has format 99"]),
     ("train cartpole --run-name damaged", ["run 'damaged' exists in runs", "--resume damaged"]),

@@ -71,9 +71,9 @@ def test_the_model_counts_the_bytes_that_a_plan_moves() -> None:
 
 
 def test_a_part_fits_into_its_accelerator_and_two_versions_are_told_if_they_do_not() -> None:
-    with pytest.raises(ValueError, match=r"receivers is 100x1: each would hold 2,000 GB of .* in 180 GB; .* least 12$"):
+    with pytest.raises(ValueError, match=r"receivers is 100x1; each would hold 2,000 GB of .* in 180 GB; .* least 12$"):
         Setting(params=1e12, replicas=100, per_replica=1)
-    with pytest.raises(ValueError, match=r"trainers is 2: each would hold 1,000 GB of .* in 500 GB; .* least 4$"):
+    with pytest.raises(ValueError, match=r"trainers is 2; each would hold 1,000 GB of .* in 500 GB; .* least 4$"):
         Setting(params=1e12, trainers=2, memory=500 * GB)
     said = {each: dict(cost_model.assumptions(Setting(params=1e12, per_replica=each)))["memory"] for each in (12, 32)}
     assert said[12] == "333.3 GB of 180 while a receiver stages a version beside its own: too much"
