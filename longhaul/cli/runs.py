@@ -185,18 +185,18 @@ def report(words: Sequence[str]) -> int:
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
-        from longhaul.training import final_evaluation, population
+        from longhaul.training import final_evaluation, members
         from longhaul.training import report as pages
         from longhaul.training.run_dir import load_run
     run = load_run(folder)
     which = parsed["member"]
     if which is not None or (run.many and parsed["checkpoint"] is not None):
-        population.chosen(run, which, folder.name)
-    path = folder / ("metrics.jsonl" if which is None else population.FILE)
+        members.chosen(run, which, folder.name)
+    path = folder / ("metrics.jsonl" if which is None else members.FILE)
     records = sinks.read(path) if path.is_file() else []
     result = read_result(folder) if (folder / "result.json").is_file() else {}
     if which is not None:
-        records = [population.of_member(record, which) for record in records]
+        records = [members.of_member(record, which) for record in records]
         whole, own = result, (result.get("members") or {which: {}})[which]
         result = {name: whole[name] for name in ("status", "compile_seconds") if name in whole}
         result["evaluation"] = own.get("evaluation", {})
@@ -228,11 +228,11 @@ def report(words: Sequence[str]) -> int:
 
 def _members(folder: Path, run: Run, result: Mapping[str, Any]) -> str:
     """Section of a report on the runs of a population."""
-    from longhaul.training import population
+    from longhaul.training import members
 
     if not run.many:
         return ""
-    return population.section(folder, result) if "members" in result else population.unfinished(folder, run)
+    return members.section(folder, result) if "members" in result else members.unfinished(folder, run)
 
 
 # ------------------------------------------------------------------------------------------------------------- removal

@@ -85,10 +85,10 @@ def show_result(result: dict[str, Any]) -> None:
     if "members" not in result:
         tables.scores(result["evaluation"])
         return
-    from longhaul.training import population
+    from longhaul.training import members
 
-    header, rows, footer = population.columns(result["members"])
-    best, ranks = population.ranking(result["members"])
+    header, rows, footer = members.columns(result["members"])
+    best, ranks = members.ranking(result["members"])
     tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer or None)
     if ranks:
         print()

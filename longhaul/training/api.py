@@ -38,7 +38,7 @@ from longhaul.runtime.files import expanded
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
-from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, population, publish, store
+from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, members, publish, store
 from longhaul.training import evaluate as evaluation
 from longhaul.training import runs as folder_runs
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
@@ -170,7 +170,7 @@ class Result:
         """Metrics of each run that `seeds` or `sweep` trained, float64 [records, runs]; NaN where one is not finite."""
         if not self.run.many:
             raise RunError(f"{self.folder.name} is one run, whose metrics are in result.metrics")
-        return read_metrics(self.folder, population.FILE)
+        return read_metrics(self.folder, members.FILE)
 
     @functools.cached_property
     def policy(self) -> Policy:

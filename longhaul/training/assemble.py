@@ -28,14 +28,12 @@ from longhaul.replay import Sizes
 from longhaul.rollout import Guide, collector, pathwise
 from longhaul.runtime import batch_shards, device_memory, partition
 from longhaul.runtime import mesh as meshes
-from longhaul.topologies import fused
-from longhaul.topologies import population as populations
+from longhaul.topologies import fused, fused_population
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner import learner as acted
 from longhaul.topologies.inference_server import learner as served
-from longhaul.training import offline_data, reasoning_setup
-from longhaul.training import population as members
+from longhaul.training import members, offline_data, reasoning_setup
 from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
 
 UNROLL = 4
@@ -57,7 +55,7 @@ class Assembly(NamedTuple):
     shards: batch_shards.Shards
     origin: Origin = BEGINNING
     members: tuple[Member, ...] = ()  # of a population; steps are those of each member
-    begin: populations.Start | None = None  # start of a population
+    begin: fused_population.Start | None = None  # start of a population
 
     def start(self, seed: int, context: PyTree) -> Progress:
         if self.begin is not None:
@@ -125,7 +123,7 @@ def assemble(
         enter = _entering_server(run, algorithm)
     else:
         enter = fused.entering(collector_in, mesh, parted)
-    begin = populations.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
+    begin = fused_population.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
     )

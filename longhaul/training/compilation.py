@@ -17,10 +17,8 @@ from longhaul.config.run import Origin, Run, to_dict
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
-from longhaul.topologies import fused
-from longhaul.topologies import population as populations
-from longhaul.training import actor_learner, inference_server, reasoning_setup
-from longhaul.training import population as members
+from longhaul.topologies import fused, fused_population
+from longhaul.training import actor_learner, inference_server, members, reasoning_setup
 from longhaul.training.assemble import Assembly, assemble, check_room
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.training.run_dir import write_json
@@ -108,7 +106,7 @@ def compiled(
     try:
         if run.many:
             assert run.population.together is not None
-            return populations.compiled(
+            return fused_population.compiled(
                 assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block,
                 width=run.population.together, within=members.within(assembly.members),
             )  # fmt: skip

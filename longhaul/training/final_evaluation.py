@@ -22,8 +22,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.runtime.signals import Stop
 from longhaul.telemetry import health_log, sinks
 from longhaul.telemetry.films import Film
-from longhaul.training import evaluate, evaluate_driving, report
-from longhaul.training import population as members
+from longhaul.training import evaluate, evaluate_driving, members, report
 from longhaul.training.assemble import Assembly
 from longhaul.training.clock import Clock
 from longhaul.training.compilation import THREAD

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul.algorithms import population as pbt
+from longhaul.algorithms import pbt
 from longhaul.config import population
 from longhaul.config.run import Named, Run
 from longhaul.envs import external
@@ -35,8 +35,7 @@ from longhaul.runtime.provenance import provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
 from longhaul.telemetry import health_log, screen, sinks, tracking
 from longhaul.telemetry.aggregate import Sums
-from longhaul.topologies import fused
-from longhaul.topologies import population as populations
+from longhaul.topologies import fused, fused_population
 from longhaul.topologies.actor_learner import learner
 from longhaul.training import (
     actor_learner,
@@ -44,6 +43,7 @@ from longhaul.training import (
     final_evaluation,
     inference_server,
     init_from,
+    members,
     nan_rollback,
     reasoning_setup,
     run_dir,
@@ -51,7 +51,6 @@ from longhaul.training import (
     store,
 )
 from longhaul.training import data as feeds
-from longhaul.training import population as members
 from longhaul.training import publish as publishing
 from longhaul.training.assemble import Assembly, check_room, decisions
 from longhaul.training.checkpoint import resume
@@ -448,8 +447,8 @@ class Loop:
         assert run.block is not None
         if run.many:
             every = run.population.pbt_interval
-            evolve = populations.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
-            yield from populations.populations(
+            evolve = fused_population.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
+            yield from fused_population.fused_population(
                 program, progress, feeding.now.context, updates=assembly.updates, block=run.block,
                 evolve=evolve if every else None, every=every,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from longhaul.driving.render import save
 from longhaul.driving.render.recording import Recording
 from longhaul.telemetry import pages
 from longhaul.telemetry.health import Finding
-from longhaul.training import population, report
+from longhaul.training import members, report
 from tests.helpers import browser
 from tests.helpers.browser import Browser
 
@@ -317,7 +317,7 @@ def whole_report(folder: Path) -> Path:
     written(
         folder / "report.html", run={"id": WICKED, "recipe": "driving", "command": [WICKED]}, records=records,
         result=RESULT | {"chains": chains}, recordings=recordings,
-        runs=population.section(Path("none"), {"members": rows}),
+        runs=members.section(Path("none"), {"members": rows}),
         findings=[Finding("entropy", 0.1, 0.2, WICKED, "lower it", 3)],
     )  # fmt: skip
     return folder / "report.html"

@@ -43,8 +43,7 @@ from longhaul.runtime import config_fields, device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
-from longhaul.topologies import fused
-from longhaul.topologies import population as populations
+from longhaul.topologies import fused, fused_population
 from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feeding, feed
 from longhaul.types import PyTree
@@ -151,7 +150,7 @@ def training(run: Run, unit: str, more: dict[str, Any]) -> Prepared:
     start = assembly.start(run.seed, context)
     if run.many:
         assert run.population.together is not None
-        program = populations.compiled(
+        program = fused_population.compiled(
             assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=run.block,
             width=run.population.together,
         )  # fmt: skip

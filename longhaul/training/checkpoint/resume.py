@@ -42,7 +42,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
-from longhaul.training import hub, init_from, population, reasoning_setup
+from longhaul.training import hub, init_from, members, reasoning_setup
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.data import Feed
@@ -346,11 +346,11 @@ def restore_policy(folder: Path, member: int | None = None, step: int | None = N
     returned run has its seed. Raises RunError if there is none.
     """
     run = load_run(folder)
-    which = population.chosen(run, member, folder.name) if run.many or member is not None else None
+    which = members.chosen(run, member, folder.name) if run.many or member is not None else None
     if started() is None:  # else it acts on what is there
         prepare_devices(run.all_devices, run.threads)
     if run.many:
-        algorithm, begun = population.initial_states(run, feeds.spec(run))
+        algorithm, begun = members.initial_states(run, feeds.spec(run))
     else:
         algorithm = registry.make(feeds.spec(run), run.algorithm, RunContext(updates=1, mean=meshes.identity))
         key = jax.random.split(jax.random.key(run.seed), 3)[0]  # as in `fused.start`

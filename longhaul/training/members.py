@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.algorithms import population, registry
-from longhaul.algorithms.population import Make, Tuned
+from longhaul.algorithms import pbt, registry
+from longhaul.algorithms.pbt import Make, Tuned
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config.population import SCENARIOS, Member, values_of
 from longhaul.config.resolve import members_of
@@ -32,7 +32,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import pages
 from longhaul.telemetry.sinks import read
-from longhaul.topologies import population as topology
+from longhaul.topologies import fused_population
 from longhaul.training import evaluate, evaluate_driving, report
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
@@ -45,15 +45,15 @@ FINITE = "finite"
 def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[[PyTree, Key], Tuned]]:
     """Algorithm with the members' differing hyperparameters as arguments; RunError if one cannot be an argument."""
     try:
-        return population.tuned(make, tuple(members[0].values))
+        return pbt.tuned(make, tuple(members[0].values))
     except ValueError as error:
         raise RunError(str(error)) from error
 
 
-def within(members: tuple[Member, ...]) -> topology.Within:
+def within(members: tuple[Member, ...]) -> fused_population.Within:
     """Context of each member: where scenarios are swept, episodes are drawn among the member's first ones."""
     if not members or SCENARIOS not in members[0].values:
-        return topology.same
+        return fused_population.same
 
     def narrowed(context: PyTree, own: PyTree) -> PyTree:
         return context._replace(among=own[SCENARIOS].astype(jnp.int32))

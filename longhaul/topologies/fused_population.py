@@ -144,7 +144,7 @@ def evolving(evolve: Evolve, mesh: Mesh) -> Callable[[Progress], Progress]:
     return jax.jit(step, donate_argnums=0, out_shardings=Progress(split, split, split, everywhere))  # type: ignore[arg-type]
 
 
-def populations(
+def fused_population(
     program: fused.Program,
     progress: Progress,
     context: PyTree,

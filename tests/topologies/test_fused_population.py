@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import population
+from longhaul.algorithms import pbt
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as resolution
@@ -29,7 +29,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.training import loop, run_dir
-from longhaul.training import population as training_population
+from longhaul.training import members as training_members
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Checkpoint
 from longhaul.training.checkpoint.resume import restore_policy
@@ -59,7 +59,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 def member_lines(folder: Path) -> list[dict[str, Any]]:
-    found = sinks.read(folder / training_population.FILE)
+    found = sinks.read(folder / training_members.FILE)
     return [{k: v for k, v in line.items() if k not in small_runs.TIMES} for line in found]
 
 
@@ -206,7 +206,7 @@ def test_impossible_sweeps_are_one_line(changes: dict[str, Any], line: str) -> N
 
 def test_a_hyperparameter_that_shapes_the_program_is_refused() -> None:
     with pytest.raises(ValueError, match="--sweep names width"):
-        population.tuned(_shaped, ("width",))
+        pbt.tuned(_shaped, ("width",))
 
 
 def _shaped(values: Any) -> Any:
@@ -249,7 +249,7 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
 
 def test_a_run_that_diverges_harms_no_other() -> None:
     lines: list[str] = []
-    watch, sums = training_population.Watch(3, lines.append), Sums(3)
+    watch, sums = training_members.Watch(3, lines.append), Sums(3)
     finite = np.array([[True, True, True], [True, False, True]])
     rows = {"finite": finite, "episodes": np.ones((2, 3)), "episode/return": np.array([[1.0, 2, 3], [1, np.nan, 5]])}
     sums.add(2, watch.look(rows, 2, 2))
@@ -326,7 +326,7 @@ def _working(child: subprocess.Popen[Any], quiet: float) -> int | None:
 def test_acting_states_are_restored_without_a_replay() -> None:
     """Whose places depend on the scenarios that a run trains in, which who evaluates it need not have."""
     run = resolve(replaced(recipes.recipe("pendulum-sac"), seeds=2, hidden_dim=8))
-    algorithm, states = training_population.initial_states(run, spec(run))
+    algorithm, states = training_members.initial_states(run, spec(run))
     assert states.state.replay == () and jax.tree.leaves(algorithm.policy(states))
     sizes = sum(leaf.size for leaf in jax.tree.leaves(states))
     assert sizes < run.algorithm.replay_size  # of steps
