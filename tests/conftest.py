@@ -63,7 +63,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and not list(Path(cache_from_source(LAST)
     fcntl.flock(COLLECTING, fcntl.LOCK_EX)
 
 DEVICES = 4
-ROOM = max(3 << 29, psutil.virtual_memory().available // 4)
+ROOM = max(3 << 29, psutil.virtual_memory().available // 3)
 """Bytes that each of two workers may grow by before it drops the programs of earlier files: later files compile anew
 what they need of them, and dropping takes four to eight seconds."""
 

@@ -54,7 +54,7 @@ def _terminal(stream: TextIO) -> Console:
 
     terminal = Console(file=stream, no_color="NO_COLOR" in os.environ, highlight=False, markup=False)
     # A process that is killed cannot give a hidden cursor back.
-    terminal.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+    terminal.show_cursor = lambda show=True: False
     return terminal
 
 

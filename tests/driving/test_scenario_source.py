@@ -235,6 +235,7 @@ def test_a_log_that_cant_be_used_is_told_with_its_file_and_what_leaves_such_logs
         scenario_source.from_logs([str(tmp_path / "b.json")])
 
 
+@pytest.mark.slow
 def test_bad_logs_are_named_and_left_out_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,7 +144,7 @@ def unpack_steps(
 
 
 def changes(base: Patterns, new: Patterns) -> Changes:
-    bounds = numba_kernels.merge.py_func(*survey(base, new), numba_kernels.WORTH)
+    bounds = numba_kernels.merge(*survey(base, new), numba_kernels.WORTH)
     return Changes(bounds, *_changes(base, new, bounds))
 
 

@@ -79,6 +79,7 @@ def write(log: Log, folder: Path, scenes: Sequence[int] | None = None) -> Path:
         if row != log.sdc
     ]
     with closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA synchronous = OFF")  # a test waits for no disk
         db.executescript(SCHEMA)
         for name, rows in tables.items():
             if rows:
@@ -213,6 +214,7 @@ def write_map(log: Log, path: Path) -> None:
         "generic_drivable_areas": ("creator_id TEXT", [(81, shape(3, [ring(150, 200, -3.5, 3.5), ISLAND]), "")]),
     }
     with closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA synchronous = OFF")
         db.execute("PRAGMA application_id = 0x47504B47")
         db.executescript(
             "CREATE TABLE gpkg_spatial_ref_sys (srs_name TEXT, srs_id INTEGER PRIMARY KEY, organization TEXT,"
