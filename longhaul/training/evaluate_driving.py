@@ -219,17 +219,18 @@ class Drives(NamedTuple):
         return Drives(self.run, scenario_set.held([self.scenarios[i] for i in which], files))
 
     def named(self, ids: Sequence[str]) -> Drives:
-        """Drives restricted to the scenarios of these ids; all where none is given. RunError, with the nearest, for an
-        id that is not there."""
+        """Drives restricted to the scenarios of these ids, each that has one of them; all where none is given.
+        RunError, with the nearest, for an id that is not there."""
         there = list(self.scenarios.ids)
         for each in ids:
             if each not in there:
-                begun = [known for known in there if known.startswith(each)][:3]
-                near = begun or difflib.get_close_matches(each, there)
+                known = list(dict.fromkeys(there))
+                near = [id_ for id_ in known if id_.startswith(each)][:3] or difflib.get_close_matches(each, known)
                 few = f"there are {', '.join(there[:3])}{' ...' if len(there) > 3 else ''}"
                 hint = f"did you mean {' or '.join(near)}?" if near else few
                 raise RunError(f"no scenario is named {each!r}; {hint}")
-        return self.subset([there.index(each) for each in ids]) if ids else self
+        wanted = [i for each in dict.fromkeys(ids) for i, id_ in enumerate(there) if id_ == each]
+        return self.subset(wanted) if ids else self
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""

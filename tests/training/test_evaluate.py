@@ -358,17 +358,17 @@ def test_the_picture_knows_of_everybody_what_the_table_says(logs: dict[str, Path
 
 
 def test_scenarios_are_driven_by_their_ids(folder: Path, tmp_path: Path) -> None:
-    """From the command line and from Python; the nearest is named where there is none."""
+    """From the command line and from Python, all of an id; the nearest is named where there is none."""
     paths = {}
-    for name in ("first", "second"):
+    for name, id_ in (("first", "first"), ("second", "second"), ("again", "second")):
         paths[name] = tmp_path / f"{name}.json"
         log = log_files.make_log(steps=41, cyclist=-2.5)
-        paths[name].write_text(json.dumps(log_files.gpudrive(dataclasses.replace(log, id=name))))
+        paths[name].write_text(json.dumps(log_files.gpudrive(dataclasses.replace(log, id=id_))))
     drives = evaluate_driving.drives(driving(), [str(path) for path in paths.values()])
     assert drives.named(()) is drives
-    assert (drives.named(["second"]).scenarios.ids, drives.named(["second"]).files) == (
-        ("second",), (str(paths["second"]),)
-    )  # fmt: skip
+    assert drives.named(["first"]).files == (str(paths["first"]),)
+    assert drives.named(["second", "second"]).scenarios.ids == ("second", "second")
+    assert drives.named(["second"]).files == (str(paths["second"]), str(paths["again"]))
     says = r"no scenario is named 'secnd'; did you mean second\?$"
     with pytest.raises(RunError, match=says):
         longhaul.evaluate("d", policy="log", scenario="secnd", data=list(paths.values()))
