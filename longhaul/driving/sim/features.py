@@ -61,6 +61,13 @@ class OnLanes(NamedTuple):
     rule: jax.Array  # m/s: the limit by which a drive is scored: the source's, else that of the lane's kind
 
 
+Pose = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""An agent's x and y, m, and the cosine and sine of its heading."""
+
+Half = tuple[jax.Array, jax.Array]
+"""Half of an agent's length and width, m."""
+
+
 def time_to_contact(boxes: Relative) -> jax.Array:
     """Seconds until boxes touch that go on as they are, 0 where they do; FREE if they never will."""
     x, y, cos, sin, (length, width), (other_length, other_width), vx, vy = boxes
@@ -113,9 +120,7 @@ def contact(
     return ttc, moving & jnp.any(fault, axis=-1)
 
 
-def on_lanes(
-    lanes: LanesHere, cos: jax.Array, sin: jax.Array, half: tuple[jax.Array, jax.Array], kind: jax.Array
-) -> OnLanes:
+def on_lanes(lanes: LanesHere, cos: jax.Array, sin: jax.Array, half: Half, kind: jax.Array) -> OnLanes:
     """On the `lanes` around the centre of an agent of this kind and heading; cyclists alone have lanes for bicycles."""
     counts = (lanes.lane >= 0) & (~lanes.bike | (kind == CYCLIST))
     distance = jnp.where(counts, lanes.distance, FREE)
@@ -198,63 +203,48 @@ class Agent(NamedTuple):
     object: jax.Array  # int32, index into N; -1 is an empty slot
 
 
+class _Lights(NamedTuple):
+    """Lights of an agent's route in a step."""
+
+    distance: jax.Array  # m from the front bumper to the next stop line; FREE if none is ahead
+    state: jax.Array  # int32, of the next: 0 unknown or none, 1 red, 2 yellow, 3 green
+    passed_red: jax.Array  # bool: the front bumper passed a stop line, red before and after
+    lit: jax.Array  # bool: the state of some light is known
+
+
 def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, here: Scene, agent: Agent) -> Features:
     """The features of one controlled agent at step t; its route is searched `search` metres ahead of where it was."""
     own = jnp.maximum(agent.object, 0)
-    half, sizes = (here.half_length[own], here.half_width[own]), (here.half_length, here.half_width)
-    own_x, own_y, own_heading, _ = agent.drive.motion
-    cos, sin = jnp.cos(own_heading), jnp.sin(own_heading)
-    x, y = into(here.x - own_x, here.y - own_y, cos, sin)
-    turn_cos, turn_sin = here.cos * cos + here.sin * sin, here.sin * cos - here.cos * sin
-    vx, vy = into(here.vx - here.vx[own], here.vy - here.vy[own], cos, sin)
-    others = Relative(x, y, turn_cos, turn_sin, half, sizes, vx, vy)
+    half = here.half_length[own], here.half_width[own]
+    x, y, heading, _ = agent.drive.motion
+    cos, sin = jnp.cos(heading), jnp.sin(heading)
+    others = _relative(here, own, half, (x, y, cos, sin))
     seen = here.present & (here.slot != agent.slot)
+    edge = _edge_clearance(tables, scenario, half, (x, y, cos, sin))
 
-    box_x, box_y = corners(*half)
-    felt_x, felt_y = jnp.concatenate([box_x, FAN[:, 0]]), jnp.concatenate([box_y, FAN[:, 1]])
-    felt_x, felt_y = out_of(felt_x, felt_y, cos, sin)
-    road = clearance(device_bank.field(tables, scenario), felt_x + own_x, felt_y + own_y)
-
-    near, first = device_bank.window(tables, scenario, agent.slot, agent.s, search)
-    place = project(near, first, own_x, own_y)
+    searched, first = device_bank.window(tables, scenario, agent.slot, agent.s, search)
+    place = project(searched, first, x, y)
     route, first = device_bank.window(tables, scenario, agent.slot, place.s, device_bank.AHEAD)
 
-    ahead = device_bank.ahead_of(route, first, place.s, CORRIDOR)
-    boxes = (here.x, here.y, here.cos, here.sin)
-    margin = half[1] + MARGIN
-    offset = jnp.asarray(CORRIDOR, jnp.float32)
-    near = blocked(ahead[:2], offset, boxes, sizes, (margin, margin))
-    near = jnp.where(seen, near, FREE)
-    leader = nearest(near, 1)[0]
-    along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
-
-    stop, lights = device_bank.lights_at(tables, scenario, t, agent.slot)
-    _, lights_before = device_bank.lights_at(tables, scenario, t - 1, agent.slot)
-    front, front_before = place.s + half[0], agent.s + half[0]
-    passed = (front_before < stop) & (stop <= front) & (lights == RED) & (lights_before == RED)
-    heading_error = wrap(own_heading - place.heading)
+    near, leader, along = _leader(device_bank.ahead_of(route, first, place.s, CORRIDOR), here, half[1], seen)
+    lights = _lights(tables, scenario, t, agent, place.s, half[0])
+    heading_error = wrap(heading - place.heading)
     on_route = (jnp.abs(place.lateral) <= BEYOND_LINE) & (jnp.abs(heading_error) < np.float32(np.pi / 2))
-    distance = jnp.where(stop > front, stop - front, FREE)
-    next_light = nearest(distance, 1)[0]
-    known = distance[next_light] < FREE
-    light_state = jnp.where(known, lights[next_light].astype(jnp.int32), 0)
     speed = here.vx[own] * cos + here.vy[own] * sin
     gap = jnp.where(near[leader] < FREE, near[leader] - half[0], FREE)
     leader_speed = here.vx[leader] * jnp.cos(along) + here.vy[leader] * jnp.sin(along)
-    red = jnp.where(light_state == RED, distance[next_light], FREE)
-    headway, closing = jnp.minimum(gap, red), jnp.where(red < gap, speed, speed - leader_speed)
-    closing = jnp.where(headway < FREE, closing, 0.0)
-    braking = jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(headway, 0.5))
+    headway, closing, braking = _headway(gap, leader_speed, lights, speed)
+
     kind, gaps = here.kind[own], separation(others)
-    lanes = on_lanes(lanes_at(tables.map, scenario, own_x, own_y), cos, sin, half, kind)
+    lanes = on_lanes(lanes_at(tables.map, scenario, x, y), cos, sin, half, kind)
     ttc, fault = contact(others, seen, seen & (gaps < 0.0), here.kind, speed, lanes.straddles)
     return Features(
         others=others,
         seen=seen,
         separation=gaps,
         blocks=jnp.where(near < FREE, near - half[0], FREE),
-        corner_clearance=road[:4],
-        fan_clearance=road[4:],
+        corner_clearance=edge[:4],
+        fan_clearance=edge[4:],
         s=place.s,
         lateral=place.lateral,
         heading_error=heading_error,
@@ -265,12 +255,67 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
         headway=headway,
         closing=closing,
         braking=braking,
-        light_distance=distance[next_light],
-        light_state=light_state,
-        ran_red=jnp.any(passed) & on_route,
-        lit=jnp.any(jnp.isfinite(stop) & (lights > 0)),
+        light_distance=lights.distance,
+        light_state=lights.state,
+        ran_red=lights.passed_red & on_route,
+        lit=lights.lit,
         kind=kind,
         ttc=ttc,
         fault=fault,
         lanes=lanes,
     )
+
+
+def _relative(here: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
+    """All [N] in the frame of number `own`, whose half length and width are `half`."""
+    x, y, cos, sin = pose
+    position = into(here.x - x, here.y - y, cos, sin)
+    turn_cos, turn_sin = here.cos * cos + here.sin * sin, here.sin * cos - here.cos * sin
+    velocity = into(here.vx - here.vx[own], here.vy - here.vy[own], cos, sin)
+    return Relative(*position, turn_cos, turn_sin, half, (here.half_length, here.half_width), *velocity)
+
+
+def _edge_clearance(tables: DeviceBank, scenario: jax.Array, half: Half, pose: Pose) -> jax.Array:
+    """Signed distances to the road's edge, m, of the four corners and then of the points of FAN: [4 + P]."""
+    x, y, cos, sin = pose
+    corner_x, corner_y = corners(*half)
+    ahead, left = jnp.concatenate([corner_x, FAN[:, 0]]), jnp.concatenate([corner_y, FAN[:, 1]])
+    east, north = out_of(ahead, left, cos, sin)
+    return clearance(device_bank.field(tables, scenario), east + x, north + y)
+
+
+def _leader(
+    ahead: tuple[jax.Array, jax.Array, jax.Array], here: Scene, half_width: jax.Array, seen: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(m [N] ahead of the agent's centre at which each blocks the corridor, or FREE; number of the leader, the nearest
+    of these; the route's heading there), where `ahead` are x, y and heading [M] of the route at CORRIDOR."""
+    x, y, heading = ahead
+    boxes, sizes = (here.x, here.y, here.cos, here.sin), (here.half_length, here.half_width)
+    margin, offset = half_width + MARGIN, jnp.asarray(CORRIDOR, jnp.float32)
+    near = jnp.where(seen, blocked((x, y), offset, boxes, sizes, (margin, margin)), FREE)
+    leader = nearest(near, 1)[0]
+    return near, leader, heading[jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
+
+
+def _lights(
+    tables: DeviceBank, scenario: jax.Array, t: jax.Array, agent: Agent, s: jax.Array, half_length: jax.Array
+) -> _Lights:
+    """Lights for an agent that came to `s` in this step."""
+    stop, now = device_bank.lights_at(tables, scenario, t, agent.slot)
+    _, before = device_bank.lights_at(tables, scenario, t - 1, agent.slot)
+    front, front_before = s + half_length, agent.s + half_length
+    passed = (front_before < stop) & (stop <= front) & (now == RED) & (before == RED)
+    distance = jnp.where(stop > front, stop - front, FREE)
+    first = nearest(distance, 1)[0]
+    state = jnp.where(distance[first] < FREE, now[first].astype(jnp.int32), 0)
+    return _Lights(distance[first], state, jnp.any(passed), jnp.any(jnp.isfinite(stop) & (now > 0)))
+
+
+def _headway(
+    gap: jax.Array, leader_speed: jax.Array, lights: _Lights, speed: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(headway to the leader or a red light, the speed at which it closes, the steady braking that meets it)."""
+    red = jnp.where(lights.state == RED, lights.distance, FREE)
+    headway, closing = jnp.minimum(gap, red), jnp.where(red < gap, speed, speed - leader_speed)
+    closing = jnp.where(headway < FREE, closing, 0.0)
+    return headway, closing, jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(headway, 0.5))

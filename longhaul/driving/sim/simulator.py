@@ -204,14 +204,13 @@ class Simulator:
         drives. What is drawn from `key` is what chance hides from sight: scenarios differ, their course does not."""
         tables, config = self.tables, self.config
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
-        last = tables.steps[state.scenario] - 1
         state, held = self._put_back(state)
         advance = self._advance(key, state, action, held, dt)
         drive = advance.drive
         after = state.moved(drive)._replace(t=state.t + 1, reactive=advance.reactive)
         here = self._scene(after)
         features = self._features(after, here)
-        over = after.t >= last
+        over = after.t >= tables.steps[state.scenario] - 1
         logged, present = self._logged(state.scenario, after.t)
         events = reward.detect_events(features, length, over)
         counts = paid = state.playing if held is None else state.playing & ~held
@@ -220,11 +219,7 @@ class Simulator:
             counts = counts & present & self._logged(state.scenario, state.t)[1]
         events = self._spared(state, events)
         ride = reward.ride_of(state.drive, drive, state.t == 0, dt)
-        mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
-        divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
-        if state.goals is not None:  # who begins anew has left its log
-            present = present & (state.goals == 0)
-        course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
+        course = self._course(state, after, logged, present, dt)
         pay = self._pay(state, events, features, ride, course, length, advance.unsafe)
         ends = self._ends(state, events, length)
         after = after._replace(
@@ -257,6 +252,15 @@ class Simulator:
         if reactive is not None:
             reactive = traffic.react(self.tables, state.scenario, state.t, before, reactive, state.partners)
         return _Advance(drive, unsafe, reactive)
+
+    def _course(self, state: State, after: State, logged: Motion, present: jax.Array, dt: jax.Array) -> Course:
+        """Course of a step from `state` to `after`, beside the log where that has the agents, `present` [A]."""
+        motion = after.motion
+        mean_speed = 0.5 * (state.motion.speed + motion.speed)
+        divergence = jnp.hypot(motion.x - logged.x, motion.y - logged.y)
+        if state.goals is not None:  # who begins anew has left its log
+            present = present & (state.goals == 0)
+        return Course(after.t, dt, mean_speed, self.tables.desired[state.scenario] / 1.1, divergence, present)
 
     def _pay(
         self, state: State, events: Events, features: Features, ride: Ride, course: Course, length: jax.Array,
