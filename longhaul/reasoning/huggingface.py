@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -485,6 +486,7 @@ def _conversation(
             raise HubError(f"{folder}: the chat template leaves out the question")
         return first + [number for text, part in zip(odd, rest, strict=True) for number in encode(text) + part]
 
+    weakref.finalize(ask, lambda: apart.shutdown())  # before the modules of the pool are gone
     return ask
 
 

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.config.run import Run
@@ -98,6 +98,9 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name}, width {self.config.width}, {self.config.layers} layers)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a LanguageModel can't be pickled; load it where it is needed: longhaul.language_model(RUN)")
 
     def __call__(
         self, question: str | Sequence[str], *, max_tokens: int | None = None, temperature: float = 0.0,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +145,21 @@ def test_a_folder_that_lacks_a_file_is_one_line(model: LanguageModel, tmp_path: 
     (out / "tokenizer.json").unlink()
     with pytest.raises(RunError, match=r"tokenizer.json is not there; give the folder of a model"):
         longhaul.language_model(out)
+
+
+def test_it_is_not_pickled(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match=r"load it where it is needed: longhaul.language_model\(RUN\)"):
+        pickle.dumps(model)
+
+
+def test_a_script_that_has_had_a_conversation_ends_without_a_word(folder: Path) -> None:
+    program = (
+        "import sys\nfrom longhaul.reasoning import huggingface\n"
+        "ask = huggingface.conversation(sys.argv[1])\n"
+        "assert ask([{'role': 'user', 'content': 'Hi'}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_exported_model_writes_the_same(model: LanguageModel, tmp_path: Path) -> None:
