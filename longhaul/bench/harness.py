@@ -262,7 +262,7 @@ def figure(
         ours = workers.enter_context(Worker(command, {"LONGHAUL_CACHE": "off"}))  # compile_seconds are the compiler's
         others = None
         if compared:
-            # One thread where we have one, as `run.prepare_devices` says. With two it may hang where seeds are vmapped.
+            # One thread where we have one, as `prepare_devices` says. With two it may hang where seeds are vmapped.
             few = {"NPROC": "1"} if ours.about["config"].get("devices") == 1 else {}
             few |= {"NPROC": "4"} if name == "seeds" else {}
             words = [str(Path(peer_path).resolve())] if peer_path is not None else []

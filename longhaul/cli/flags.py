@@ -220,8 +220,8 @@ def _help(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[Flag]])
             shown = flag.shown
             if shown is None and flag.kind is not ALONE and flag.default is not None:
                 shown = " ".join(map(str, flag.default)) if flag.many else plain(flag.default)
-            said = {None: "", "": "", "needed": " (needed)"}.get(shown, f" (default: {shown})")
-            text = (flag.help + said).replace("%", "%%")
+            default = {None: "", "": "", "needed": " (needed)"}.get(shown, f" (default: {shown})")
+            text = (flag.help + default).replace("%", "%%")
             if flag.positional:
                 group.add_argument(flag.name, metavar=_metavar(flag), help=text)
             else:
@@ -288,26 +288,26 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _read(flag: Flag, word: str, said: str) -> Any:
-    """The value of one word; FlagError, naming the flag as it was `said`, value and what is allowed."""
+def _read(flag: Flag, word: str, name: str) -> Any:
+    """The value of one word; FlagError, naming the flag as it was `name`, value and what is allowed."""
     try:
         value = flag.kind.read(word)
     except (ValueError, OverflowError):
         near = nearest(word, flag.kind.choices)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise FlagError(f"{said} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
+        raise FlagError(f"{name} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
     low, high = flag.least, flag.most
     if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
         bound = f"be at least {plain(low)}" if high is None else f"lie in {plain(low)} to {plain(high)}"
-        raise FlagError(f"{said} is {plain(value)}; it must {bound}")
+        raise FlagError(f"{name} is {plain(value)}; it must {bound}")
     return value
 
 
-def _without_value(flag: Flag, said: str) -> str:
+def _without_value(flag: Flag, name: str) -> str:
     """Error line on a flag that lacks its value, or has one that it must not."""
     if flag.kind in (SWITCH, ALONE):
-        return f"{said} takes no value; write {flag.option}" + f" or {_negation(flag)}" * (flag.kind is SWITCH)
-    return f"{said} has no value; it must be {flag.kind.allowed}"
+        return f"{name} takes no value; write {flag.option}" + f" or {_negation(flag)}" * (flag.kind is SWITCH)
+    return f"{name} has no value; it must be {flag.kind.allowed}"
 
 
 def _meant(flags: Sequence[Flag], word: str, command: str) -> str:

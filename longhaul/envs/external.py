@@ -141,7 +141,7 @@ def _has(object_: Any, names: tuple[str, ...]) -> bool:
 
 
 def _kind(name: str, object_: Any) -> str:
-    """Kind of an environment: a key of `host.KINDS`, or longhaul, gymnax, jaxmarl, brax."""
+    """Kind of an environment: a key of `host.registry.KINDS`, or longhaul, gymnax, jaxmarl, brax."""
     if _has(object_, PETTINGZOO):
         return "parallel"
     if _has(object_, OURS) and isinstance(object_.spec, Spec):

@@ -498,8 +498,8 @@ def predicted(
     pieces = jax.tree.map(
         lambda x: jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(count, size, *x.shape[1:]), whole
     )
-    found: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(-1)[:number], jax.lax.map(some, pieces))
-    return found
+    results: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(-1)[:number], jax.lax.map(some, pieces))
+    return results
 
 
 # --------------------------------------------------------------------------------------------------------- collector

@@ -122,18 +122,18 @@ def problems(
     task: Task, rng: np.random.Generator, count: int, *, without: Collection[str] = (), distinct: bool = False
 ) -> list[Problem]:
     """Problems, `count` of them, whose prompts are not in `without`. Raises ValueError where there are fewer."""
-    found: list[Problem] = []
+    chosen: list[Problem] = []
     seen = set(without)
     for _ in range(ATTEMPTS * count):
-        if len(found) == count:
-            return found
+        if len(chosen) == count:
+            return chosen
         drawn = task.problem(rng)
         if drawn.prompt not in seen:
-            found.append(drawn)
+            chosen.append(drawn)
             seen |= {drawn.prompt} if distinct else set()
-    if len(found) == count:
-        return found
-    raise ValueError(f"{count} problems of {task.name} are wanted, and {len(found)} were found; ask for fewer")
+    if len(chosen) == count:
+        return chosen
+    raise ValueError(f"{count} problems of {task.name} are wanted, and {len(chosen)} were found; ask for fewer")
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
@@ -249,9 +249,9 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
         return steps, expression.removeprefix("(").removesuffix(")"), result
 
     def solved(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int]:
-        while (found := walk(numbers, rng)) is None:
+        while (walked := walk(numbers, rng)) is None:
             pass  # this ends: the sum of all numbers is always possible
-        return found
+        return walked
 
     def problem(rng: np.random.Generator) -> Problem:
         numbers = [int(number) for number in rng.integers(1, GREATEST + 1, count)]
@@ -260,9 +260,9 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         numbers, target = numbers_and_target(problem)
-        while (found := solved(numbers, rng))[2] != target:
+        while (chain := solved(numbers, rng))[2] != target:
             pass  # this ends: the target was reached when the problem was generated
-        return write(found[0], found[1])
+        return write(chain[0], chain[1])
 
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
         if rng.random() >= aimless:

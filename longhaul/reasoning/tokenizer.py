@@ -90,8 +90,8 @@ def stopped(
     for state, before in enumerate(states):
         for number, piece in enumerate(pieces):
             text = before + piece
-            found = any(each in text for each in texts)
-            table[state, number] = len(states) if found else max(
+            whole = any(each in text for each in texts)
+            table[state, number] = len(states) if whole else max(
                 (n for n, begun in enumerate(states) if text.endswith(begun)), key=lambda n: len(states[n])
             )  # fmt: skip
 

@@ -165,7 +165,7 @@ class Folder:
         curves = {name: self.curves(name)[0] for name in names}
         configs = {name: runs.config(self.of(name)) for name in names}
         together = comparison.groups(configs)
-        metrics = sorted({found for each in curves.values() for found in each.names if found not in runs.AXES})
+        metrics = sorted({name for own in curves.values() for name in own.names if name not in runs.AXES})
         metric = metric if metric in metrics or runs.RETURN not in metrics else runs.RETURN
         over = [comparison.over_seeds([curves[name] for name in group], metric, axis) for group in together]
         lines = {}

@@ -418,7 +418,7 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
         groups.setdefault(box, []).append(j)
     cut: dict[Box, list[tuple[Box, tuple[int, ...]]]] = {}
     for box in dict.fromkeys(needed):
-        left, found = [box], []
+        left, pieces = [box], []
         for other, holders in groups.items():
             if common(box, other) is None:
                 continue
@@ -427,13 +427,13 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
                 shared = common(piece, other)
                 rest += [piece] if shared is None else without(piece, shared)
                 if shared is not None:
-                    found.append((shared, tuple(holders)))
+                    pieces.append((shared, tuple(holders)))
             left = rest
             if not left:
                 break
         if left:
             return words(left[0])
-        cut[box] = sorted(found)
+        cut[box] = sorted(pieces)
     return [(i, piece, holders) for i, box in enumerate(needed) for piece, holders in cut[box]]
 
 

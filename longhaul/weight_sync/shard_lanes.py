@@ -349,8 +349,8 @@ class _Digest:
     def __init__(self) -> None:
         self._lines, self._loose = hasher()(), hasher()()
 
-    def lines(self, found: bytes) -> None:
-        self._lines.update(found)
+    def lines(self, digests: bytes) -> None:
+        self._lines.update(digests)
 
     def loose(self, data: np.ndarray) -> None:
         self._loose.update(data)

@@ -482,8 +482,8 @@ class Sender:
         """Bytes of this rank's shards. ValueError where one is missing, or has another size than the layout says."""
         for name, size in self._shard.sizes.items():
             if name not in shards or shards[name].nbytes != size:
-                found = f"{shards[name].nbytes} bytes" if name in shards else "missing"
-                raise ValueError(f"{name}: rank {self.rank} must have {size} bytes of it; they are {found}")
+                given = f"{shards[name].nbytes} bytes" if name in shards else "missing"
+                raise ValueError(f"{name}: rank {self.rank} must have {size} bytes of it; they are {given}")
         return {name: shard_lanes.raw(array) for name, array in shards.items()}
 
     def _sent(self, words: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:

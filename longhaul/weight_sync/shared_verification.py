@@ -80,8 +80,8 @@ def verify(
     root, groups = manifest.root, portions(manifest)
     turns = range(shared.turn * parts, (shared.turn + 1) * parts)
     walks = [_Walk(image, shared.rows, root, groups, turn, seconds) for turn in turns]
-    found = [walks[0]()] if parts == 1 else list(pool.map(lambda walk: walk(), walks))
-    return sorted({name for names in found for name in names})
+    mismatched = [walks[0]()] if parts == 1 else list(pool.map(lambda walk: walk(), walks))
+    return sorted({name for names in mismatched for name in names})
 
 
 class _Walk:

@@ -185,7 +185,7 @@ def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
 
 
 def test_room_is_where_scenarios_lie_one_behind_the_other_and_nowhere_else() -> None:
-    """What differs between banks that are padded to the same sizes is what `tables.FLAT` names."""
+    """What differs between banks that are padded to the same sizes is what `device_bank.FLAT` names."""
     sizes = banks.sizes_of(14, 7, 106, 2)
     seen: set[str] = set()
     for reactive in (False, True):

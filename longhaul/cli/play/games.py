@@ -196,9 +196,9 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
 
     def choose(playing: Playing) -> Choice:
         assert agent is not None
-        found = chosen(agent.policy, jnp.int32(playing.number), jnp.int32(len(playing.actions)), playing.moment)
-        action, chances, value = jax.device_get((found.action, found.probabilities, found.value))
-        return Choice(int(action), screen.Opinion(tuple(map(float, chances)), float(value)), found.memory)
+        choice = chosen(agent.policy, jnp.int32(playing.number), jnp.int32(len(playing.actions)), playing.moment)
+        action, chances, value = jax.device_get((choice.action, choice.probabilities, choice.value))
+        return Choice(int(action), screen.Opinion(tuple(map(float, chances)), float(value)), choice.memory)
 
     first = begun_game(0)
     stepped_game(first, 0)  # compiled now: later a screen waits
