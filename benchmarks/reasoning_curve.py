@@ -28,7 +28,7 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.telemetry import forecast, sinks
 from longhaul.training import data, evaluate
 from longhaul.training.checkpoint import checkpoint
-from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
+from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.run_dir import load_run
 from longhaul.types import Progress
 
@@ -48,7 +48,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
             step = int(path.name.split(".")[0])
             if step < run.algorithm.taught:
                 continue
-            intact = Found(path.name, checkpoint._verify(path, step))
+            intact = Checkpoint(path.name, checkpoint._verify(path, step))
             restored = checkpoints.restore(intact, like, part=True)
             scores, _ = score(algorithm.policy(restored.progress.state))
             means = {name: round(value, 4) for name, value in scores.means().items()}
