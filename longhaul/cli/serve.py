@@ -157,8 +157,8 @@ def _of_model(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> t
 def _texts(opened: language_model.Opened, values: Mapping[str, Any], bounds: http.Bounds, version: str) -> http.Texts:
     """Answers of a language model, from an engine that has begun."""
     limits = _limits(values, opened.config.context, opened.length)
-    engine = completions.Engine(opened.config, opened.params, opened.words, limits, version)
-    return http.Texts(engine, opened.words, opened.name, bounds, stop=opened.stop, chat=opened.chat)
+    engine = completions.Engine(opened.config, opened.params, opened.tokeniser, limits, version)
+    return http.Texts(engine, opened.tokeniser, opened.name, bounds, stop=opened.stop, chat=opened.chat)
 
 
 def _followed(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:

@@ -41,7 +41,7 @@ class Opened(NamedTuple):
     name: str
     config: ModelConfig  # without LoRA: its factors are merged into `params`
     params: Params
-    words: Tokeniser  # `ask` asks a question as the run asked its own
+    tokeniser: Tokeniser  # `ask` asks a question as the run asked its own
     chat: Conversation | None  # None without a chat template
     stop: tuple[str, ...]  # texts that end each completion
     length: int | None  # most tokens of a run's completions; None of a model that belongs to no run
@@ -64,12 +64,12 @@ def of_files(folder: Path) -> Opened:
     prepare_devices(1)
     try:
         config, params = huggingface.load(folder)
-        words, name = huggingface.tokeniser(folder), folder.resolve().name
+        tokeniser, name = huggingface.tokeniser(folder), folder.resolve().name
     except HubError as error:
         raise RunError(str(error)) from error
     except ImportError as error:
         raise RunError(f"a model's files need {error.name}; pip install 'longhaul-rl[llm]'") from error
-    return Opened(name, config, params, words, _chat(str(folder)), (), None, str(folder))
+    return Opened(name, config, params, tokeniser, _chat(str(folder)), (), None, str(folder))
 
 
 def is_model_folder(path: Path) -> bool:
@@ -93,7 +93,7 @@ class LanguageModel:
 
     def __init__(self, opened: Opened) -> None:
         self.name, self.config, self.params = opened.name, opened.config, opened.params
-        self.words, self.source = opened.words, opened.source
+        self.tokeniser, self.source = opened.tokeniser, opened.source
         self._opened = opened
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class LanguageModel:
     ) -> str | list[str]:  # fmt: skip
         """Answer to a question, or the answers to several. The settings are those of `complete`."""
         single = isinstance(question, str)
-        asked = [self._read(each, self.words.ask) for each in _listed("question", question)]
+        asked = [self._read(each, self.tokeniser.ask) for each in _listed("question", question)]
         rows = self._write(asked, 1, max_tokens, temperature, top_p, stop, seed)
         texts = [row.text for (row,) in rows]
         return texts[0] if single else texts
@@ -123,7 +123,7 @@ class LanguageModel:
         `top_p` together. `seed` makes it the same each time. A completion ends at the model's end, at the first of the
         texts `stop`, or after `max_tokens` (the run's length; 256 without a run). Raises RunError, one line.
         """
-        asked = [self._read(each, self.words.encode) for each in _listed("prompt", prompt)]
+        asked = [self._read(each, self.tokeniser.encode) for each in _listed("prompt", prompt)]
         return self._write(asked, n, max_tokens, temperature, top_p, stop, seed)
 
     def chat(
@@ -160,7 +160,7 @@ class LanguageModel:
     @functools.cached_property
     def _engine(self) -> completions.Engine:
         limits = completions.Limits(self.config.context, self.config.context, queue=1 << 30)
-        engine = completions.Engine(self.config, self.params, self.words, limits)
+        engine = completions.Engine(self.config, self.params, self.tokeniser, limits)
         weakref.finalize(self, engine.close)
         return engine
 
@@ -214,7 +214,7 @@ class LanguageModel:
             job.cancelled = True  # after Ctrl-C, say
             raise
         rows = [
-            Completion(completions.text_of(self.words, job, row), row.finish, row.tokens, row.log_probs)
+            Completion(completions.text_of(self.tokeniser, job, row), row.finish, row.tokens, row.log_probs)
             for row in job.rows
         ]
         return [rows[first : first + n] for first in range(0, len(rows), n)]

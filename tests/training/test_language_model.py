@@ -60,10 +60,10 @@ def oracle(model: LanguageModel, prompt: list[int], tokens: list[int]) -> np.nda
 def test_completions_are_the_likeliest_by_the_full_forward(model: LanguageModel) -> None:
     (first,), (second,) = model.complete(["How are", "3+4="], max_tokens=12)
     for prompt, row in (("How are", first), ("3+4=", second)):
-        found = oracle(model, model.words.encode(prompt), row.tokens)
+        found = oracle(model, model.tokeniser.encode(prompt), row.tokens)
         assert row.tokens == found.argmax(axis=1).tolist() and len(row.tokens) == 12
         np.testing.assert_allclose(row.log_probs, found.max(axis=1), atol=1e-4)
-        assert (row.text, row.finish) == (model.words.decode(row.tokens), "length")
+        assert (row.text, row.finish) == (model.tokeniser.decode(row.tokens), "length")
 
 
 def test_a_question_is_read_as_it_stands_and_a_conversation_in_the_template(model: LanguageModel) -> None:
@@ -72,12 +72,12 @@ def test_a_question_is_read_as_it_stands_and_a_conversation_in_the_template(mode
     assert model([asked, "x"], max_tokens=8)[0] == model(asked, max_tokens=8)
     turns = [{"role": "user", "content": asked}]
     conversation = huggingface.conversation(Path(model.source))(turns)
-    assert len(conversation) > len(model.words.encode(asked))
+    assert len(conversation) > len(model.tokeniser.encode(asked))
     reply = model.chat(turns, max_tokens=8)
     numbers: list[int] = []
     for _ in range(8):
         numbers.append(int(oracle(model, conversation, [*numbers, 0])[-1].argmax()))
-    assert reply == model.words.decode(numbers)
+    assert reply == model.tokeniser.decode(numbers)
 
 
 def test_draws_are_many_and_the_same_by_their_seed(model: LanguageModel) -> None:
