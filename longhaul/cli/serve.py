@@ -50,6 +50,7 @@ FLAGS = (
     Flag("prompt-tokens", INT, None, "most tokens of a prompt", least=1, shown="half the context, at most 512"),
     Flag("max-tokens", INT, None, "most tokens of a completion", least=1, shown="the run's, or as of a prompt"),
     Flag("queue", INT, 512, "completions or observations that may wait; others are answered 429", least=1),
+    Flag("programs", INT, completions.PROGRAMS, "compiled programs of a language model that are kept", least=4),
     Flag("deadline", FLOAT, 60.0, "seconds until a request is answered 504", least=0.1, most=86_400),
     Flag("body-kb", INT, 1024, "most kilobytes of a request's body", least=1, most=1 << 20),
     Flag("connections", INT, connections.MOST, "most connections at once", least=1, most=65_535),
@@ -179,7 +180,7 @@ def _limits(values: Mapping[str, Any], context: int, length: int | None) -> Limi
             f"--prompt-tokens {prompt} and --max-tokens {tokens} are more than the model's context of {context}; "
             "give fewer"
         )
-    return Limits(prompt, tokens, values["rows"], values["queue"])
+    return Limits(prompt, tokens, values["rows"], values["queue"], values["programs"])
 
 
 def _run(server: Any, listener: socket.socket, values: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ class Engine:
         self.policy, self.rows, self.queue, self.counters = policy, rows, queue, Counters()
         self._act = jax.jit(policy.act)
         self._memory = policy.memory(1)
+        self._sizes: set[tuple[int, bool]] = set()  # of compiled programs
         self._waiting: list[Question] = []
         self._changed = threading.Condition()
         self._closing = False
@@ -137,6 +138,8 @@ class Engine:
         else:
             self._key, key = jax.random.split(self._key)
         action, after = jax.device_get(self._act(params, memory, observation, key))
+        self._sizes.add((size, first.deterministic))
+        self.counters.programs = self.counters.compiled = len(self._sizes)
         self.counters.calls += 1
         self.counters.batches += 1
         self.counters.tokens += total

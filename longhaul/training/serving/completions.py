@@ -2,7 +2,11 @@
 
 Scheduling between a few decode steps is that of Orca (Yu et al., OSDI 2022). Where we differ: all rows of a batch write
 into the same slot of the cache, and a request that joins puts its prompt into the slots before it. So shapes are
-static. A batch ends when its slots are used up. Rows, slots and prompts have few sizes, each compiled once.
+static. A batch ends when its slots are used up.
+
+Each size is a program of its own, and a program of a deep model takes a hundred megabytes. So rows, slots and prompts
+have few sizes, and no program depends on all of them: prompts are read by one program, and put into the batch piece by
+piece by another one. A server keeps so many programs, and gives up those that it has not used for longest.
 
 A batch has one version of the weights. New ones are taken between two batches: while a version waits, no further
 request joins.
@@ -11,9 +15,11 @@ request joins.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,7 +43,13 @@ TOPS = 5
 """Most alternatives of a token that are reported with their log-probabilities."""
 
 SMALLEST_ROOM, SMALLEST_SLOTS, GROWTH = 16, 64, 4
-"""Fewest tokens that a prompt is padded to, and slots of a batch; they double. Rows grow by `GROWTH`."""
+"""Fewest tokens that a prompt is padded to, and slots of a batch. Prompts double; slots and rows grow by `GROWTH`."""
+
+TOGETHER = 8
+"""Prompts that are read by one call, where at least half as many are there; others are read one by one."""
+
+PROGRAMS = 48
+"""Compiled programs that a server keeps, at most."""
 
 MOST_ROWS = 128
 """Most completions of one request."""
@@ -47,12 +59,13 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 
 
 class Limits(NamedTuple):
-    """Bounds of requests."""
+    """Bounds of requests, and of what is kept for them."""
 
     prompt_tokens: int
     tokens: int  # of a completion
     rows: int = 64  # decoded together
     queue: int = 512  # completions that wait
+    programs: int = PROGRAMS  # that are kept
 
 
 class QueueFull(RuntimeError):
@@ -94,29 +107,33 @@ class Job:
 
 
 class State(NamedTuple):
-    """Batch between two tokens: B rows."""
+    """Batch of S slots and B rows between two tokens: its part on the device."""
 
-    cache: decode.Cache
+    key: tuple[jax.Array, ...]  # of each layer [S, kv_heads, head_dim, B]
+    value: tuple[jax.Array, ...]
     logits: jax.Array  # float32 [V, B], of the next token
-    key: jax.Array  # uint32 [B, 2]
-    drawn: jax.Array  # int32 [B], tokens so far
-    most: jax.Array  # int32 [B]
-    temperature: jax.Array  # float32 [B]
-    top_p: jax.Array  # float32 [B]
-    wanted: jax.Array  # bool [B]: alternatives are asked for
-    active: jax.Array  # bool [B]
 
 
-class Joining(NamedTuple):
-    """Settings of the rows that join, C of them; a column beyond the batch is for nobody."""
+class Progress(NamedTuple):
+    """Settings and progress of a batch's rows, on the host between two calls."""
 
-    source: np.ndarray  # int32 [C]: number of the prompt
-    column: np.ndarray  # int32 [C]
-    key: np.ndarray  # uint32 [C, 2]
-    most: np.ndarray  # int32 [C]
-    temperature: np.ndarray  # float32 [C]
-    top_p: np.ndarray  # float32 [C]
-    wanted: np.ndarray  # bool [C]
+    place: np.ndarray  # int32: slot of the next token
+    lengths: np.ndarray  # int32 [B]: tokens, with those of the prompt
+    own: np.ndarray  # int32 [B]: slots before `place` that it attends to
+    drawn: np.ndarray  # int32 [B], tokens so far
+    most: np.ndarray  # int32 [B]
+    key: np.ndarray  # uint32 [B, 2]
+    temperature: np.ndarray  # float32 [B]
+    top_p: np.ndarray  # float32 [B]
+    wanted: np.ndarray  # bool [B]: alternatives are asked for
+    active: np.ndarray  # bool [B]
+
+
+class Chunk(NamedTuple):
+    """Keys and values of `SMALLEST_ROOM` slots of J prompts."""
+
+    key: jax.Array  # [layers, SMALLEST_ROOM, kv_heads, head_dim, J]
+    value: jax.Array
 
 
 class Drawn(NamedTuple):
@@ -129,132 +146,161 @@ class Drawn(NamedTuple):
     top_log_prob: jax.Array
 
 
-class Programs(NamedTuple):
-    """Compiled parts of a batch."""
+class Programs:
+    """Compiled parts of a batch, by size: at most `most`, beside the one of `prepare`.
 
-    prepare: Callable[[Params], decode.Kernels]
-    read: Callable[..., tuple[transformer.KeyValue, jax.Array]]  # (params, tokens [J, P], lengths [J])
-    join: Callable[..., State]  # (state, kept, logits, lengths, joining)
-    run: Callable[..., tuple[State, Drawn]]  # (kernels, state, live [B])
-    grow: Callable[[State, int], State]
+    A further one takes the place of the one that was not used for longest. That one comes back from the compilation
+    cache when its size is asked for again.
+    """
+
+    def __init__(self, config: ModelConfig, slots: int, ends: Sequence[int], pad: int, most: int = PROGRAMS) -> None:
+        """Programs of a model for batches of at most `slots` slots."""
+        self._config, self._ends, self._pad, self._most = config, tuple(ends), pad, most
+        self._kept: OrderedDict[tuple[str | int, ...], jax.stages.Compiled] = OrderedDict()  # the latest used last
+        self.compiled = 0  # so far
+        self.prepare: Callable[[Params], decode.Kernels] = jax.jit(lambda params: decode.prepare(config, params, slots))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def blank(self, slots: int, rows: int) -> State:
+        """Batch without requests."""
+        return self._call(("blank", slots, rows), functools.partial(blank, self._config, slots, rows))
+
+    def read(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> tuple[tuple[Chunk, ...], jax.Array]:
+        """(keys and values, logits [J, V]) of prompts [J, P], whose last `lengths` [J] tokens are none of padding."""
+        part = functools.partial(_read, self._config)
+        return self._call(("read", *tokens.shape), part, params, tokens, lengths)
+
+    def join(self, state: State, chunk: Chunk, logits: jax.Array, first: int, source: np.ndarray) -> State:
+        """State with a chunk in the slots from `first` on, and logits, in the columns of the rows that join.
+
+        `source` int32 [B] is the number of each column's prompt; -1: the column stays.
+        """
+        sizes = ("join", len(logits), *_sizes(state))
+        return self._call(sizes, _join, state, chunk, logits, np.int32(first), source, donate=0)
+
+    def run(self, kernels: decode.Kernels, state: State, progress: Progress) -> tuple[State, Progress, Drawn]:
+        """(state, progress, tokens) after at most `STEPS` tokens of each active row."""
+        part = functools.partial(_run, self._config, self._ends, self._pad)
+        return self._call(("run", *_sizes(state)), part, kernels, state, progress, donate=1)
+
+    def grow(self, state: State, rows: int) -> State:
+        """State with room for `rows` rows."""
+        return self._call(("grow", *_sizes(state), rows), functools.partial(_grow, rows=rows), state)
+
+    def _call(self, sizes: tuple[str | int, ...], part: Callable[..., Any], *given: Any, donate: Any = ()) -> Any:
+        program = self._kept.pop(sizes, None)
+        if program is None:
+            while len(self._kept) >= self._most:
+                self._kept.popitem(last=False)
+            # A partial function of its own: what JAX keeps of its trace goes with it.
+            program = device_memory.compiled(jax.jit(functools.partial(part), donate_argnums=donate), *given)
+            self.compiled += 1
+        self._kept[sizes] = program
+        return program(*given)
 
 
-def programs(config: ModelConfig, slots: int, ends: Sequence[int], pad: int) -> Programs:
-    """Programs of a model for batches of at most `slots` slots."""
+def _sizes(state: State) -> tuple[int, int]:
+    """(slots, rows)."""
+    return state.key[0].shape[0], state.logits.shape[1]
 
-    def prepare(params: Params) -> decode.Kernels:
-        return decode.prepare(config, params, slots)
 
-    def read(params: Params, tokens: jax.Array, lengths: jax.Array) -> tuple[transformer.KeyValue, jax.Array]:
-        room = tokens.shape[1]
-        mask = jnp.arange(room)[None] >= room - lengths[:, None]
-        hidden, kept = transformer.trunk(config, params, tokens, mask, keeps=True)
-        assert kept is not None
-        return kept, transformer.unembed(config, params, hidden[:, -1])
-
-    def run(kernels: decode.Kernels, state: State, live: jax.Array) -> tuple[State, Drawn]:
-        return _run(config, ends, pad, kernels, state, live)
-
-    return Programs(
-        jax.jit(prepare), jax.jit(read), jax.jit(_join, donate_argnums=0), jax.jit(run, donate_argnums=1),
-        jax.jit(_grow, static_argnums=1),
+def _read(
+    config: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
+) -> tuple[tuple[Chunk, ...], jax.Array]:
+    room = tokens.shape[1]
+    mask = jnp.arange(room)[None] >= room - lengths[:, None]
+    hidden, kept = transformer.trunk(config, params, tokens, mask, keeps=True)
+    assert kept is not None
+    turned = [jnp.transpose(x, (0, 2, 3, 4, 1)) for x in kept]  # rows along the minor axis, as in the batch
+    chunks = (
+        Chunk(*(x[:, at : at + SMALLEST_ROOM] for x in turned)) for at in range(0, room, SMALLEST_ROOM)
     )  # fmt: skip
+    return tuple(chunks), transformer.unembed(config, params, hidden[:, -1])
 
 
-def _join(state: State, kept: transformer.KeyValue, logits: jax.Array, lengths: jax.Array, joining: Joining) -> State:
-    """State with prompts that were read, by their keys and values `kept`, in the columns of the rows that join."""
-    column, source, cache = joining.column, joining.source, state.cache
-    room = kept[0].shape[2]
-    first = cache.place - room
+def _join(state: State, chunk: Chunk, logits: jax.Array, first: jax.Array, source: jax.Array) -> State:
+    joins, prompt = source >= 0, jnp.maximum(source, 0)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(joins, jnp.take(new, prompt, axis=-1), old)
 
     def placed(old: jax.Array, new: jax.Array) -> jax.Array:
-        part = jax.lax.dynamic_slice_in_dim(old, first, room)
-        part = part.at[..., column].set(jnp.transpose(new[source], (1, 2, 3, 0)), mode="drop")
-        return jax.lax.dynamic_update_slice_in_dim(old, part, first, 0)
+        part = jax.lax.dynamic_slice_in_dim(old, first, SMALLEST_ROOM)
+        return jax.lax.dynamic_update_slice_in_dim(old, put(part, new), first, 0)
 
-    key, value = (tuple(map(placed, olds, news)) for olds, news in zip((cache.key, cache.value), kept, strict=True))
-    own = lengths[source]
-    lengths, owns = (old.at[column].set(own, mode="drop") for old in (cache.lengths, cache.own))
-    cache = decode.Cache(key, value, cache.asked, lengths, owns, cache.place)
-
-    def put(old: jax.Array, new: Any) -> jax.Array:
-        return old.at[column].set(new, mode="drop")
-
-    return State(
-        cache, state.logits.at[:, column].set(logits[source].T, mode="drop"), put(state.key, joining.key),
-        put(state.drawn, 0), put(state.most, joining.most), put(state.temperature, joining.temperature),
-        put(state.top_p, joining.top_p), put(state.wanted, joining.wanted), put(state.active, True),
-    )  # fmt: skip
+    key, value = (tuple(map(placed, olds, news)) for olds, news in zip(state[:2], chunk, strict=True))
+    return State(key, value, put(state.logits, logits.T))
 
 
 def _run(
-    config: ModelConfig, ends: Sequence[int], pad: int, kernels: decode.Kernels, state: State, live: jax.Array
-) -> tuple[State, Drawn]:
-    """(state, tokens) after at most STEPS tokens of each row that is `live`; fewer where all rows have ended."""
-    rows, tops = live.shape[0], min(TOPS, config.vocabulary)
-    state = state._replace(active=state.active & live)
+    config: ModelConfig, ends: Sequence[int], pad: int, kernels: decode.Kernels, state: State, progress: Progress
+) -> tuple[State, Progress, Drawn]:
+    """(state, progress, tokens) after at most `STEPS` tokens of each active row; fewer where all rows have ended."""
+    rows, tops = progress.active.shape[0], min(TOPS, config.vocabulary)
     whole, alternatives = (STEPS, rows), (STEPS, tops, rows)
-    blank = Drawn(
+    nothing = Drawn(
         jnp.zeros(whole, jnp.int32), jnp.zeros(whole), jnp.zeros(whole, bool), jnp.zeros(alternatives, jnp.int32),
         jnp.zeros(alternatives),
     )  # fmt: skip
 
-    def one(at: tuple[jax.Array, State, Drawn]) -> tuple[jax.Array, State, Drawn]:
-        step, state, drawn = at
-        token, log_prob, top, top_log_prob = draw(state, pad, tops)
-        row = Drawn(token, log_prob, state.active, top, top_log_prob)
+    def one(at: tuple[jax.Array, State, Any, Drawn]) -> tuple[jax.Array, State, Any, Drawn]:
+        step, state, now, drawn = at
+        token, log_prob, top, top_log_prob = draw(state.logits, now, pad, tops)
+        row = Drawn(token, log_prob, now.active, top, top_log_prob)
         drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, step, 0), drawn, row)
-        count = state.drawn + 1
-        ended = count >= state.most
+        count = now.drawn + 1
+        ended = count >= now.most
         for end in ends:
             ended |= token == end
-        logits, cache = decode.step(config, kernels, token, state.cache)
-        active = state.active & ~ended
-        cache = cache._replace(own=jnp.where(active, cache.own, 0))
-        return step + 1, state._replace(cache=cache, logits=logits, drawn=count, active=active), drawn
+        active = now.active & ~ended
+        cache = decode.Cache(state.key, state.value, jnp.zeros((0, rows), bool), now.lengths, now.own, now.place)
+        logits, cache = decode.step(config, kernels, token, cache)
+        own = jnp.where(active, cache.own, 0)
+        now = now._replace(place=cache.place, lengths=cache.lengths, own=own, drawn=count, active=active)
+        return step + 1, State(cache.key, cache.value, logits), now, drawn
 
-    def goes_on(at: tuple[jax.Array, State, Drawn]) -> jax.Array:
-        return (at[0] < STEPS) & jnp.any(at[1].active)
+    def goes_on(at: tuple[jax.Array, State, Any, Drawn]) -> jax.Array:
+        return (at[0] < STEPS) & jnp.any(at[2].active)
 
-    _, state, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, blank))
-    return state, drawn
+    begin: Any = jax.tree.map(jnp.asarray, progress)
+    _, state, after, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, begin, nothing))
+    return state, after, drawn
 
 
 def _grow(state: State, rows: int) -> State:
-    """State with room for `rows` rows."""
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])])
 
-    def padded(x: jax.Array, axis: int = -1) -> jax.Array:
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, rows - x.shape[axis])
-        return jnp.pad(x, widths)
-
-    cache = state.cache
-    key, value = (tuple(map(padded, each)) for each in (cache.key, cache.value))
-    asked, lengths, own = map(padded, (cache.asked, cache.lengths, cache.own))
-    cache = decode.Cache(key, value, asked, lengths, own, cache.place)
-    return State(cache, padded(state.logits), padded(state.key, 0), *map(padded, state[3:]))
+    grown: State = jax.tree.map(padded, state)
+    return grown
 
 
-def blank(config: ModelConfig, slots: int, rows: int, index: int) -> State:
-    """Batch without requests, whose next token goes into slot `index`."""
+def blank(config: ModelConfig, slots: int, rows: int) -> State:
+    """Batch without requests."""
     dtype, shape = PRECISIONS[config.precision], (slots, config.kv_heads, config.head_dim, rows)
     key, value = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
-    lengths, own, drawn, most = (jnp.zeros(rows, jnp.int32) for _ in range(4))  # each its own memory, which is donated
-    temperature, top_p = (jnp.ones(rows) for _ in range(2))
-    wanted, active = (jnp.zeros(rows, bool) for _ in range(2))
-    cache = decode.Cache(key, value, jnp.zeros((0, rows), bool), lengths, own, jnp.int32(index))
-    logits, keys = jnp.zeros((config.vocabulary, rows)), jnp.zeros((rows, 2), jnp.uint32)
-    return State(cache, logits, keys, drawn, most, temperature, top_p, wanted, active)
+    return State(key, value, jnp.zeros((config.vocabulary, rows)))
 
 
-def draw(state: State, pad: int, tops: int) -> tuple[jax.Array, ...]:
-    """(token, log-probability [B]; the likeliest tokens, theirs [TOPS, B]) of a state's logits.
+def idle(rows: int, place: int) -> Progress:
+    """Progress of rows without requests, whose next token goes into slot `place`."""
+    lengths, own, drawn, most = (np.zeros(rows, np.int32) for _ in range(4))
+    temperature, top_p = (np.ones(rows, np.float32) for _ in range(2))
+    wanted, active = (np.zeros(rows, bool) for _ in range(2))
+    key = np.zeros((rows, 2), np.uint32)
+    return Progress(np.array(place, np.int32), lengths, own, drawn, most, key, temperature, top_p, wanted, active)
+
+
+def draw(logits: jax.Array, progress: Any, pad: int, tops: int) -> tuple[jax.Array, ...]:
+    """(token, log-probability [B]; the likeliest tokens, theirs [TOPS, B]) of logits float32 [V, B].
 
     Log-probabilities are those at the row's temperature, before top-p cuts; at temperature 0 those at 1. A row's noise
     depends on its own key and the number of the token alone.
     """
-    greedy = state.temperature == 0.0
-    logits = state.logits / jnp.where(greedy, 1.0, state.temperature)[None]
+    greedy = progress.temperature == 0.0
+    logits = logits / jnp.where(greedy, 1.0, progress.temperature)[None]
     if pad != tokenizer.NONE:
         logits = logits.at[pad].set(transformer.NEVER)
     scores = jax.nn.log_softmax(logits, axis=0)
@@ -262,15 +308,15 @@ def draw(state: State, pad: int, tops: int) -> tuple[jax.Array, ...]:
     def nucleus(scores: jax.Array) -> jax.Array:
         share = jnp.exp(scores)
         ordered = jnp.sort(share, axis=0, descending=True)
-        kept = jnp.cumsum(ordered, axis=0) - ordered < state.top_p[None]
+        kept = jnp.cumsum(ordered, axis=0) - ordered < progress.top_p[None]
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=0)
-        return jnp.where((share >= least[None]) | (state.top_p >= 1.0)[None], scores, transformer.NEVER)
+        return jnp.where((share >= least[None]) | (progress.top_p >= 1.0)[None], scores, transformer.NEVER)
 
     def noise() -> jax.Array:
         def one(key: jax.Array, count: jax.Array) -> jax.Array:
             return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), count), scores.shape[:1])
 
-        return jnp.where(greedy[None], 0.0, jax.vmap(one)(state.key, state.drawn).T)
+        return jnp.where(greedy[None], 0.0, jax.vmap(one)(progress.key, progress.drawn).T)
 
     def likeliest() -> tuple[jax.Array, jax.Array]:
         best, which = jax.lax.top_k(scores.T, tops)
@@ -280,12 +326,12 @@ def draw(state: State, pad: int, tops: int) -> tuple[jax.Array, ...]:
         shape = (tops, scores.shape[1])
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
 
-    acting = state.active
-    cut = jax.lax.cond(jnp.any((state.top_p < 1.0) & ~greedy & acting), nucleus, lambda x: x, scores)
+    acting = progress.active
+    cut = jax.lax.cond(jnp.any((progress.top_p < 1.0) & ~greedy & acting), nucleus, lambda x: x, scores)
     cut = cut + jax.lax.cond(jnp.any(~greedy & acting), noise, lambda: jnp.zeros(scores.shape))
     token = jnp.argmax(cut, axis=0).astype(jnp.int32)
     log_prob = jnp.take_along_axis(scores, token[None], axis=0)[0]
-    return token, log_prob, *jax.lax.cond(jnp.any(state.wanted & acting), likeliest, none)
+    return token, log_prob, *jax.lax.cond(jnp.any(progress.wanted & acting), likeliest, none)
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
@@ -305,6 +351,7 @@ class Counters:
     def __init__(self) -> None:
         self.prompt_tokens = self.tokens = self.batches = self.calls = self.swaps = self.failures = 0
         self.active = 0  # rows now
+        self.programs = self.compiled = 0  # kept now; made so far
 
 
 class Engine:
@@ -314,14 +361,12 @@ class Engine:
         self, config: ModelConfig, params: Params, words: Tokeniser, limits: Limits, version: str = "0"
     ) -> None:
         self.config, self.words, self.limits, self.counters = config, words, limits, Counters()
-        slots = _doubled(SMALLEST_SLOTS, _doubled(SMALLEST_ROOM, limits.prompt_tokens) + limits.tokens)
-        self._slots = slots
-        self._programs = programs(config, slots, words.ends, words.pad)
+        self._slots = _doubled(SMALLEST_SLOTS, _doubled(SMALLEST_ROOM, limits.prompt_tokens) + limits.tokens)
+        self._programs = Programs(config, self._slots, words.ends, words.pad, limits.programs)
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
         self._offered: tuple[str, Params] | None = None
         self._closing = False
-        self._compiled: set[tuple[int | str, ...]] = set()  # sizes of programs
         params = jax.tree.map(jnp.asarray, params)
         self._weights = Weights(version, params, self._programs.prepare(params))
         self._thread = threading.Thread(target=self._work, name="longhaul-serve", daemon=True)
@@ -439,24 +484,23 @@ class Engine:
             return
         room = max(_doubled(SMALLEST_ROOM, max(map(len, job.prompts))) for job, _ in taken)
         longest = max(job.max_tokens for job, _ in taken)
-        slots = min(_doubled(SMALLEST_SLOTS, room + 2 * longest), self._slots)
-        if slots < room + longest:
-            slots = _doubled(SMALLEST_SLOTS, room + longest)
-        rows = _rows(len(taken), self.limits.rows)
-        state = blank(self.config, slots, rows, room)
+        slots = _grown(SMALLEST_SLOTS, room + 2 * longest, self._slots)
+        rows = _grown(1, len(taken), self.limits.rows)
         held: list[tuple[Job, int] | None] = [None] * rows
         self.counters.batches += 1
         self._begun = [job for job, _ in taken]
+        with self._untimed():
+            state, progress = self._programs.blank(slots, rows), idle(rows, room)
         while True:
             if taken:
                 self._begun = list({id(each[0]): each[0] for each in (*held, *taken) if each is not None}.values())
-                if (needed := len(taken) + sum(each is not None for each in held)) > len(held):
-                    rows = _rows(needed, self.limits.rows)
-                    state, held = self._programs.grow(state, rows), held + [None] * (rows - len(held))
-                state = self._join(state, held, taken)
-            live = np.array([each is not None for each in held])
-            with self._untimed("run", len(held), state.cache.key[0].shape[0]):
-                state, drawn = self._programs.run(self._weights.kernels, state, live)
+                with self._untimed():
+                    state, progress = self._widened(state, progress, held, len(taken))
+                    state = self._join(state, progress, held, taken)
+            progress.active[...] &= [each is not None for each in held]
+            with self._untimed():
+                state, progress, drawn = self._programs.run(self._weights.kernels, state, progress)
+                progress = Progress(*map(np.array, progress))  # on the host, and writable
             self.counters.calls += 1
             self._deliver(held, *(np.asarray(each) for each in drawn))
             self.counters.active = sum(each is not None for each in held)
@@ -466,45 +510,61 @@ class Engine:
                 return
             taken = []
             if self._waiting:
-                taken = self._take(self.limits.rows - self.counters.active, int(state.cache.place), slots)
+                taken = self._take(self.limits.rows - self.counters.active, int(progress.place), slots)
 
-    def _join(self, state: State, held: list[tuple[Job, int] | None], taken: list[tuple[Job, int]]) -> State:
-        """State with the rows of `taken` in free columns, which are noted in `held`."""
-        texts: dict[tuple[int, ...], int] = {}
-        for job, number in taken:
-            texts.setdefault(tuple(job.prompts[number // job.n]), len(texts))
-        room = _doubled(SMALLEST_ROOM, max(map(len, texts)))
-        tokens, lengths = np.zeros((_rows(len(texts)), room), np.int32), np.ones(_rows(len(texts)), np.int32)
-        for text, place in texts.items():
-            tokens[place, room - len(text) :], lengths[place] = text, len(text)
-        count = _rows(len(taken))
-        joining = Joining(
-            np.zeros(count, np.int32), np.full(count, len(held), np.int32), np.zeros((count, 2), np.uint32),
-            np.ones(count, np.int32), np.zeros(count, np.float32), np.ones(count, np.float32), np.zeros(count, bool),
-        )  # fmt: skip
+    def _widened(
+        self, state: State, progress: Progress, held: list[tuple[Job, int] | None], more: int
+    ) -> tuple[State, Progress]:
+        """(state, progress) with columns for so many `more` rows, which `held` gets, too."""
+        needed = more + sum(each is not None for each in held)
+        while needed > len(held):
+            rows = _grown(1, len(held) + 1, self.limits.rows)  # one size after the other: fewer programs
+            state, wider = self._programs.grow(state, rows), idle(rows, int(progress.place))
+            for new, old in zip(wider[1:], progress[1:], strict=True):
+                new[: len(old)] = old
+            progress = wider
+            held += [None] * (rows - len(held))
+        return state, progress
+
+    def _join(
+        self, state: State, progress: Progress, held: list[tuple[Job, int] | None], taken: list[tuple[Job, int]]
+    ) -> State:
+        """State with the rows of `taken` in free columns, which are noted in `held` and `progress`."""
+        columns: dict[tuple[int, ...], list[int]] = {}  # of each prompt
         free = (column for column, each in enumerate(held) if each is None)
-        for place, (job, number) in enumerate(taken):
-            column = next(free)
+        for (job, number), column in zip(taken, list(free), strict=False):
+            text = tuple(job.prompts[number // job.n])
+            columns.setdefault(text, []).append(column)
             held[column] = (job, number)
-            joining.source[place] = texts[tuple(job.prompts[number // job.n])]
-            joining.column[place], joining.most[place] = column, job.max_tokens
-            joining.key[place] = np.random.SeedSequence((job.seed, number)).generate_state(2)
-            joining.temperature[place], joining.top_p[place] = job.temperature, job.top_p
-            joining.wanted[place] = job.tops > 0
-        self.counters.prompt_tokens += sum(map(len, texts))
-        with self._untimed("join", *tokens.shape, count, len(held), state.cache.key[0].shape[0]):
-            kept, logits = self._programs.read(self._weights.params, tokens, lengths)
-            return self._programs.join(state, kept, logits, lengths, joining)
+            progress.lengths[column] = progress.own[column] = len(text)
+            progress.drawn[column], progress.most[column] = 0, job.max_tokens
+            progress.key[column] = np.random.SeedSequence((job.seed, number)).generate_state(2)
+            progress.temperature[column], progress.top_p[column] = job.temperature, job.top_p
+            progress.wanted[column], progress.active[column] = job.tops > 0, True
+        self.counters.prompt_tokens += sum(map(len, columns))
+        texts = sorted(columns, key=len)  # those of one length are padded to it
+        while texts:
+            count = TOGETHER if len(texts) >= TOGETHER // 2 else 1
+            some, texts = texts[:count], texts[count:]
+            room = _doubled(SMALLEST_ROOM, max(map(len, some)))
+            tokens, lengths = np.zeros((count, room), np.int32), np.ones(count, np.int32)
+            source = np.full(len(held), -1, np.int32)
+            for number, text in enumerate(some):
+                tokens[number, room - len(text) :], lengths[number] = text, len(text)
+                source[columns[text]] = number
+            chunks, logits = self._programs.read(self._weights.params, tokens, lengths)
+            for number, chunk in enumerate(chunks):
+                first = int(progress.place) - room + number * SMALLEST_ROOM
+                state = self._programs.join(state, chunk, logits, first, source)
+        return state
 
     @contextlib.contextmanager
-    def _untimed(self, *sizes: int | str) -> Iterator[None]:
-        """Context of a call that compiles a program if its sizes are new: all requests get that time added, and the
-        machine gets back what the compiler took."""
-        began = time.monotonic()
+    def _untimed(self) -> Iterator[None]:
+        """Context of calls that compile programs of new sizes: all requests get that time added."""
+        began, before = time.monotonic(), self._programs.compiled
         yield
-        if sizes not in self._compiled:
-            self._compiled.add(sizes)
-            device_memory.trim()
+        self.counters.programs, self.counters.compiled = len(self._programs), self._programs.compiled
+        if self._programs.compiled > before:
             took = time.monotonic() - began
             for job in {id(job): job for job in (*self._begun, *self._waiting)}.values():
                 job.deadline += took
@@ -566,8 +626,9 @@ def _doubled(least: int, wanted: int) -> int:
     return least * 2 ** max(0, math.ceil(math.log2(wanted / least)))
 
 
-def _rows(wanted: int, most: int | None = None) -> int:
-    """Smallest number of rows of at least `wanted`: powers of `GROWTH`, or `most`."""
-    rows = GROWTH ** math.ceil(math.log(wanted, GROWTH)) if wanted > 1 else 1
-    rows = rows if rows >= wanted else rows * GROWTH
-    return rows if most is None else min(rows, most)
+def _grown(least: int, wanted: int, most: int) -> int:
+    """Smallest size of at least `wanted`, grown from `least` by `GROWTH`; or `most`."""
+    size = least
+    while size < wanted:
+        size *= GROWTH
+    return min(size, most)

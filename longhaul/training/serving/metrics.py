@@ -46,6 +46,8 @@ def text(requests: Requests, engine: Any, version: str) -> str:
         *_one("calls_total", "counter", "Calls of the compiled model.", counters.calls),
         *_one("weight_swaps_total", "counter", "Versions of weights that were taken.", counters.swaps),
         *_one("failures_total", "counter", "Batches that failed.", counters.failures),
+        *_one("programs", "gauge", "Compiled programs that are kept.", counters.programs),
+        *_one("compilations_total", "counter", "Programs that were compiled or loaded.", counters.compiled),
         *_one("memory_bytes", "gauge", "Resident memory of the process.", psutil.Process().memory_info().rss),
         *_family("weights_info", "gauge", "Version of the weights.", ((f'{{version="{version}"}}', 1),)),
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from longhaul.training.data import spec
 from longhaul.training.serving import actions, completions, http, live_weights, metrics
 from longhaul.training.serving.completions import Engine, Job, Limits, QueueFull
 from longhaul.weight_sync.producer import named
+from tests.helpers import shared_programs
 from tests.helpers.quick import language_model, quick
 from tests.helpers.small_runs import small
 
@@ -134,14 +135,14 @@ def test_a_rollout_is_asked_for_and_read_as_a_run_does(asked: Any) -> None:
 
 
 def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
-    state = completions.blank(CONFIG, 64, 64, 16)
     logits = np.random.default_rng(0).normal(size=CONFIG.vocabulary).astype(np.float32) * 2
     keys = np.stack([np.full(64, 7), np.arange(64)], 1).astype(np.uint32)
-    state = state._replace(
-        logits=jnp.asarray(np.repeat(logits[:, None], 64, 1)), key=jnp.asarray(keys), top_p=jnp.full(64, 0.6),
-        active=jnp.ones(64, bool), wanted=jnp.ones(64, bool),
-    )  # fmt: skip
-    token, log_prob, top, _ = quick(lambda s: completions.draw(s, 0, 5))(state)
+    progress = completions.idle(64, 16)._replace(
+        key=keys, top_p=np.full(64, 0.6, np.float32), active=np.ones(64, bool), wanted=np.ones(64, bool)
+    )
+    token, log_prob, top, _ = quick(lambda x, p: completions.draw(x, p, 0, 5))(
+        np.repeat(logits[:, None], 64, 1), progress
+    )
     share = np.exp(logits[1:]) / np.exp(logits[1:]).sum()
     order = np.argsort(-share)
     kept = order[: np.searchsorted(np.cumsum(share[order]), 0.6) + 1] + 1
@@ -194,15 +195,44 @@ def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch:
     for compiled, late in ((False, False), (True, True)):
         trimmed: list[bool] = []
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_programs", engine._programs._replace(read=slow))
+            patch.setattr(engine._programs, "read", slow)
             patch.setattr(device_memory, "trim", lambda to=trimmed: to.append(True))
             if not compiled:
-                patch.setattr(engine, "_compiled", set())
+                engine._programs._kept.clear()
             asked = job("3")
             asked.deadline = time.monotonic() + 0.2
             engine.submit(asked)
             assert (asked.done.exception(60.0) is not None) == late
             assert bool(trimmed) != compiled, "what the compiler took is given back"
+
+
+def test_programs_of_whatever_sizes_are_few_and_the_others_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is the machine's again: JAX itself knows of no more."""
+    backend = jax.devices()[0].client
+    monkeypatch.setattr(shared_programs, "PROGRAMS", {})
+
+    def there() -> int:
+        shared_programs.PROGRAMS.clear()
+        return len(backend.live_executables())
+
+    most, sizes = 4, [(64, 1), (64, 2), (128, 1), (64, 1)]
+    programs = completions.Programs(CONFIG, 128, WORDS.ends, WORDS.pad, most)
+    kernels = programs.prepare(weights())
+    found, before, counts = [], there(), []
+    for slots, rows in sizes:
+        state = programs.blank(slots, rows)
+        progress = completions.idle(rows, 16)
+        chunks, logits = programs.read(weights(), np.full((1, 16), 3, np.int32), np.full(1, 16, np.int32))
+        progress.lengths[0] = progress.own[0] = 16
+        progress.most[0], progress.active[0], progress.temperature[0] = 8, True, 0.0
+        state = programs.join(state, chunks[0], logits, 0, np.where(np.arange(rows) == 0, 0, -1).astype(np.int32))
+        state, progress, drawn = programs.run(kernels, state, progress)
+        found.append(np.asarray(drawn.token)[:, 0].tolist())
+        assert len(programs) == most
+        counts.append(there() - before)
+        del state, chunks, logits, progress, drawn
+    assert programs.compiled == 3 * len(sizes) + 1, "the one that reads is used each time"
+    assert max(counts) <= most and len({tuple(each) for each in found}) == 1, (counts, found)
 
 
 def test_a_conversation_whose_client_left_fills_in_no_template(engine: Engine) -> None:
@@ -251,7 +281,7 @@ def test_an_error_of_a_batch_fails_its_requests_alone(engine: Engine, monkeypatc
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_programs", engine._programs._replace(read=broken))
+        patch.setattr(engine._programs, "read", broken)
         failed = job("3")
         engine.submit(failed)
         with pytest.raises(MemoryError):
