@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from longhaul.runtime import descriptors
-from longhaul.runtime.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
+from longhaul.runtime.credentials import NOBODY, Credentials, channel, check_bind, server_credentials, split
 from longhaul.topologies.inference_server import wire
 from longhaul.topologies.inference_server.wire import (
     ACT,
@@ -61,6 +62,12 @@ SPARE = 8
 
 PIPES = 4
 """Descriptors of an actor's process beside its connection."""
+
+AGAIN = 0.02
+"""Seconds between two looks at the port of a server that has crashed."""
+
+CRASH = "AioServer.shutdown"
+"""Name of the task that gRPC begins where its server crashes, and never else."""
 
 NAME = int.from_bytes(os.urandom(8), "little")
 """Random id of this process, by which a server recognises it in another stream."""
@@ -103,6 +110,14 @@ class Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self._turning = False
         self._alarm: asyncio.TimerHandle | None = None
+        self.crashed: Callable[[], None] | None = None  # called after gRPC's server has crashed
+
+    def create_task(self, coro: Any, **more: Any) -> Any:
+        task = super().create_task(coro, **more)
+        if self.crashed is not None and getattr(coro, "__qualname__", "") == CRASH:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it fails like the server
+            self.call_soon(self.crashed)
+        return task
 
     def run_forever(self) -> None:
         with _in_turn():
@@ -170,6 +185,14 @@ class Loop(asyncio.SelectorEventLoop):
             if not self.is_closed():
                 raise
             return asyncio.Handle(callback, args, self, context)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the traceback of a crash that another server answers: a stranger could fill a disk with them."""
+    return not isinstance(record.msg, UnicodeDecodeError)
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -305,7 +328,11 @@ class _Life:
 
 
 class GrpcTransport:
-    """Server side; a `wire.Transport`. ValueError if the address is not allowed or cannot be bound."""
+    """Server side; a `wire.Transport`. ValueError if the address is not allowed or cannot be bound.
+
+    The event loop of gRPC's server ends at the first call whose path is not UTF-8, which any stranger can make: streams
+    go on, and nobody else can come. Then another server takes its address, and the old one ends after its streams.
+    """
 
     def __init__(
         self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
@@ -320,8 +347,12 @@ class GrpcTransport:
         self._inbox: deque[tuple[_Life, int, wire.Block | None, np.ndarray | None]] = deque()
         self._ending = self._answered = False
         self._loop = Loop()
+        self._servers: dict[int, Any] = {}  # by number: the last one takes streams
+        self._streams: Counter[int] = Counter()  # of each
+        self._renewal: asyncio.Task[None] | None = None
+        self._loop.crashed = self._crashed
         try:
-            self._server, self.address = self._loop.run_until_complete(self._serve(bind))
+            self.address = self._loop.run_until_complete(self._serve(bind))
         except BaseException:
             self._loop.close()
             raise
@@ -375,17 +406,50 @@ class GrpcTransport:
         self._ending = True
         for life in list(self._lives.values()):
             life.end("the server ends")
-        self._loop.run_until_complete(self._server.stop(grace=1.0))
+        self._loop.run_until_complete(self._stop())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     # ----------------------------------------------------------------------------------------------------- inside
 
-    async def _serve(self, bind: str) -> tuple[Any, str]:
-        """Started server and its address."""
+    async def _stop(self) -> None:
+        if self._renewal is not None:
+            await self._renewal
+        await asyncio.gather(*(server.stop(grace=1.0) for server in self._servers.values()))
+
+    def _crashed(self) -> None:
+        if self._renewal is None or self._renewal.done():
+            self._renewal = self._loop.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Start of another server at the same address, after the crash of one."""
+        host, port = split(self.address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        while not self._ending:
+            try:
+                socket.create_server((host, port), family=family).close()  # it is free
+                await self._serve(self.address)
+                break
+            except (OSError, ValueError):  # not yet, or another program has it
+                await asyncio.sleep(AGAIN)
+        for number in [each for each in list(self._servers)[:-1] if not self._streams[each]]:
+            del self._streams[number]
+            await self._servers.pop(number).stop(grace=None)
+
+    async def _serve(self, bind: str) -> str:
+        """Address of a server that has started."""
         import grpc
 
-        handler = grpc.stream_stream_rpc_method_handler(self._play)
+        number = max(self._servers, default=-1) + 1
+
+        async def play(request: Any, context: Any) -> None:
+            self._streams[number] += 1
+            try:
+                await self._play(request, context)
+            finally:
+                self._streams[number] -= 1
+
+        handler = grpc.stream_stream_rpc_method_handler(play)
         streams = self._actors + SPARE
         self._end = grpc.aio.EOF
         pipes, room = PIPES * self._actors, descriptors.room()
@@ -409,7 +473,8 @@ class GrpcTransport:
             await server.start()
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"--bind {bind}: {error}") from error
-        return server, f"{bind.rpartition(':')[0]}:{port}"
+        self._servers[number] = server
+        return f"{bind.rpartition(':')[0]}:{port}"
 
     async def _play(self, _: Any, context: Any) -> None:
         """Handler of one stream."""

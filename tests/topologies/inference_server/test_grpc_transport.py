@@ -272,6 +272,62 @@ def test_a_malformed_frame_ends_its_stream(silent: GrpcTransport, streams: int) 
     assert resident() - before < 16 * 2**20, "memory grows with what is refused"
 
 
+def called(path: bytes) -> bytes:
+    """First bytes of a connection that calls a path."""
+    names = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers",
+             b"content-type": b"application/grpc"}  # fmt: skip
+    head = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in names.items())
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]) + len(head).to_bytes(3, "big")
+        + b"\1\4\0\0\0\1" + head
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", [3, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_a_path_that_is_not_text_keeps_nobody_out(
+    calls: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """gRPC's server ends at such a call: those that play play on, others come after it, and nothing is left of it."""
+    with closing(Echo(GrpcTransport(CODEC, 3, SLOTS, lambda actor, life: [actor, life]))) as server:
+        host, _, port = server.lane.address.rpartition(":")
+
+        async def play(actor: int, storm: Any = None) -> int:
+            """Steps before and after what happens meanwhile."""
+            transport = GrpcActorTransport(BARE, SLOTS, server.lane.address, actor=actor, credentials=Credentials())
+            await asyncio.wait_for(transport.open(), 20.0)
+            steps = 0
+            for part in range(2):
+                for slot in range(SLOTS) if not part else ():
+                    transport.post(slot, 0)
+                for _ in range(20):
+                    slot, _ = await asyncio.wait_for(transport.next(), 20.0)
+                    transport.post(slot, 0)
+                    steps += 1
+                if storm is not None and not part:
+                    await asyncio.to_thread(storm)
+            await transport.close()
+            return steps
+
+        def storm() -> None:
+            for number in range(calls):
+                with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=20) as sock:
+                    sock.sendall(called(PATH.encode().replace(b"P", b"\x96")))
+                    while sock.recv(4096):
+                        pass
+                if number == calls // 10:
+                    sizes.append((resident(), len(list(Path("/proc/self/fd").iterdir()))))
+                time.sleep(0.03)
+
+        sizes: list[tuple[int, int]] = []
+        assert run(play(0, storm)) == 40
+        assert run(play(1)) == 40
+        assert len(server.lane._servers) <= 3, "of those that crashed one had a stream"
+        grown, opened = resident() - sizes[0][0], len(list(Path("/proc/self/fd").iterdir())) - sizes[0][1]
+        assert grown < 24 * 2**20 and opened < 8, f"{grown / 2**20:.0f} MiB and {opened} descriptors more"
+    said = "".join(each.getMessage() for each in caplog.records) + capfd.readouterr().err
+    assert "UnicodeDecodeError" not in said and "never retrieved" not in said
+
+
 # ---------------------------------------------------------------------------------------------------- event loops
 
 
