@@ -8,8 +8,9 @@
 
 Each connection sends one request or frame: sound ones that were damaged in one of several ways, or bodies that are
 whole and mean nothing. Most then end their side. Those that keep it must be closed within `DEADLINE`. A figure counts
-them, those that were not answered nor closed in time (`late`), refused statuses by number, and the process's memory,
-descriptors and threads when a tenth was sent and at the end. After the last one a sound client must be served.
+them, those that were sent anything (`answered`), those that were not answered nor closed in time (`late`), refused
+statuses by number, and the process's memory before the first one and after each tenth, its descriptors and threads
+after the first and the last tenth. After the last one a sound client must be served.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -211,7 +213,11 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
             "publish": sync_frame,
             "central": lambda draw: grpc(draw, rng),
         }
-        serves = {"board": lambda: answers(where, "/api/runs"), "publish": follows, "central": trains}
+
+        def trains_and_greets() -> bool:
+            return greets(where) and trains()
+
+        serves = {"board": lambda: answers(where, "/api/runs"), "publish": follows, "central": trains_and_greets}
         yield Listener(run.listening, [where], made[port], serves[port])
 
 
@@ -266,6 +272,18 @@ def own(port: str, home: Path) -> Iterator[Listener]:
         process.communicate()
 
 
+def greets(port: int) -> bool:
+    """Flag: who comes anew is answered as HTTP/2 does, within a minute."""
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+            if sock.recv(9):
+                return True
+        time.sleep(0.5)
+    return False
+
+
 def answers(port: int, path: str, body: Any = None) -> bool:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
@@ -282,7 +300,7 @@ class Storm:
     def __init__(self, listener: Listener, count: int, workers: int, seconds: float) -> None:
         self.listener, self.count, self.workers = listener, count, workers
         self.until = time.monotonic() + seconds
-        self.sent = self.late = self.refused = 0
+        self.sent = self.late = self.refused = self.answered = 0
         self.slowest = 0.0
         self.statuses: Counter[str] = Counter()
         self.held: set[asyncio.Task[None]] = set()
@@ -313,6 +331,7 @@ class Storm:
                 if ends:
                     writer.write_eof()
                 first = await reader.read(64)
+                self.answered += bool(first)
                 if first.startswith(b"HTTP/1.1 "):
                     self.statuses[first[9:12].decode()] += 1
                 while first:
@@ -340,15 +359,17 @@ def state(process: psutil.Process) -> State:
     return State(process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
-async def stormed(storm: Storm) -> tuple[State, State]:
-    """(state when a tenth was sent, at the end)."""
+async def stormed(storm: Storm) -> list[State]:
+    """States before the first one and after each tenth."""
+    found = [state(storm.listener.process)]
     task = asyncio.ensure_future(storm.run())
-    while storm.sent < storm.count / 10 and not task.done():
-        await asyncio.sleep(0.05)
-    first = state(storm.listener.process)
+    while len(found) < 10:
+        while storm.sent < storm.count * len(found) / 10 and not task.done():
+            await asyncio.sleep(0.05)
+        found.append(state(storm.listener.process))
     await task
     await asyncio.sleep(2.0)
-    return first, state(storm.listener.process)
+    return [*found, state(storm.listener.process)]
 
 
 def main() -> int:
@@ -363,15 +384,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as home, listening(port, Path(home)) as listener:
             assert listener.serves()
             storm, began = Storm(listener, given.count, given.workers, given.seconds), time.monotonic()
-            first, last = asyncio.run(stormed(storm))
+            states = asyncio.run(stormed(storm))
             serves = listener.process.is_running() and listener.serves()
             found = {
                 "name": "malformed", "port": port, "count": storm.sent, "seconds": round(time.monotonic() - began, 1),
+                "answered": storm.answered,
                 "serves_after": serves, "late": storm.late, "slowest_seconds": round(storm.slowest, 2),
                 "reset": storm.refused, "statuses": dict(storm.statuses),
-                "memory_mb": [round(each.memory / 2**20, 1) for each in (first, last)],
-                "descriptors": [each.descriptors for each in (first, last)],
-                "threads": [each.threads for each in (first, last)],
+                "memory_mb": [round(each.memory / 2**20, 1) for each in states],
+                "descriptors": [each.descriptors for each in (states[1], states[-1])],
+                "threads": [each.threads for each in (states[1], states[-1])],
             }  # fmt: skip
             results.emit(found, given.json)
             failed |= not serves or storm.late > 0 or "500" in storm.statuses
