@@ -226,7 +226,8 @@ def verified(data: np.ndarray, target: np.ndarray) -> None:
     assert digest.copied(data, target, past=True) == digest.digest(target)
 
 
-def receiver(rank: int, where: str, model: str, to: str) -> None:
+def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> None:
+    """`gives`: each version is handed over, as to an accelerator."""
     held, needed = source(model), destination(model, to)
     digest.compiled()  # what it imports is none of the transfer's
     before = memory("VmRSS")
@@ -234,7 +235,13 @@ def receiver(rank: int, where: str, model: str, to: str) -> None:
     peaks: list[int] = []  # at the end of each round: after the first one a second block is allocated
     decided = {"decided": lambda: peaks.append(memory("VmHWM"))}
     made = sharded.Receiver(
-        where, rank, held, needed, seconds=DEADLINE, at=lambda stage: decided.get(stage, lambda: None)()
+        where,
+        rank,
+        held,
+        needed,
+        seconds=DEADLINE,
+        hands_over=bool(gives),
+        at=lambda stage: decided.get(stage, lambda: None)(),
     )
     shard_bytes = shard_lanes.shard(needed, rank).size
     boxes = shard_lanes.shard(needed, rank).boxes
@@ -254,9 +261,12 @@ def receiver(rank: int, where: str, model: str, to: str) -> None:
             say("shut")
         elif word == "check":
             version = int(rest[0])
-            assert made.wait(version, DEADLINE), made.errors
+            if gives:
+                _, tensors = made.take(DEADLINE)
+            else:
+                assert made.wait(version, DEADLINE), made.errors
+                _, tensors = made.latest()
             peak = peaks[-1] - before
-            _, tensors = made.latest()
             right = True
             for number, name in enumerate(shapes(model)):
                 if name not in boxes:
@@ -342,14 +352,14 @@ def rehearsal(plan: resharding.Plan, outcome: sharded.Outcome) -> cost_model.Reh
     return cost_model.Rehearsal(*busiest, outcome.prepared, outcome.sent, outcome.ready, outcome.seconds)
 
 
-def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dict[str, Any]:
+def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives: bool) -> dict[str, Any]:
     held, needed = source(model), destination(model, to)
     coordinator = sharded.Coordinator("127.0.0.1:0", held, needed, lane=lane, seconds=DEADLINE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         world = f"127.0.0.1:{free.getsockname()[1]}"
     where = coordinator.address
     senders = [Rank("sender", str(rank), where, model, to, world) for rank in held.ranks]
-    receivers = [Rank("receiver", str(rank), where, model, to) for rank in needed.ranks]
+    receivers = [Rank("receiver", str(rank), where, model, to, *["gives"] * gives) for rank in needed.ranks]
     plan = resharding.plan(held, needed)
     group, sent = Group(held, needed, lane, plan), dict(plan.sent)
     try:
@@ -393,7 +403,7 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool) -> dic
         "name": "reshard",
         "config": {
             "model": model, "image_bytes": held.nbytes, "source": f"fsdp:{SENDERS}", "destination": to, "lane": lane,
-            "changes": changes, "repeats": repeats, "rehearsed_share": SHARE,
+            "changes": changes, "hands_over": gives, "repeats": repeats, "rehearsed_share": SHARE,
             "moves": sum(len(bucket) for bucket in plan.buckets),
         },
         "moved_bytes": plan.nbytes,
@@ -435,10 +445,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--lane", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--changes", action="store_true", help="versions after the first as changes")
+    parser.add_argument(
+        "--hands-over", action="store_true", help="receivers give each version away, and have one block"
+    )
     given = parser.parse_args(words)
     for to in given.to:
         for lane in given.lane:
-            results.emit(measured(given.model, to, lane, given.repeats, given.changes), given.json)
+            results.emit(measured(given.model, to, lane, given.repeats, given.changes, given.hands_over), given.json)
     return 0
 
 

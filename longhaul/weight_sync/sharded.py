@@ -334,13 +334,13 @@ class Coordinator:
                 frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
                 while frame.kind != "done":
                     frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
-                done.append((member, bool(frame.words["committed"])))
-        for member, each in done:
+                done.append((member, bool(frame.words["committed"]), bool(frame.words["keeps"])))
+        for member, each, keeps in done:
             with self._lock:
-                if each and self._members.get((member.role, member.rank)) is member:
+                if each and keeps and self._members.get((member.role, member.rank)) is member:
                     self._members[member.role, member.rank] = member._replace(version=version)
-        self._drop([member for member in receivers if member not in [each for each, _ in done]])
-        committed = any(each for _, each in done)
+        self._drop([member for member in receivers if member not in [each for each, *_ in done]])
+        committed = any(each for _, each, _ in done)
         return Outcome(committed, time.monotonic() - began, total, why, *reached)
 
     def _say(self, members: Iterable[_Member], kind: str, words: Mapping[str, Any]) -> None:
@@ -564,9 +564,10 @@ class Receiver:
 
     def __init__(
         self, address: str, rank: int, source: Layout, destination: Layout, *, token: str | None = None,
-        seconds: float = SECONDS, host: str = "127.0.0.1", at: Stage = lambda stage: None,
+        seconds: float = SECONDS, host: str = "127.0.0.1", hands_over: bool = False, at: Stage = lambda stage: None,
     ) -> None:  # fmt: skip
-        """`host` is where other ranks reach it."""
+        """`host` is where other ranks reach it. With `hands_over` it has one block, for readers that copy a version to
+        a device: `take` gives it away, and the next round begins when its arrays are gone."""
         self._address, self.rank, self._token, self._at, self._seconds = address, rank, token, at, seconds
         self._source, self._destination = source, destination
         plan = resharding.plan(source, destination)
@@ -579,7 +580,9 @@ class Receiver:
             lambda sender, most, whole: shard_lanes.stream(plan, source, destination, sender, rank, most, whole)
         )
         self._held: Held | None = None
-        self._pool = Pool(self._shard.size, IMAGES * self._shard.size)
+        self._hands_over = hands_over
+        blocks = 1 if hands_over else IMAGES
+        self._pool = Pool(self._shard.size, blocks * self._shard.size, least=blocks)
         self._pool.take()  # allocates the first block, which returns at once: no round waits for it
         self._reserving: threading.Thread | None = None
         self._standings: dict[int, Standing] = {}
@@ -604,6 +607,18 @@ class Receiver:
             raise LookupError("no version has come yet")
         return held.version, held.tensors
 
+    def take(self, seconds: float) -> tuple[int, Mapping[str, np.ndarray]]:
+        """(version, this rank's shards by name), which the receiver no longer holds. TimeoutError where none has come
+        since the last call, nor does within `seconds`. Only of one that `hands_over`."""
+        if not self._hands_over:
+            raise ValueError("this receiver serves its versions; read `latest`, or make it with hands_over=True")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._held is not None, seconds):
+                raise TimeoutError(f"no version came within {seconds:g} s")
+            held, self._held = self._held, None
+        assert held is not None
+        return held.version, held.tensors
+
     def wait(self, version: int, seconds: float) -> bool:
         """True if that version or a newer one is held within `seconds`."""
         with self._changed:
@@ -626,7 +641,7 @@ class Receiver:
     def _follow(self) -> None:
         while not self._closed.is_set():
             try:
-                version = -1 if self._held is None else self._held.version
+                version = -1 if self._held is None or self._hands_over else self._held.version
                 port = self._listener.getsockname()[1]
                 self._wire = _joined(self._address, "receive", self.rank, self._print, self._token, version, port)
                 while not self._closed.is_set():
@@ -692,9 +707,10 @@ class Receiver:
                 self._decide(version, Standing.COMMITTED if commits else Standing.ABORTED)
             self._at("decided")
             committed = self._standings.get(version) is Standing.COMMITTED
-            self._wire.send("done", PATIENCE, {"version": version, "committed": committed})
+            keeps = not self._hands_over  # else it is no base for changes
+            self._wire.send("done", PATIENCE, {"version": version, "committed": committed, "keeps": keeps})
             with self._changed:  # `close` sees no thread, or one that runs
-                if committed and self._reserving is None and not self._closed.is_set():
+                if committed and keeps and self._reserving is None and not self._closed.is_set():
                     self._reserving = threading.Thread(target=self._reserve, daemon=True)
                     self._reserving.start()
         elif frame.kind == "refused":

@@ -74,7 +74,9 @@ def part(whole: Mapping[str, np.ndarray], layout: Layout, rank: int) -> dict[str
 class Group:
     """All ranks of two layouts, as threads of this process."""
 
-    def __init__(self, source: Layout, destination: Layout, lane: str = "shm", token: str | None = None) -> None:
+    def __init__(
+        self, source: Layout, destination: Layout, lane: str = "shm", token: str | None = None, hands_over: bool = False
+    ) -> None:  # fmt: skip
         self.source, self.destination = source, destination
         self.coordinator = Coordinator(
             "127.0.0.1:0", source, destination, token=token, lane=lane, seconds=SECONDS, at=lambda stage: self.at(stage)
@@ -83,7 +85,8 @@ class Group:
         where = self.coordinator.address, source, destination
         self.senders = [Sender(where[0], rank, *where[1:], token=token) for rank in source.ranks]
         self.receivers = [
-            Receiver(where[0], rank, *where[1:], token=token, seconds=SECONDS) for rank in destination.ranks
+            Receiver(where[0], rank, *where[1:], token=token, seconds=SECONDS, hands_over=hands_over)
+            for rank in destination.ranks
         ]
 
     def push(self, version: int, whole: Mapping[str, np.ndarray], base: Any = None) -> list[Outcome | None]:
@@ -192,6 +195,35 @@ def test_a_second_block_comes_while_the_first_version_is_served(monkeypatch: pyt
             ranks.check(version, values(version))
         assert len(blocks) == len(TP.ranks) and len(set(blocks)) == len(TP.ranks)
         assert {each._pool.peak for each in ranks.receivers} == {2 * each._shard.size for each in ranks.receivers}
+
+
+@pytest.mark.parametrize("lane", sharded.LANES)
+def test_a_receiver_that_hands_over_has_one_block(lane: str) -> None:
+    """The next round waits for the last array of the version before, so that none is torn; changes have no base."""
+    with group(FSDP, TP, lane, None, True) as ranks:
+        with pytest.raises(TimeoutError):
+            ranks.receivers[0].take(0.0)
+        later: list[Any] = []
+        next_round = threading.Thread(target=lambda: later.extend(ranks.push(4, values(4))))
+        for version in (1, 2, 3):
+            base = (version - 1, values(version - 1))
+            assert all(each is not None and each.committed for each in ranks.push(version, values(version), base=base))
+            taken = [receiver.take(20.0) for receiver in ranks.receivers]
+            if version == 3:
+                next_round.start()
+                time.sleep(0.5)
+                assert not later, "a round began in memory that is read"
+            for receiver, (held, tensors) in zip(ranks.receivers, taken, strict=True):
+                assert held == version
+                for name, wanted in part(values(version), TP, receiver.rank).items():
+                    assert tensors[name].tobytes() == wanted.tobytes()
+            del taken, tensors
+        next_round.join(60.0)
+        assert all(each.committed for each in later)
+        assert {receiver.take(20.0)[0] for receiver in ranks.receivers} == {4}
+        assert all(each._pool.peak == each._shard.size for each in ranks.receivers)
+    with group(FSDP, TP) as ranks, pytest.raises(ValueError, match="hands_over=True"):
+        ranks.receivers[0].take(0.0)
 
 
 def test_other_layouts_and_another_token_are_refused() -> None:
