@@ -41,15 +41,17 @@ import numpy as np
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.sim import device_bank, dynamics, idm, metrics, reward, safety, traffic
+from longhaul.driving.sim import device_bank, dynamics, evasion, idm, metrics, reward, safety, traffic
 from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
+from longhaul.driving.sim.evasion import Habits
 from longhaul.driving.sim.features import Agent, Features, extract
 from longhaul.driving.sim.geometry import wrap
 from longhaul.driving.sim.metrics import Course, Tally
 from longhaul.driving.sim.observation import (
     LIMIT,
+    RANGE,
     Observation,
     observe,
     perceive,
@@ -86,6 +88,7 @@ class State(NamedTuple):
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
     episode: jax.Array | None = None  # uint32 scalar, see `reward.weight_draws`; None without conditioning
     partners: Partners | None = None  # who drives the others; None: as the configuration says
+    habits: Habits | None = None  # [N], of everybody; None where nobody evades
 
     @property
     def playing(self) -> jax.Array:
@@ -195,6 +198,8 @@ class Simulator:
         here = self._scene(state)
         features = self._features(state, here)
         state = state._replace(s=features.s, tally=metrics.begin(agents, features.s))
+        if self._evades:
+            state = state._replace(habits=evasion.begin(here))
         if key is None and self.config.draws:
             key = jax.random.fold_in(jax.random.key(0), scenario)
         return state, self._observe(state, here, features, key)
@@ -227,6 +232,9 @@ class Simulator:
             tally=metrics.score(state.tally, counts, events, features, ride, course),
             stage=next_stage(state.stage, ends.failed, ends.arrived, over, clear(features), config.goal, config.crash),
         )
+        if state.habits is not None:
+            speed, real = drive.motion.speed, state.stage == PLAYING
+            after = after._replace(habits=evasion.watch(state.habits, here, features, speed, real, dt))
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):
@@ -453,10 +461,41 @@ class Simulator:
         limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
         check_all = jax.vmap(checked, in_axes=(0, 0, 0, 0, None if keys is None else 0))
         safe, unsafe = check_all(self._agents(state), drive, limits, metrics.gentle_range(state.tally, dt), keys)
+        if state.habits is not None:
+            safe, unsafe = self._evade(state, here, safe, unsafe, limits, dt)
         if state.partners is None:
             return safe, unsafe
         counts = state.partners.checked | (jnp.arange(config.agents) == 0)
         return jax.tree.map(lambda new, old: jnp.where(counts, new, old), safe, drive), unsafe & counts
+
+    @property
+    def _evades(self) -> bool:
+        """True if agents evade those who do not react: what they see tells how those drove until now."""
+        return self.config.safety and self.config.driver == "policy" and self.config.perfect
+
+    def _evade(
+        self, state: State, here: Scene, drive: Drive, unsafe: jax.Array, limits: Limits, dt: jax.Array
+    ) -> tuple[Drive, jax.Array]:
+        """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades whoever does not react."""
+        search, neighbours = self.search, self.config.neighbours
+
+        def evaded(agent: Any, world: Any, tables: DeviceBank) -> tuple[Drive, jax.Array]:
+            (about, drive, unsafe, limits), (scenario, t, here, habits, dt) = agent, world
+            features = extract(tables, search, scenario, t, here, about)
+            view = safety.view_of(about, features, here, limits, device_bank.field(tables, scenario), dt, neighbours)
+            drive, evades = evasion.plan(view, habits, drive)
+            return drive, unsafe | evades
+
+        assert state.habits is not None
+        blind = state.habits.blind & here.present
+        agents = self._agents(state)
+        at = agents.drive.motion
+        near = jnp.hypot(at.x[:, None] - here.x[None], at.y[:, None] - here.y[None]) < RANGE
+        needed = state.playing & jnp.any(near & blind[None] & (here.slot[None] != agents.slot[:, None]), axis=-1)
+        if state.partners is not None:
+            needed = needed & (state.partners.checked | (agents.slot == 0))
+        world = state.scenario, state.t, here, state.habits, dt
+        return evasion.only_where(evaded)(needed, (drive, unsafe), (agents, drive, unsafe, limits), world, self.tables)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""

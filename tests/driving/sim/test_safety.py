@@ -126,7 +126,7 @@ def test_collisions_that_a_driver_can_avoid_are_avoided(others: list[np.ndarray]
     [
         pytest.param(scenario([EGO]), id="empty"),
         pytest.param(scenario([EGO, line((0, 3.0), (SPEED, 0), T)]), id="beside"),
-        pytest.param(scenario([EGO, line((-60, 0), (SPEED + 6, 0), T)], lights=[(60.0, [GREEN] * T)]), id="behind"),
+        pytest.param(scenario([EGO, line((-60, 0), (SPEED + 3, 0), T)], lights=[(60.0, [GREEN] * T)]), id="behind"),
         pytest.param(scenario([EGO, line((60, -45), (0, 2), T)]), id="somebody crosses after it"),
     ],
 )

@@ -1,0 +1,339 @@
+"""Evasion of those who do not react: who they are believed to be, and plans that keep out of their way.
+
+The safety check (`safety`) leaves it to those who follow to keep their distance, and waits where others pass. With a
+driver who is asleep, both end in a collision. Two kinds of driving say that nobody is in control: a velocity that is
+kept exactly although it is time to brake, and hard pushing although it is time to brake. Who reacts does neither, so
+evasion costs nothing beside others: a driver who sees the agent brakes, steers, or at least wavers.
+
+Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, the
+best of a few plans is driven instead: an acceleration and an offset from the route, rolled forward as the vehicle would
+drive them, and chosen anew in each step. Plans keep clear of everybody, of the road's edge and of red lights. Those
+who do not react are taken to go on as they do now; the others as the check takes them.
+
+Few agents evade, so plans are made in a loop over those who need one (`only_where`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from longhaul.driving.datasets.log import PEDESTRIAN
+from longhaul.driving.scenario.scenario import RED
+from longhaul.driving.sim.dynamics import Drive, arc, steerable, travel
+from longhaul.driving.sim.features import Features, time_to_contact
+from longhaul.driving.sim.geometry import FREE, clearance, corners, into, nearest, out_of, pick
+from longhaul.driving.sim.observation import RANGE, nearness
+from longhaul.driving.sim.safety import (
+    FIRM,
+    LINE,
+    PURSUIT,
+    SOFT,
+    SWEPT,
+    Boxes,
+    View,
+    gaps,
+    on_route,
+    others_at,
+)
+from longhaul.driving.sim.traffic import Scene
+
+# ---------------------------------------------------------------------------------------------------- the belief
+
+ASLEEP, KEPT = 1.0, 0.5
+"""m/s^2 of braking that is due for an agent, and s for which the velocity was kept until then."""
+
+SOON = 2.0
+"""s to a contact from which on it counts. Until then bends of the ways may keep two apart."""
+
+EXACT = 0.05
+"""m/s^2 of change, along and across, up to which a velocity is kept. Drivers waver by more. Measured velocities do,
+too: with sensors less exact than this nobody is believed to be asleep."""
+
+PUSHED, PUSHES_ON = 0.5, 0.2
+"""m/s^2 of braking that is due, and s of pushing until then."""
+
+PUSHING = 2.5
+"""m/s^2 from which somebody pushes hard: more than passengers like, and more than copies and reactive vehicles do."""
+
+MOVES = 0.5
+"""m/s: who is slower stands."""
+
+JUMP = 20.0
+"""m/s^2 of change beyond which somebody has just appeared, or was put elsewhere."""
+
+
+class Habits(NamedTuple):
+    """Driving of everybody in a world until now, each [N]."""
+
+    vx: jax.Array  # m/s
+    vy: jax.Array
+    push: jax.Array  # m/s^2, along
+    bend: jax.Array  # 1/m
+    kept: jax.Array  # s for which the velocity was kept
+    pushed: jax.Array  # s of pushing
+    blind: jax.Array  # bool: believed not to react
+
+
+def begin(here: Scene) -> Habits:
+    """Habits before anything is known."""
+    zeros = jnp.zeros_like(here.vx)
+    return Habits(here.vx, here.vy, zeros, zeros, zeros, zeros, jnp.zeros_like(here.present))
+
+
+def watch(
+    habits: Habits, here: Scene, features: Features, speed: jax.Array, counts: jax.Array, dt: jax.Array
+) -> Habits:
+    """Habits after a step of `dt` seconds that led to `here`. `features` and `speed` are those of the agents [A];
+    others should brake for those who `counts`."""
+    push, turn = into((here.vx - habits.vx) / dt, (here.vy - habits.vy) / dt, here.cos, here.sin)
+    square = jnp.square(here.vx) + jnp.square(here.vy)
+    moves = here.present & (square > MOVES * MOVES)
+    change = jnp.square(push) + jnp.square(turn)
+    sane = moves & (change < JUMP * JUMP)
+    kept = jnp.where(moves & (change < EXACT * EXACT), habits.kept + dt, 0.0)
+    pushed = jnp.where(sane & (push > PUSHING), habits.pushed + dt, 0.0)
+    due, when = jax.vmap(demand)(features, speed)
+    due = jnp.where(counts[:, None], due, 0.0)
+    asleep, hasty = kept > KEPT - 1e-3, pushed > PUSHES_ON - 1e-3
+    called = asleep & jnp.any((due > ASLEEP) & (when < SOON), axis=0)
+    called = called | (hasty & jnp.any(due > PUSHED, axis=0))
+    blind = (asleep | hasty) & (habits.blind | called)
+    sane = sane.astype(jnp.float32)
+    return Habits(here.vx, here.vy, sane * push, sane * turn / jnp.maximum(square, 1.0), kept, pushed, blind)
+
+
+def demand(features: Features, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(braking, m/s^2, by which each of the others [N] would just not touch the agent; s until they touch) if the agent
+    keeps its velocity of `speed`."""
+    others = features.others
+    pace = (others.vx + speed) * others.cos + others.vy * others.sin
+    closing = jnp.maximum(pace - jnp.maximum(speed * others.cos, 0.0), 0.0)
+    when = time_to_contact(others)
+    # who closes v t metres from speed v to 0 brakes by v / 2t
+    braking = jnp.where(features.seen & (when < FREE), closing / (2.0 * jnp.maximum(when, 0.05)), 0.0)
+    return braking, when
+
+
+# ----------------------------------------------------------------------------------------------------- the plans
+
+HORIZON, STEP = 4.0, 0.25
+"""s: how far ahead plans are driven, and in which steps."""
+
+PUSHES = np.array([-6.0, -3.0, -1.0, 0.0, 1.5, 3.0, 5.0], np.float32)
+"""m/s^2 of plans."""
+
+SIDES = np.array([0.0, 0.9, -0.9, 1.8, -1.8, 2.7, -2.7, 3.6, -3.6, 5.0, -5.0], np.float32)
+"""m to the left of the route of plans."""
+
+PLANS = [np.repeat(PUSHES, len(SIDES)), np.tile(SIDES, len(PUSHES))]
+"""Acceleration and offset of all plans."""
+
+WAITS = np.array([FIRM, SOFT, 0.0], np.float32)
+"""m/s^2 that may follow the check's command. It is not counted on that the agent will push."""
+
+LASTS = 0.5
+"""s for which the check's command is taken to last."""
+
+LANE = 0.95
+"""m beside the route up to which those who follow, and react, keep their distance."""
+
+LOOKED = 16
+"""Others that are looked at."""
+
+EDGE, ROOM, GAP = 0.2, 0.3, 0.05
+"""m to be kept of the road's edge, of those who do not react, and of all others; less where they are nearer already."""
+
+REACH = 2.5, PURSUIT[1]
+"""m and s: how far ahead on the route is steered to, the larger of both: for who is slow, nearer than in `safety`."""
+
+BETTER = 0.15
+"""s by which a plan must come later to a conflict than the check's command."""
+
+LEAVING, NEAR = 2.0, 3.0
+"""Costs of leaving the lane, and of 1 m less than 1 m of room to who does not react. A metre beside the route costs 1,
+and so does a difference of 2 m/s^2 to the check's command."""
+
+
+class Ways(NamedTuple):
+    """Plans as the vehicle drives them, [P, T]."""
+
+    x: jax.Array
+    y: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    ridden: jax.Array  # m along the route
+
+
+def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
+    """(`drive`, to which the check's command leads, or the first step of the plan that evades those who are believed
+    not to react; bool: it evades)."""
+    features = view.features
+    view, blind, behind = around(view, habits.blind)
+    there = view.others[1]
+    count = len(PLANS[0])
+    ways, curvature = roll(view, drive)
+    steps = ways.x.shape[1]
+    boxes = unchanged(
+        view, habits, others_at(view, np.float32(STEP) * np.arange(1, steps + 1, dtype=np.float32)), blind
+    )
+    moved = jnp.diff(ways.ridden, axis=1, prepend=0.0)[..., None]
+    own_length, own_width = features.others.own
+    own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
+    x, y, cos, sin = (value[..., None] for value in ways[:4])
+    gap = gaps((x, y, cos, sin), own, boxes)  # [P, T, K]
+    least = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
+    met, missing = gap < least[None, None], blind[None, None]
+    unharmed = jnp.max(seconds(jnp.any(met & missing, axis=-1))[count:])
+    push, side = (jnp.asarray(values) for values in PLANS)
+    leaves = jnp.abs(side) > LANE
+    counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
+    free = seconds(jnp.any(met[:count] & counts[:, None], axis=-1) | forbidden(view, ways)[:count])
+    room = jnp.min(jnp.where(missing, gap, FREE), axis=(1, 2))[:count]
+    cost = 0.5 * jnp.abs(push - drive.acceleration) + jnp.abs(side) + LEAVING * leaves
+    cost = cost + NEAR * jnp.clip(1.0 - room, 0.0, 1.0)
+    best = jnp.argmax(jnp.where(free >= HORIZON, -cost, -1e3 + 10.0 * free - 0.1 * cost))
+    evades = (unharmed < HORIZON) & (free[best] > unharmed + BETTER)
+    evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
+    return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
+
+
+def seconds(hit: jax.Array) -> jax.Array:
+    """Seconds to the first conflict of `hit` [..., T], HORIZON where there is none."""
+    times = np.arange(hit.shape[-1], dtype=np.float32) * np.float32(STEP)
+    return jnp.min(jnp.where(hit, jnp.broadcast_to(times, hit.shape), np.float32(HORIZON)), axis=-1)
+
+
+def around(view: View, blind: jax.Array) -> tuple[View, jax.Array, jax.Array]:
+    """The view of the nearest others on all sides, those who are `blind` first; who of them is, and who follows, bool
+    [K]."""
+    features, others = view.features, view.features.others
+    now, then = nearness(others)
+    counts = features.seen & (now < RANGE)
+    rank = jnp.where(blind, 0.0, jnp.minimum(now + then, features.blocks))
+    chosen = nearest(jnp.where(counts, rank, FREE), LOOKED)
+    length, width = others.half
+    behind = others.x + length * jnp.abs(others.cos) + width * jnp.abs(others.sin) < -others.own[0]
+    behind = behind & (others.cos > 0.7)
+    there = pick(counts, chosen)
+    return view._replace(others=(chosen, there)), pick(blind, chosen) & there, pick(behind, chosen)
+
+
+def unchanged(view: View, habits: Habits, boxes: Boxes, blind: jax.Array) -> Boxes:
+    """`boxes` at each STEP, but those who are `blind` [K] keep their acceleration and curvature, whatever the road
+    does."""
+    chosen, here = view.others[0], view.here
+    time = jnp.asarray(np.float32(STEP) * np.arange(1, boxes.x.shape[0] + 1, dtype=np.float32))[:, None]
+    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.bend)
+    x, y, heading, vx, vy, push, bend = (pick(value, chosen)[None] for value in known)
+    way, _ = travel(jnp.hypot(vx, vy), push, time)
+    half = jnp.clip(0.5 * bend * way, -1.5, 1.5)
+    chord, along = way * jnp.sinc(half / jnp.pi), jnp.arctan2(vy, vx) + half
+    turned = heading + 2.0 * half
+    kept = x + chord * jnp.cos(along), y + chord * jnp.sin(along), jnp.cos(turned), jnp.sin(turned)
+    x, y, cos, sin = (jnp.where(blind[None], new, old) for new, old in zip(kept, boxes[:4], strict=True))
+    return boxes._replace(x=x, y=y, cos=cos, sin=sin)
+
+
+def forbidden(view: View, ways: Ways) -> jax.Array:
+    """bool [P, T]: the agent is over the road's edge, or past a red light before which it could stop."""
+    features, speed = view.features, view.agent.drive.motion.speed
+    x, y, cos, sin = (value[:, ::2, None] for value in ways[:4])  # the edge is looked up at every second step
+    box_x, box_y = (value[None, None] for value in corners(*features.others.own))
+    dx, dy = out_of(box_x, box_y, cos, sin)
+    over = jnp.max(clearance(view.road, x + dx, y + dy), axis=-1) + EDGE
+    off = over > jnp.maximum(jnp.max(features.corner_clearance) + EDGE, 0.0)
+    off = jnp.repeat(off, 2, axis=1)[:, : ways.x.shape[1]] & (features.kind != PEDESTRIAN)
+    stop = features.light_distance
+    red = (features.light_state == RED) & (jnp.square(speed) < 2.0 * view.limits.braking * stop)
+    return off | (red & (ways.ridden > jnp.maximum(stop - LINE, 0.0)))
+
+
+def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
+    """(ways of all PLANS, then of the check's command `drive` and each of WAITS; the first curvature of each [P])."""
+    features, limits = view.features, view.limits
+    steps, count = round(HORIZON / STEP), len(PLANS[0])
+    push, side = (jnp.concatenate([values, jnp.asarray(more)]) for values, more in zip(PLANS, (WAITS, 0.0 * WAITS)))
+    held = np.zeros((steps, len(push)), bool)
+    held[: round(LASTS / STEP), count:] = True
+
+    def spread(value: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(value, side.shape)
+
+    def step(carry: tuple[Drive, jax.Array], held: jax.Array) -> Any:
+        now, s = carry
+        x, y, heading, speed = now.motion
+        reach = jnp.maximum(REACH[0], REACH[1] * speed)
+        aim_x, aim_y, along = on_route(features, s + reach)
+        aim_x, aim_y = aim_x - side * jnp.sin(along), aim_y + side * jnp.cos(along)
+        aim_x, aim_y = into(aim_x - x, aim_y - y, jnp.cos(heading), jnp.sin(heading))
+        grip = steerable(speed, limits)
+        follow = jnp.clip(2.0 * aim_y / jnp.maximum(jnp.square(aim_x) + jnp.square(aim_y), 1.0), -grip, grip)
+        bend = jnp.where(held, drive.curvature, follow)
+        after = arc(now, jnp.where(held, drive.acceleration, push), bend, limits, jnp.float32(STEP))
+        error = heading - on_route(features, s)[2]
+        s = s + 0.5 * STEP * (speed + after.motion.speed) * jnp.maximum(jnp.cos(error), 0.0)
+        return (after, s), (after.motion, s, bend)
+
+    begun = jax.tree.map(spread, view.agent.drive), spread(features.s)
+    _, (motion, s, bend) = lax.scan(step, begun, jnp.asarray(held))
+    x, y, heading = motion.x.T, motion.y.T, motion.heading.T
+    return Ways(x, y, jnp.cos(heading), jnp.sin(heading), s.T - features.s), bend[0]
+
+
+# ------------------------------------------------------------------------------------------------- where needed
+
+CHUNK = 8
+"""Agents whose plans are made at a time."""
+
+
+def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """(needed [A], default, agents, world, shared) -> tree like `default`, [A, ...]: `function(agent, world, shared)`
+    of each agent where it is `needed`, else `default`.
+
+    `agents` have leaves [A, ...]; `world` and `shared` hold for all. Batched by `jax.vmap`, it costs what is needed and
+    no more: those of all worlds for whom it is needed are computed, CHUNK at a time. `shared` can't be batched.
+    """
+
+    @custom_vmap
+    def run(needed: jax.Array, default: Any, agents: Any, world: Any, shared: Any) -> Any:
+        worlds, count = needed.shape
+        result, agents = jax.tree.map(lambda x: x.reshape(worlds * count, *x.shape[2:]), (default, agents))
+
+        def some(carry: Any) -> Any:
+            left, result = carry
+            index = jnp.nonzero(left, size=CHUNK, fill_value=worlds * count)[0]
+            one = jnp.minimum(index, worlds * count - 1)
+            about = jax.tree.map(lambda x: x[one], agents), jax.tree.map(lambda x: x[one // count], world)
+            found = jax.vmap(lambda agent, its: function(agent, its, shared))(*about)
+            result = jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), result, found)
+            return left.at[index].set(False, mode="drop"), result
+
+        _, result = lax.while_loop(lambda carry: jnp.any(carry[0]), some, (needed.reshape(-1), result))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), result, default)
+
+    @run.def_vmap
+    def _batched(size: int, batched: Any, *given: Any) -> Any:
+        if any(jax.tree.leaves(batched[4])):
+            raise NotImplementedError("what is shared by all worlds has no batch")
+
+        def merge(x: jax.Array, has: bool) -> jax.Array:
+            x = x if has else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        merged = jax.tree.map(merge, given[:4], tuple(batched[:4]))
+        result = run(*merged, given[4])
+        result = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), result)
+        return result, jax.tree.map(lambda _: True, result)
+
+    def one(needed: jax.Array, default: Any, agents: Any, world: Any, shared: Any) -> Any:
+        given = jax.tree.map(lambda x: jnp.asarray(x)[None], (needed, default, agents, world))
+        return jax.tree.map(lambda x: x[0], run(*given, shared))
+
+    return one
