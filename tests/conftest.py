@@ -87,6 +87,7 @@ assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes mu
 TOGETHER = {
     "tests/algorithms/test_ppo.py": "actor_critics",
     "tests/algorithms/test_impala.py": "actor_critics",
+    "tests/driving/sim/test_evasion.py": "simulators",
     "tests/driving/sim/test_safety.py": "simulators",
     "tests/driving/sim/test_simulator.py": "simulators",
     "tests/driving/sim/test_traffic.py": "simulators",

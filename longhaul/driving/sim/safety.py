@@ -25,7 +25,7 @@ be enough.
 Nothing is looked at but what an observation is made of: the nearest others that the agent perceives and the first in
 the way, with their size and velocity now (an observation tells the distance and the speed of the latter), the next
 light of its route and its colour now, the route, and the road's edges. Who comes from behind does not count: the one
-behind keeps the distance.
+behind keeps the distance. Those who do not react are evaded by `evasion`.
 """
 
 from __future__ import annotations
