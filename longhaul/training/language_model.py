@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from longhaul.reasoning.huggingface import Conversation, HubError
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.files import expanded
 from longhaul.training import reasoning_setup
 from longhaul.training.serving import completions, live_weights
 from longhaul.types import Params
@@ -27,7 +28,7 @@ TOKENS = 256
 
 
 class Completion(NamedTuple):
-    """What a model wrote behind a prompt."""
+    """Text that a model wrote behind a prompt."""
 
     text: str  # before its end, and before the first stop
     finish: str  # "stop": by an end or a stop; "length": it was cut
@@ -148,26 +149,25 @@ class LanguageModel:
 
     def export(self, folder: str | Path) -> Path:
         """Folder of the model in Hugging Face's files, which transformers, vLLM and SGLang read."""
-        out = Path(folder).expanduser()
+        out = expanded(folder)
         huggingface.save(out, self.config, self.params, source=self._opened.source or None)
         return out
 
     def close(self) -> None:
         """End of the thread that decodes; a later call begins another."""
-        if (engine := self.__dict__.pop("_engine", None)) is not None:
-            engine.close()
+        if self.__dict__.pop("_engine", None) is not None:
+            self._end()  # which gives up the engine, and its memory
 
     @functools.cached_property
     def _engine(self) -> completions.Engine:
         limits = completions.Limits(self.config.context, self.config.context, queue=1 << 30)
         engine = completions.Engine(self.config, self.params, self.tokeniser, limits)
-        weakref.finalize(self, engine.close)
+        self._end = weakref.finalize(self, engine.close)
         return engine
 
-    def _read(self, text: str, by: object) -> list[int]:
-        assert callable(by)
+    def _read(self, text: str, by: Callable[[str], list[int]]) -> list[int]:
         try:
-            numbers: list[int] = by(text)
+            numbers = by(text)
         except ValueError as error:
             raise RunError(f"{text!r:.60} can't be read: {error}") from error
         if not numbers:
