@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,15 @@ def test_a_folder_that_lacks_a_file_is_one_line(model: LanguageModel, tmp_path: 
     (out / "tokenizer.json").unlink()
     with pytest.raises(RunError, match=r"tokenizer.json is not there; give the folder of a model"):
         longhaul.language_model(out)
+
+
+def test_closed_it_holds_no_engine_and_writes_on(model: LanguageModel) -> None:
+    before = model("abc", max_tokens=4)
+    engine = weakref.ref(model._engine)
+    model.close()
+    gc.collect()
+    assert engine() is None
+    assert model("abc", max_tokens=4) == before
 
 
 def test_it_is_not_pickled(model: LanguageModel) -> None:
