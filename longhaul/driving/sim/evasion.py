@@ -309,10 +309,10 @@ def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
         def some(carry: Any) -> Any:
             left, result = carry
             index = jnp.nonzero(left, size=CHUNK, fill_value=worlds * count)[0]
-            one = jnp.minimum(index, worlds * count - 1)
-            about = jax.tree.map(lambda x: x[one], agents), jax.tree.map(lambda x: x[one // count], world)
-            found = jax.vmap(lambda agent, its: function(agent, its, shared))(*about)
-            result = jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), result, found)
+            row = jnp.minimum(index, worlds * count - 1)
+            chunk = jax.tree.map(lambda x: x[row], agents), jax.tree.map(lambda x: x[row // count], world)
+            computed = jax.vmap(lambda agent, its: function(agent, its, shared))(*chunk)
+            result = jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), result, computed)
             return left.at[index].set(False, mode="drop"), result
 
         _, result = lax.while_loop(lambda carry: jnp.any(carry[0]), some, (needed.reshape(-1), result))
@@ -321,7 +321,7 @@ def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
     @run.def_vmap
     def _batched(size: int, batched: Any, *given: Any) -> Any:
         if any(jax.tree.leaves(batched[4])):
-            raise NotImplementedError("what is shared by all worlds has no batch")
+            raise TypeError("`shared` has a batch, and holds for all worlds; give what differs in `world`")
 
         def merge(x: jax.Array, has: bool) -> jax.Array:
             x = x if has else jnp.broadcast_to(x[None], (size, *x.shape))
