@@ -175,7 +175,8 @@ def single(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
 
     class Single(gym.Env[Any, Any]):
         def __init__(self) -> None:
-            self.metadata, self.render_mode = {"render_modes": []}, None
+            self.metadata: dict[str, Any] = {"render_modes": []}
+            self.render_mode = None
             self.observation_space, self.action_space = observation_space(form), action_space(inner.spec.action)
 
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:

@@ -34,7 +34,8 @@ def uniform(seed: int, world: np.ndarray, episode: np.ndarray, size: int) -> np.
         key = _mix(np.full(len(world), seed % 2**64, np.uint64) + golden)
         key = _mix(key + golden * (world.astype(np.uint64) + np.uint64(1)))
         key = _mix(key + golden * (episode.astype(np.uint64) + np.uint64(1)))
-        bits = _mix(key[:, None] + golden * (np.arange(size, dtype=np.uint64) + np.uint64(1)))
+        place: np.ndarray = golden * (np.arange(size, dtype=np.uint64) + np.uint64(1))
+        bits = _mix(key[:, None] + place)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
