@@ -195,6 +195,27 @@ def test_idle_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch, said:
         flooded.result()
 
 
+def test_an_idle_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a learner learns for minutes, nothing is said but that both sides are there."""
+    monkeypatch.setattr(grpc_transport, "KEEPALIVE", 1.0)
+
+    async def play(address: str) -> None:
+        transport = GrpcActorTransport(BARE, SLOTS, address, actor=0, credentials=Credentials())
+        await asyncio.wait_for(transport.open(), 20.0)
+        for pause in (5.5, 0.0):
+            for slot in range(SLOTS):
+                transport.post(slot, 0)
+            for _ in range(SLOTS):
+                await asyncio.wait_for(transport.next(), 20.0)
+            await asyncio.sleep(pause)
+        await transport.close()
+
+    lane = GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life])
+    with closing(lane), closing(Echo(lane)) as echo:
+        run(play(lane.address))
+    assert echo.arrivals == 2 * SLOTS
+
+
 class Fed:
     """A stream without a network: what its actor says is made as it is read."""
 
@@ -283,7 +304,7 @@ def called(path: bytes) -> bytes:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("calls", [3, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [3, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_a_path_that_is_not_text_keeps_nobody_out(
     calls: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
