@@ -96,9 +96,9 @@ class Started:
         mine = {"HOME": str(home), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [*prefix, sys.executable, "-m", "longhaul", *shlex.split(words)]
         self.began = time.monotonic()
-        with self.log.open("wb") as said:
+        with self.log.open("wb") as output:
             self.process = psutil.Popen(
-                command, cwd=home, env=os.environ | mine | variables, stdout=said, stderr=said, umask=0,
+                command, cwd=home, env=os.environ | mine | variables, stdout=output, stderr=output, umask=0,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -256,7 +256,7 @@ def idle(home: Path) -> Iterator[Row]:
 def idle_at(home: Path, port: str, limit: int) -> Row:
     """A port of processes that may hold so many descriptors, and no more."""
     home.mkdir(parents=True)
-    what = f"{IDLE} idle connections for 25 s to {port}, ulimit -n {limit}"
+    attack = f"{IDLE} idle connections for 25 s to {port}, ulimit -n {limit}"
     prefix = ["prlimit", f"--nofile={limit}:{limit}"]
     with (home / "log").open("wb") as log, connections.running(port, home, log, prefix) as target:
         first, version = saves(target.folder), target.follower and target.follower.held.version
@@ -279,7 +279,7 @@ def idle_at(home: Path, port: str, limit: int) -> Row:
         found, holds = f"{found}, versions {version} -> {came}", holds and came > version
     if answers:
         found, holds = f"{found}, HTTP {answers[-3:]}", holds and all(each == 200 for each in answers[-3:])
-    return Row(2, what, found, holds)
+    return Row(2, attack, found, holds)
 
 
 def answer(address: Any, seconds: float = 5.0) -> int | str:
@@ -326,11 +326,14 @@ def threads(home: Path) -> Iterator[Row]:
                     back = until(lambda other=other: other.held.version >= 0, 30.0)
             target.training.send_signal(signal.SIGTERM)
             code = target.training.wait(120)
-        said = Path(log.name).read_text()
+        log_text = Path(log.name).read_text()
         found = f"{under[-1]}; it {'goes on' if here else 'has ended'}, serves {'again' if back else 'no more'} when "
         found += f"threads can start; code {code}"
         yield Row(
-            3, f"{port} can start no thread (prlimit --nproc=1)", found, back and code == 75 and "Traceback" not in said
+            3,
+            f"{port} can start no thread (prlimit --nproc=1)",
+            found,
+            back and code == 75 and "Traceback" not in log_text,
         )
 
 
@@ -355,8 +358,8 @@ def small_files(home: Path) -> Iterator[Row]:
         folder = home / name
         folder.mkdir(parents=True)
         path = attack.make(folder)
-        told = longhaul(home, f"data inspect {path}")
-        yield Row(4, f"longhaul data inspect, {name}", told.line, told.told)
+        result = longhaul(home, f"data inspect {path}")
+        yield Row(4, f"longhaul data inspect, {name}", result.line, result.told)
 
 
 # ---------------------------------------------------------------------------------------- 5: what fits into no memory
@@ -510,7 +513,7 @@ def models(home: Path) -> Iterator[Row]:
         "a tokenizer.json that is 200,000 lists in one another": {"tokenizer.json": deep},
         "a tokenizer_config.json that is []": {"tokenizer_config.json": "[]"},
     }
-    for number, (what, files) in enumerate(bad.items()):
+    for number, (edit, files) in enumerate(bad.items()):
         folder = home / f"model-{number}"
         shutil.copytree(sound, folder)
         for name, text in files.items():
@@ -520,7 +523,7 @@ def models(home: Path) -> Iterator[Row]:
         for words in (f"train reasoning-smollm --model-folder {folder}", f"serve {folder} --port 0")[: 1 + number % 2]:
             done = Started(home, words).outcome(60.0)
             named = words.replace(str(folder), "FOLDER").split(" --port")[0]
-            yield Row(8, f"{what}: longhaul {named}", done.line, done.one_line)
+            yield Row(8, f"{edit}: longhaul {named}", done.line, done.one_line)
 
 
 # -------------------------------------------------------------------------------------------- 9: receivers, and pickles
@@ -584,7 +587,7 @@ def receivers(home: Path) -> Iterator[Row]:
     row = [["__metadata__", [4], "float32", 0, "", "00" * 16]]
     huge = [["a", [1 << 38], "float32", 0, "", "00" * 16]]
     some = [["a", [1 << 28], "float32", 0, "", "00" * 16]]
-    for what, offer, more in [
+    for offered, offer, more in [
         ("a tensor called __metadata__", body_of(row, 64), ""),
         ("an image of 1 TiB", body_of(huge, 1 << 40), ""),
         ("an image of 1 GiB, --budget 0.5", body_of(some, 1 << 30), "--budget 0.5"),
@@ -601,7 +604,7 @@ def receivers(home: Path) -> Iterator[Row]:
             done = started.outcome(60.0)
         written = [each.name for each in (home / "out").rglob("*.safetensors")]
         yield Row(
-            9, f"sync pull --timeout 12 from a sender of {what}", f"{done.line}; {most >> 20} MB; {written}",
+            9, f"sync pull --timeout 12 from a sender of {offered}", f"{done.line}; {most >> 20} MB; {written}",
             done.code not in (0, None) and "Traceback" not in done.said and not written and most < 700 << 20,
         )  # fmt: skip
     with liar(None, silent=True) as where:
@@ -628,11 +631,11 @@ def pickles(home: Path) -> Iterator[Row]:
         "a dictionary": b"}",
         "os.system": b"cos\nsystem\n",
     }
-    for what, code in made.items():
+    for target, code in made.items():
         path = home / "evil.pkl"
         path.write_bytes(b"\x80\x04" + code + state + b"b.")
         done = longhaul(home, f"data inspect {path}")
-        yield Row(9, f"longhaul data inspect, a pickle with BUILD on {what}", done.line, done.told)
+        yield Row(9, f"longhaul data inspect, a pickle with BUILD on {target}", done.line, done.told)
 
 
 ATTACKS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -260,7 +260,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     shutil.rmtree(folder, ignore_errors=True)
     log_file(folder).unlink(missing_ok=True)
     clock(folder).write_bytes(bytes(8))
-    kills, said = 0, list[str]()  # by processes that ended with an error before their moment
+    kills, errors = 0, list[str]()  # by processes that ended with an error before their moment
     for _ in range(rng.randrange(4, 17)):
         process = start(kind, folder, HITS[hit])
         killed = live(process, folder, HITS[hit], rng, KINDS[kind])
@@ -268,7 +268,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
         code = process.returncode
         codes[code] += 1
         if not killed and code:
-            said.append(" ".join(plain(log(folder), folder).split())[-300:])
+            errors.append(" ".join(plain(log(folder), folder).split())[-300:])
         if "Traceback" in log(folder) and not killed:
             kept = folder.with_name(f"wrong-{kind}-{hit}-{time.time():.0f}.log")
             shutil.copy(log_file(folder), kept)
@@ -291,7 +291,7 @@ def disturbed(kind: str, hit: str, whole: str | None, folder: Path, rng: random.
     seconds = round(time.monotonic() - began, 1)
     wrong = plain(wrong, folder)
     about = {"kind": kind, "hit": hit, "kills": kills, "codes": dict(codes), "same": same, "seconds": seconds}
-    return about | {"said": said, "wrong": wrong}
+    return about | {"said": errors, "wrong": wrong}
 
 
 def live(process: subprocess.Popen[bytes], folder: Path, hit: Hit, rng: random.Random, kind: Kind) -> int:
@@ -370,10 +370,10 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
     if hit.jumps:
         mine |= {"LD_PRELOAD": str(folder.with_name("clock.so")), "JUMPING_CLOCK": str(clock(folder))}
     limits = [f"--{name}={most}" for name, most in hit.limits.items()]
-    with log_file(folder).open("wb") as said:
+    with log_file(folder).open("wb") as output:
         return subprocess.Popen(
             [*DROPS, "prlimit", *limits, *program] if limits else [*DROPS, *program], cwd=folder.parent, umask=0,
-            env=os.environ | mine, start_new_session=True, stdout=said, stderr=subprocess.STDOUT,
+            env=os.environ | mine, start_new_session=True, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 

@@ -323,8 +323,8 @@ def compared(quiet: Sequence[Window], under: Sequence[Window], deaf: Sequence[Wi
         around = [(rate(before) + rate(after)) / 2 for before, after in pairwise(quiet)]
         return [round(1.0 - rate(each) / usual, 4) for each, usual in zip(under, around, strict=True)]
 
-    def a_second(what: Callable[[Reading], float]) -> float:
-        return sum(what(each.end) - what(each.begin) for each in under) / seconds
+    def a_second(quantity: Callable[[Reading], float]) -> float:
+        return sum(quantity(each.end) - quantity(each.begin) for each in under) / seconds
 
     first, last, seconds = under[0].begin, under[-1].end, sum(each.end.when - each.begin.when for each in under)
     loss, cpu_loss = losses(lambda each: each.per_second), losses(lambda each: each.per_cpu_second)
@@ -383,7 +383,7 @@ def attack(
         raise ValueError(f"{address[0]} is another machine; connections are made on this one alone")
     draw, began = random.Random(0), time.monotonic()
     held: dict[int, tuple[socket.socket, Any]] = {}
-    poll, said, told = select.poll(), 0, began
+    poll, sent, noted = select.poll(), 0, began
     try:
         for number in range(count):
             time.sleep(max(0.0, began + number / rate - time.monotonic()))
@@ -403,14 +403,14 @@ def attack(
                 except OSError:  # the server has ended it
                     poll.unregister(other)
                     held.pop(descriptor)[0].close()
-            if time.monotonic() - told > 0.5:
-                told = time.monotonic()
+            if time.monotonic() - noted > 0.5:
+                noted = time.monotonic()
                 yield len(held)
-            if kind == "slow" and time.monotonic() - began > said + 1:
+            if kind == "slow" and time.monotonic() - began > sent + 1:
                 for other, _ in held.values():
                     with suppress(OSError):
-                        other.send(GREETING[said % len(GREETING) :][:1])
-                said += 1
+                        other.send(GREETING[sent % len(GREETING) :][:1])
+                sent += 1
     finally:
         for sock, _ in held.values():
             sock.close()

@@ -44,7 +44,7 @@ def ours(model: str, prompts: np.ndarray, lengths: np.ndarray, rows: int, *, wav
     prepare_devices(1)
     config, params = huggingface.load(model)
     words = tokenizer.Tokeniser(config.vocabulary, list, str, ends=(0,))
-    how = sampler.Sampling(MOST, GROUP, wave=rows)
+    sampling = sampler.Sampling(MOST, GROUP, wave=rows)
     together = rows if waves else len(lengths)
     params, prompts, lengths = jax.tree.map(jnp.asarray, (params, prompts, lengths))
     keys = jax.random.split(jax.random.key(0), len(lengths))
@@ -54,7 +54,7 @@ def ours(model: str, prompts: np.ndarray, lengths: np.ndarray, rows: int, *, wav
         of = prompts[first // GROUP : last // GROUP]
         return params, of, keys[first:last], jnp.int32(sampler.UNBOUNDED), lengths[first:last]
 
-    compiled = jax.jit(sampler.sampler(config, how, ends=False, tokeniser=words)).lower(*arguments(0)).compile()
+    compiled = jax.jit(sampler.sampler(config, sampling, ends=False, tokeniser=words)).lower(*arguments(0)).compile()
     seconds = 0.0
     for first in range(0, len(lengths), together):
         given = arguments(first)

@@ -113,10 +113,10 @@ def campaign(name: str, folder: Path, minutes: float) -> dict[str, Any]:
         row["edges"] = max([row["edges"], *map(int, re.findall(r"cov: (\d+)", done.stdout))])
         row["slowest"], row["megabytes"] = max(row["slowest"], slowest), max(row["megabytes"], memory >> 20)
         if done.returncode:
-            said = re.findall(r"(?m)^(\w*(?:Error|Finding|Exception|Interrupt)\b.*|==\d+== ?ERROR.*)$", done.stdout)
+            errors = re.findall(r"(?m)^(\w*(?:Error|Finding|Exception|Interrupt)\b.*|==\d+== ?ERROR.*)$", done.stdout)
             kept = re.findall(r"written to (\S+)", done.stdout)
             row["findings"].append(
-                f"{(said or [f'exit {done.returncode}'])[0][:200]} ({(kept or ['nothing kept'])[-1]})"
+                f"{(errors or [f'exit {done.returncode}'])[0][:200]} ({(kept or ['nothing kept'])[-1]})"
             )
     return row
 

@@ -131,8 +131,8 @@ def main() -> int:
     if asked.cores:
         os.sched_setaffinity(0, {int(core) for core in asked.cores.split(",")})  # its children keep to them
     theirs, cores = asked.commit or commit(trainer), len(os.sched_getaffinity(0))
-    for what in asked.what:
-        record = figure(what, asked.python, trainer, asked.num_envs, asked.repeats)
+    for subject in asked.what:
+        record = figure(subject, asked.python, trainer, asked.num_envs, asked.repeats)
         record["peer"] |= {"commit": theirs}
         record["config"] |= {"cores": cores}
         results.emit(record, asked.json)
@@ -147,10 +147,10 @@ def commit(folder: Path) -> str | None:
     return done.stdout.strip() or None
 
 
-def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> dict[str, Any]:
+def figure(subject: str, python: str, trainer: Path, envs: int, repeats: int) -> dict[str, Any]:
     """One figure of ours with theirs, repeated in turn."""
-    name = WHAT[what]
-    if what == "env":
+    name = WHAT[subject]
+    if subject == "env":
         sizes = (envs, 32, 1)
         mine = harness.OURS, [name, harness.cases(name, num_envs=envs)[0]]
     else:
@@ -158,7 +158,7 @@ def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> di
         mine = hackmatrix_grid.OURS, hackmatrix_grid.Cell(name, envs, 128, "fp32")
     commands = {
         "ours": [sys.executable, "-c", mine[0], json.dumps(mine[1])],
-        "theirs": [python, "-c", THEIRS, str(trainer), json.dumps([what, *sizes])],
+        "theirs": [python, "-c", THEIRS, str(trainer), json.dumps([subject, *sizes])],
     }
     with tempfile.TemporaryDirectory() as cache:
         started = {whose: start(command, Path(cache) / whose) for whose, command in commands.items()}

@@ -106,7 +106,7 @@ def sampled(model: ModelConfig, given: Any) -> Any:
     """Figures of sampling: all completions as long as can be, and of drawn lengths."""
     count, rng = 2 * given.rows, np.random.default_rng(0)
     words = tokenizer.Tokeniser(model.vocabulary, list, str, ends=(0,))
-    how = sampler.Sampling(given.length, GROUP, wave=given.rows)
+    draws = sampler.Sampling(given.length, GROUP, wave=given.rows)
     prompts = jnp.asarray(rng.integers(1, model.vocabulary, (count // GROUP, given.prompt)), jnp.int32)
     params = jax.jit(lambda key: transformer.init(key, model))(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), count)
@@ -114,7 +114,9 @@ def sampled(model: ModelConfig, given: Any) -> Any:
     def asked(most: np.ndarray) -> tuple[Any, ...]:
         return params, prompts, keys, jnp.int32(sampler.UNBOUNDED), jnp.asarray(most, jnp.int32)
 
-    program, found = compiled(jax.jit(sampler.sampler(model, how, ends=False, tokeniser=words)), *asked(np.ones(count)))
+    program, found = compiled(
+        jax.jit(sampler.sampler(model, draws, ends=False, tokeniser=words)), *asked(np.ones(count))
+    )
     jax.block_until_ready(program(*asked(np.full(count, 4))))
     for name, most in (("all", np.full(count, given.length)), ("drawn", drawn_lengths(count, given.length))):
         arguments = jax.block_until_ready(asked(most))

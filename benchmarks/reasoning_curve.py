@@ -71,20 +71,20 @@ def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
         for row in records
     ]  # fmt: skip
     rewarded = [point for point in points if point["reward"] is not None]
-    told: dict[str, Any] = {"ceiling": None}
+    fitted: dict[str, Any] = {"ceiling": None}
     try:
         updates = np.array([point["update"] - taught for point in rewarded], float)
         rewards = np.array([point["reward"] for point in rewarded])
         fit = forecast.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
-        told["ceiling"] = {**fit.law._asdict(), "error": fit.error, "intervals": fit.intervals}
+        fitted["ceiling"] = {**fit.law._asdict(), "error": fit.error, "intervals": fit.intervals}
     except ValueError as error:
-        told["why"] = str(error)
+        fitted["why"] = str(error)
     done = folder / "result.json"
     result = json.loads(done.read_text()) if done.exists() else {}
     shown = ("evaluation", "train_seconds", "compile_seconds", "wall_seconds", "parameters", "params_sha256")
     return {
         "seed": about["run"]["seed"], "commit": about.get("commit"), "devices": about["run"]["devices"],
-        "result": {name: result.get(name) for name in shown}, "points": points, **told,
+        "result": {name: result.get(name) for name in shown}, "points": points, **fitted,
         **({"held_out": held_out(folder)} if checkpoints else {}),
     }  # fmt: skip
 
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--note", default="", help="what else to say of how it was measured")
     given = parser.parse_args()
-    told = {"note": given.note, "curves": {folder.name: curve(folder, given.checkpoints) for folder in given.runs}}
-    given.json.write_text(json.dumps(told) + "\n")
+    record = {"note": given.note, "curves": {folder.name: curve(folder, given.checkpoints) for folder in given.runs}}
+    given.json.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,14 +80,14 @@ def main() -> None:
         ]
     updates = given.updates[1] - given.updates[0]
     seconds = (runs[1]["cpu_seconds"] - runs[0]["cpu_seconds"]) / updates
-    told = {"side": given.side} | sizes | {
+    record = {"side": given.side} | sizes | {
         "updates": list(given.updates), "runs": runs, "cpu_seconds_per_update": seconds,
         "completions_per_cpu_second": sizes["prompts"] * sizes["group"] / seconds,
         "peak_bytes": runs[1]["peak_bytes"],
     }  # fmt: skip
     with given.json.open("a") as file:
-        file.write(json.dumps(told) + "\n")
-    print(json.dumps(told))
+        file.write(json.dumps(record) + "\n")
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

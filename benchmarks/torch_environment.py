@@ -36,8 +36,8 @@ def main() -> int:
         mine = [each for each in turns if each["kind"] == kind]
         figure = {"name": "torch-environment", "actor_kind": kind, "num_envs": given.num_envs}
         figure |= {"num_steps": given.num_steps, "updates": given.updates, "repeats": given.repeats}
-        for what in ("per_second", "per_cpu_second"):
-            figure[what] = statistics.median(each[what] for each in mine)
+        for rate in ("per_second", "per_cpu_second"):
+            figure[rate] = statistics.median(each[rate] for each in mine)
         results.emit(figure, given.json)
     return 0
 

@@ -226,11 +226,11 @@ def figures(data: Completions, log_prob: np.ndarray, entropy: np.ndarray, group:
 
 def summed(found: Figures) -> dict[str, float]:
     """Means, and the largest difference of log-probabilities; `surprise` is in standard errors from 0."""
-    told = {name: float(np.mean(getattr(found, name))) for name in ("reward", "length", "cut", "entropy", "different")}
-    told |= {"tokens": len(found.off), "ends": len(found.off_end), "log_prob_off": float(found.off.max())}
+    means = {name: float(np.mean(getattr(found, name))) for name in ("reward", "length", "cut", "entropy", "different")}
+    means |= {"tokens": len(found.off), "ends": len(found.off_end), "log_prob_off": float(found.off.max())}
     if len(found.off_end):
-        told["log_prob_off_ends"] = float(found.off_end.max())
-    return {name: round(x, 7) for name, x in told.items()} | {"surprise": apart(found.surprise)}
+        means["log_prob_off_ends"] = float(found.off_end.max())
+    return {name: round(x, 7) for name, x in means.items()} | {"surprise": apart(found.surprise)}
 
 
 def apart(each: np.ndarray) -> float:

@@ -76,14 +76,14 @@ def sender(folder: Path, url: str) -> None:
         rollout = vllm.Rollout(publisher, http, [LINK])
         for line in sys.stdin:
             asked = json.loads(line)
-            number, told = asked["number"], {}
+            number, answer = asked["number"], {}
             tensors = moved_weights.moved(base, asked["version"])
             if asked["do"] == "update":
                 began = time.monotonic()
                 rollout.update(number, tensors, 120.0, label=str(asked["version"]))
-                told = {"seconds": time.monotonic() - began, "paused": rollout.paused, "held": rollout.held}
-                told |= copied(tensors)
-                told["digests"] = digests(tensors)
+                answer = {"seconds": time.monotonic() - began, "paused": rollout.paused, "held": rollout.held}
+                answer |= copied(tensors)
+                answer["digests"] = digests(tensors)
             else:  # "refuse": without the last tensor; "half": killed when half is sent
                 vllm.offer(publisher, number, tensors, 120.0)
                 root, count = publisher.status()["root"], len(tensors)
@@ -96,8 +96,8 @@ def sender(folder: Path, url: str) -> None:
                 try:
                     http.update_weights(vllm.Announced(number, root, end, end, True, 120.0)._asdict())
                 except EngineError as error:
-                    told = {"refused": str(error)[-300:]}
-            print(json.dumps(told), flush=True)
+                    answer = {"refused": str(error)[-300:]}
+            print(json.dumps(answer), flush=True)
 
 
 def copied(tensors: dict[str, np.ndarray]) -> dict[str, float]:
@@ -194,8 +194,10 @@ class Clients:
 
     def asked(self, place: int) -> tuple[list[int], list[Any]]:
         sampling = {"max_tokens": self.length, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-        told = call(self.url, "/inference/v1/generate", {"token_ids": self.prompts[place], "sampling_params": sampling})
-        (choice,) = told["choices"]
+        reply = call(
+            self.url, "/inference/v1/generate", {"token_ids": self.prompts[place], "sampling_params": sampling}
+        )
+        (choice,) = reply["choices"]
         return choice["token_ids"], choice["weight_versions"]
 
     def _work(self, number: int) -> None:
@@ -257,9 +259,9 @@ def main() -> None:
         finally:
             for child in children:
                 child.close()
-            for how in (signal.SIGTERM, signal.SIGKILL):
+            for sent_signal in (signal.SIGTERM, signal.SIGKILL):
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(server.pid, how)
+                    os.killpg(server.pid, sent_signal)
                     server.wait(20.0)
         results.emit(figure, given.json)
 
@@ -314,12 +316,12 @@ def measured(
         if version == KILLED:
             assert children[-1].ask(do="half", version=2000 + version, number=10 * version - 5) is None
             children.append(Child(command))
-        told = children[-1].ask(do="update", version=version, number=10 * version)
+        result = children[-1].ask(do="update", version=version, number=10 * version)
         answers = clients.still()
         label = str(version)
         checked[label] = every(label)
         theirs = call(url, "/collective_rpc", {"method": "digests"})["results"][0]
-        sums["digests_equal"] += theirs == told["digests"]
+        sums["digests_equal"] += theirs == result["digests"]
         sums["answers"] += len(answers)
         mixed = []
         for place, token, spans in answers:
@@ -336,7 +338,7 @@ def measured(
         sums["of_two_right"] += right
         found = reference.ask(call="check", prompts=prompts, tokens=checked[label], old=last)
         changed = sum(a != b for a, b in zip(checked[label], checked[before], strict=True))
-        spent = {name: told[name] for name in ("seconds", "paused", "held", "copy_seconds")}
+        spent = {name: result[name] for name in ("seconds", "paused", "held", "copy_seconds")}
         rows.append(found | spent | {"changed": changed})
         print(json.dumps({"version": version, **sums, **rows[-1]}), file=sys.stderr)
         before, last = label, version

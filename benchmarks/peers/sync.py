@@ -327,9 +327,9 @@ def _told(path: Path) -> str:
     return path.read_text()
 
 
-def _until(what: Callable[[], bool]) -> None:
+def _until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
-    while not what():
+    while not condition():
         if time.monotonic() > until:
             raise TimeoutError(f"the other side did not come within {PATIENCE:g} s")
         time.sleep(0.001)

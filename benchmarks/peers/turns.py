@@ -25,8 +25,8 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
-def tell(what: dict[str, Any]) -> None:
-    print("figure " + json.dumps(what), flush=True)
+def tell(record: dict[str, Any]) -> None:
+    print("figure " + json.dumps(record), flush=True)
 
 
 def ready(compile_seconds: float, packages: Sequence[str]) -> None:

@@ -88,8 +88,8 @@ def main() -> None:
     with torch.no_grad():
         for line in sys.stdin:
             asked = json.loads(line)
-            what = asked.pop("call")
-            found = reference.load(**asked) if what == "load" else calls[what](**asked)
+            call = asked.pop("call")
+            found = reference.load(**asked) if call == "load" else calls[call](**asked)
             print(json.dumps(found or {}), flush=True)
 
 

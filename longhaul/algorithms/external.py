@@ -70,8 +70,8 @@ def config_of(candidate: Any) -> AlgorithmConfig:
     if kind in ALGORITHMS.values():
         return typing.cast(AlgorithmConfig, candidate() if candidate is kind else candidate)
     if inspect.isroutine(candidate) or not dataclasses.is_dataclass(kind):
-        what = "a function" if inspect.isroutine(candidate) else f"{kind.__name__}, which is no dataclass"
-        raise ValueError(f"it is {what}; an algorithm is the class of its config: @dataclass(frozen=True), with "
+        found_type = "a function" if inspect.isroutine(candidate) else f"{kind.__name__}, which is no dataclass"
+        raise ValueError(f"it is {found_type}; an algorithm is the class of its config: @dataclass(frozen=True), with "
                          "make(self, spec, context)")  # fmt: skip
     if not is_own(kind):
         raise ValueError("it has no make(self, spec, context), which returns its longhaul.types.Algorithm")

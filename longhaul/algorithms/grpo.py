@@ -84,11 +84,11 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
     if columns % (config.num_minibatches * unit) or not _divided(
         columns // config.num_minibatches, config.accumulate, unit
     ):
-        what = "completions" if unit == 1 else "groups"
+        units = "completions" if unit == 1 else "groups"
         raise FieldError(
             "num_minibatches",
             config.num_minibatches,
-            f"with accumulate {config.accumulate} it must divide the {what} of a shard, {columns // unit}; accumulate "
+            f"with accumulate {config.accumulate} it must divide the {units} of a shard, {columns // unit}; accumulate "
             "may also split each group into equal parts",
         )
     if config.pack and config.accumulate > 1:

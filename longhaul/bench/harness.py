@@ -324,9 +324,9 @@ class Worker:
     def id(self) -> int:
         return self._process.id
 
-    def ask(self, what: str = "go") -> dict[str, float]:
+    def ask(self, message: str = "go") -> dict[str, float]:
         """One repeat, or what else its program knows by a line."""
-        self._process.say(f"{what}\n".encode())
+        self._process.say(f"{message}\n".encode())
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -392,6 +392,6 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
-def tell(what: dict[str, Any]) -> None:
+def tell(record: dict[str, Any]) -> None:
     """A worker's answer."""
-    print(MARK + json.dumps(what), flush=True)
+    print(MARK + json.dumps(record), flush=True)

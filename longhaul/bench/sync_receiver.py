@@ -64,14 +64,14 @@ def main() -> None:
     probe = Probe(address, int(size), int(descriptor), int(budget))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        what, _, number = line.strip().partition(" ")
+        command, _, number = line.strip().partition(" ")
         used = time.process_time()
-        if what == "copy":
+        if command == "copy":
             answer = probe.copy()
-        elif what == "cpu":
+        elif command == "cpu":
             answer = {"cpu": time.process_time()}
         else:
-            answer = (probe.wait if what == "wait" else probe.stream)(int(number))
+            answer = (probe.wait if command == "wait" else probe.stream)(int(number))
         print(json.dumps({**answer, "used": time.process_time() - used}), flush=True)
     probe.receiver.close()
     shutil.rmtree(folder, ignore_errors=True)

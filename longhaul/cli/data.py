@@ -118,8 +118,8 @@ def _summary(files: Sequence[dict[str, Any]]) -> str:
     parts.append(f"{sum(each['tracks'] or 0 for each in scenarios):,} tracks")
     kinds = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     wrong = sum(file["error"] is not None for file in files)
-    said = f"; {wrong:,} file{'s' * (wrong != 1)} with an error" if wrong else ""
-    return f"{', '.join(parts)}: {kinds}{said}"
+    errors = f"; {wrong:,} file{'s' * (wrong != 1)} with an error" if wrong else ""
+    return f"{', '.join(parts)}: {kinds}{errors}"
 
 
 def _print_files(files: Sequence[dict[str, Any]]) -> None:
@@ -127,8 +127,8 @@ def _print_files(files: Sequence[dict[str, Any]]) -> None:
     print(_summary(files))
     for file in files:
         scenarios = file["scenarios"]
-        what = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"
-        print(tables.clean(f"{file['path']}: {file['format'] or 'unknown format'}, {what}"))
+        size = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"
+        print(tables.clean(f"{file['path']}: {file['format'] or 'unknown format'}, {size}"))
         if scenarios:
             names = [name for name in scenarios[0] if name not in ("id", "ranges")]
             rows = [[str(each["id"]), *(tables.number(each[name]) for name in names)] for each in scenarios]

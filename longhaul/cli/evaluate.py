@@ -205,8 +205,8 @@ def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Resu
             raise FlagError(f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}")
         for name in ("data", "scenario", "traffic", "realism", "worst"):
             if parsed[name]:
-                what = named_task(run)
-                raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
+                task = named_task(run)
+                raise FlagError(f"--{name} is for driving, and run {folder.name} is {task}; leave --{name} out")
         count = parsed["episodes"] or run.evaluation_episodes or 100
         seed = run.seed if parsed["seed"] is None else parsed["seed"]
         scores, _ = evaluation.scorer(run, count)(acting, seed)

@@ -257,18 +257,22 @@ def _add(
 
     class Take(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, words: Any, name: str | None = None) -> None:
-            written, said = str(name).removeprefix("--"), typed.get(str(name), str(name))
+            written, flag_word = str(name).removeprefix("--"), typed.get(str(name), str(name))
             if flag.kind in (SWITCH, ALONE):
                 value: Any = not written.startswith("no-")
             elif flag.bare and (words is None or self.nargs == 0 or words in ("true", "false")):
                 value = flag.bare[written.startswith("no-") or words == "false"]
             elif words == "":
-                raise FlagError(_without_value(flag, said))
+                raise FlagError(_without_value(flag, flag_word))
             else:
-                value = tuple(_read(flag, word, said) for word in words) if flag.many else _read(flag, words, said)
+                value = (
+                    tuple(_read(flag, word, flag_word) for word in words)
+                    if flag.many
+                    else _read(flag, words, flag_word)
+                )
             before, known = given.get(flag.name, (written, value))
             if flag.many and flag.name in given:
-                raise FlagError(f"{said} is given twice; write it once, with all its values after it")
+                raise FlagError(f"{flag_word} is given twice; write it once, with all its values after it")
             if before != written and known != value and flag.aliases:
                 raise FlagError(
                     f"--{before} is {plain(known)} and --{written}, another word for it, is {plain(value)}; give one "

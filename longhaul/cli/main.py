@@ -176,10 +176,10 @@ def _run(words: list[str]) -> int:
         return 0
     command, names = rest[0], list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if command not in names:
-        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", names)
-        otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
-        hint = _answer(command) or flags.suggestion(command, there, otherwise)
-        raise FlagError(f"longhaul has no {what} {command!r}; {hint}")
+        kind, known = ("flag", list(FLAGS)) if command.startswith("-") else ("command", names)
+        otherwise = f"there are {', '.join(FLAGS if kind == 'flag' else COMMANDS)}"
+        hint = _answer(command) or flags.suggestion(command, known, otherwise)
+        raise FlagError(f"longhaul has no {kind} {command!r}; {hint}")
     module, name = ENTRIES.get(command, (command, command))
     with nullcontext() if command in OWN_INTERRUPT else _ending_at_once(begins=command == "train"):
         with screen.stage("importing", plain=False):  # its own module alone: most import JAX, which takes seconds

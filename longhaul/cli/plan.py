@@ -219,12 +219,12 @@ def show(figures: dict[str, Any]) -> None:
     moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])
     seconds = about["compute_seconds"]
     calibrated = about["calibration"]
-    how = "compiled" if seconds is None and calibrated is None else "measured"
+    source = "compiled" if seconds is None and calibrated is None else "measured"
     took = "" if seconds is None else f"{seconds:.4g} s an update on {about['devices']} device(s) here, "
     tables.listing(
         [
             ("recipe", f"{figures['recipe']}, {figures['steps']:,.0f} agent steps on {figures['hardware']}"),
-            (how, f"{took}{about['steps_per_update']:,} agent steps an update, "
+            (source, f"{took}{about['steps_per_update']:,} agent steps an update, "
              f"{collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
             *figures["assumptions"].items(),
         ]

@@ -52,8 +52,8 @@ def status(words: Sequence[str]) -> int:
         ("checkpoints", ", ".join(map(str, saved)) or "none"),
     ]
     for name, tracked in tracking.load_all(folder).items():
-        said = f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"
-        rows.append((tracking.KINDS[name].title, said))
+        project = f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"
+        rows.append((tracking.KINDS[name].title, project))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
     rows += forecast.in_words(records)

@@ -302,10 +302,10 @@ def _stopped() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _until(what: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
-    """True once `what` holds; False after `seconds`, or when stopped."""
+def _until(condition: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
+    """True once `condition` holds; False after `seconds`, or when stopped."""
     until = time.monotonic() + seconds
-    while not what():
+    while not condition():
         left = until - time.monotonic()
         if left <= 0.0 or stop.wait(min(0.05, left)):
             return False

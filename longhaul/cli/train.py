@@ -52,13 +52,13 @@ def _follow() -> None:
 
     prepare_announced()
     run = from_dict(Run, process_group.hear("run"))
-    told = process_group.hear("folder")
-    folder, deadline = Path(told["folder"]), time.monotonic() + SEEN
+    announced = process_group.hear("folder")
+    folder, deadline = Path(announced["folder"]), time.monotonic() + SEEN
     while not (folder / "run.json").is_file():  # a network's file system takes its time
         if time.monotonic() > deadline:
             raise RunError(f"{folder} is not seen here; --runs-dir must be a folder that all hosts share")
         time.sleep(0.1)
-    loop.train(run, folder, resumed=told["resumed"], edited=told["edited"])
+    loop.train(run, folder, resumed=announced["resumed"], edited=announced["edited"])
 
 
 def _train(words: Sequence[str]) -> int:

@@ -467,9 +467,9 @@ def _check_on_device(run: Run, devices: int) -> None:
     """Raises RunError where the learner of a run can't step the environment on its device by itself."""
     task = run.environment
     if not isinstance(task, Named) or not task.env.startswith("torch/"):
-        what = f"--env {task.env}" if isinstance(task, Named) else f"recipe {run.recipe}"
+        env = f"--env {task.env}" if isinstance(task, Named) else f"recipe {run.recipe}"
         raise RunError(
-            f"--actor-kind is device, and {what} has no tensors on it; choose --actor-kind process or thread, or an "
+            f"--actor-kind is device, and {env} has no tensors on it; choose --actor-kind process or thread, or an "
             "environment torch/MODULE:FACTORY"
         )
     if devices != process_group.count():
@@ -680,17 +680,17 @@ def tokeniser(folder: str, task: Reasoning, budget: Budget | None = None) -> Tok
 def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
     """The model of a folder, which computes as `config` says."""
     try:
-        told = huggingface.config(config.model_folder)
+        published = huggingface.config(config.model_folder)
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
-    if words.size > told.vocabulary:
+    if words.size > published.vocabulary:
         raise RunError(f"--model-folder {config.model_folder} has a tokeniser of {words.size} words and a model of "
-                       f"{told.vocabulary}; they must be of one model")  # fmt: skip
+                       f"{published.vocabulary}; they must be of one model")  # fmt: skip
     if not words.ends:
         raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
                        "generation_config.json")  # fmt: skip
     own = config.model
-    return computing_as(told, own)
+    return computing_as(published, own)
 
 
 def computing_as(shapes: ModelConfig, own: ModelConfig) -> ModelConfig:

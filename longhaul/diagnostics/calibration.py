@@ -112,7 +112,7 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
                 child.stdin.close()
             assert children[0].stdout is not None
             with children[0].stdout as reporting:
-                told = reporting.read()
+                output = reporting.read()
             failed = [child.wait() for child in children]
         finally:
             for child in children:
@@ -122,7 +122,7 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
             err.seek(0)
             lines = err.read().strip().splitlines() or ["it said nothing"]
             raise RunError(f"a run of {processes} process(es) failed: {lines[-1][:200]}")
-    return json.loads(told.splitlines()[-1])
+    return json.loads(output.splitlines()[-1])
 
 
 def serve(work: Callable[[Any], Any]) -> None:

@@ -94,15 +94,15 @@ def measured(run: Run, chip: str, most: int) -> Measured:
 
     Raises RunError with the last line of a failed process.
     """
-    told = compiled_run.ask(run, __name__, "compiled", chip, variables={PLATFORM: "gpu"})
+    program = compiled_run.ask(run, __name__, "compiled", chip, variables={PLATFORM: "gpu"})
     shards = run.all_devices // run.model
-    crossings = compiled_run.crossings_of(told["crossings"])
+    crossings = compiled_run.crossings_of(program["crossings"])
     if shards == 1 and most > 1:
         crossings = compiled_run.two_shards(run)
     return Measured(
-        None, told["steps"] // shards, tuple(tuple(each) for each in told["work"]),
-        compute_plan.collectives(crossings, run.model), told["memory"], told["state_bytes"],
-        told["carry_bytes"] / shards, run.model, own=True,
+        None, program["steps"] // shards, tuple(tuple(each) for each in program["work"]),
+        compute_plan.collectives(crossings, run.model), program["memory"], program["state_bytes"],
+        program["carry_bytes"] / shards, run.model, own=True,
     )  # fmt: skip
 
 

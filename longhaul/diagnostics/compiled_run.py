@@ -185,9 +185,9 @@ def two_shards(run: Run) -> list[Crossing]:
     return crossings_of(ask(two, __name__, "crossings"))
 
 
-def crossings_of(told: Sequence[Sequence[Any]]) -> list[Crossing]:
+def crossings_of(rows: Sequence[Sequence[Any]]) -> list[Crossing]:
     """Collectives as they come from another process, by JSON."""
-    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in told]
+    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in rows]
 
 
 def crossings(run: Run) -> list[Crossing]:

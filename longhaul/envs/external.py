@@ -310,15 +310,15 @@ def check(name: str, environment: Environment) -> None:
     _same(f"{name}: the state after step", following, state)
 
 
-def _traced(what: str, function: Any, *given: Any) -> Any:
+def _traced(name: str, function: Any, *given: Any) -> Any:
     try:
         result = jax.eval_shape(function, *given)
     except Exception as error:
-        raise ValueError(f"{what} can't be traced by JAX: {_line(error)}") from error
+        raise ValueError(f"{name} can't be traced by JAX: {_line(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2:
         returned = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        pair = "(state, longhaul.types.transition(...))" if what.endswith("step") else "(state, observation)"
-        raise ValueError(f"{what} returns {returned}; it must be a pair {pair}")
+        pair = "(state, longhaul.types.transition(...))" if name.endswith("step") else "(state, observation)"
+        raise ValueError(f"{name} returns {returned}; it must be a pair {pair}")
     return result
 
 
@@ -326,15 +326,15 @@ def _form(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}"
 
 
-def _alike(what: str, given: PyTree, wanted: PyTree, agents: tuple[int, ...]) -> None:
+def _alike(name: str, given: PyTree, wanted: PyTree, agents: tuple[int, ...]) -> None:
     whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*agents, *leaf.shape), leaf.dtype), wanted)
-    _same(what, given, whole, "the spec says")
+    _same(name, given, whole, "the spec says")
 
 
-def _same(what: str, given: PyTree, wanted: PyTree, says: str = "reset's is") -> None:
+def _same(name: str, given: PyTree, wanted: PyTree, says: str = "reset's is") -> None:
     structure, other = jax.tree.structure(given), jax.tree.structure(wanted)
     if bool(structure != other):  # type: ignore[operator]  # JAX says nothing of their types
-        raise ValueError(f"{what} is {structure}; {says} {other}")
+        raise ValueError(f"{name} is {structure}; {says} {other}")
     for (path, one), like in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
         if (one.shape, one.dtype) != (like.shape, like.dtype):
-            raise ValueError(f"{what}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(like)}")
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(like)}")

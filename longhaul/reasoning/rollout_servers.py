@@ -137,9 +137,9 @@ def _from_completions(payload: Any) -> list[Choice]:
         label = choice.get("weight_version", payload.get("weight_version"))
         count = len(choice["token_ids"])
         spans = None if label is None else [(str(label), 0, count)]
-        told = choice.get("weight_versions")
-        if told is not None:
-            spans = [(str(span["version"]), span["start"], span["end"]) for span in told]
+        versions = choice.get("weight_versions")
+        if versions is not None:
+            spans = [(str(span["version"]), span["start"], span["end"]) for span in versions]
         return Choice(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"], spans)
 
     return [read(choice) for choice in sorted(payload["choices"], key=lambda choice: choice["index"])]
@@ -401,9 +401,9 @@ class Servers:
 
     def label(self, server: Server) -> str:
         """Label of the weights that a server has now."""
-        told = server.call(self._dialect.version_route, None, self._seconds, self._token)
+        answer = server.call(self._dialect.version_route, None, self._seconds, self._token)
         try:
-            return str(told["weight_version"])
+            return str(answer["weight_version"])
         except (LookupError, TypeError) as error:
             raise Refused(f"{self._dialect.version_route} has no weight_version") from error
 

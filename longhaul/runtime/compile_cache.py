@@ -134,10 +134,10 @@ def _write_too() -> bool:
 
 def _quieten(folder: Path) -> None:
     """Turn JAX's warning of a program into one line; remove a broken entry, so that it is written again."""
-    before, said = warnings.showwarning, False
+    before, warned = warnings.showwarning, False
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        nonlocal said
+        nonlocal warned
         fault = re.match(FAULT, str(message), re.DOTALL)
         if fault is None:
             before(message, category, filename, lineno, file, line)
@@ -148,10 +148,10 @@ def _quieten(folder: Path) -> None:
                 broken.unlink(missing_ok=True)
             except OSError:
                 break
-        if not said:
+        if not warned:
             short = " ".join(reason.split())[:200]
             say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
-        said = True
+        warned = True
 
     warnings.showwarning = show
     warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache entry")

@@ -57,9 +57,9 @@ def load(
 
 
 def _check_form(flag: str, path: str | None, held: bytes) -> None:
-    what, label = ("key", "PRIVATE KEY-----") if flag == "--tls-key" else ("certificate", "-----BEGIN CERTIFICATE-----")
+    kind, label = ("key", "PRIVATE KEY-----") if flag == "--tls-key" else ("certificate", "-----BEGIN CERTIFICATE-----")
     if label.encode() not in held:
-        raise ValueError(f"{flag} {path} is no {what} in PEM (it has no line with {label}); give a file that is")
+        raise ValueError(f"{flag} {path} is no {kind} in PEM (it has no line with {label}); give a file that is")
 
 
 def _check_pair(certificate: str, key: str) -> None:

@@ -411,8 +411,8 @@ def _machine() -> Callable[[], str]:
 def _gpus() -> str:
     """Use and memory of each GPU; nothing where the driver does not say."""
     try:
-        told = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
-        rows = [[float(cell) for cell in line.split(",")] for line in told.splitlines()]
+        output = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
+        rows = [[float(cell) for cell in line.split(",")] for line in output.splitlines()]
         return "".join(
             f"  GPU {i} {use:.0f} %, {used / 1024:.1f} of {of / 1024:.1f} GiB" for i, (use, used, of) in enumerate(rows)
         )

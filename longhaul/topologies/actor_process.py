@@ -68,8 +68,8 @@ class Actors:
             if seat.handle is None:
                 if now >= seat.due:
                     self._seats[actor] = seat._replace(handle=self._start(actor), started=now)
-            elif (how := seat.handle.ended()) is not None:
-                gone.append((actor, how))
+            elif (reason := seat.handle.ended()) is not None:
+                gone.append((actor, reason))
         return gone
 
     def end(self, actor: int) -> bool:

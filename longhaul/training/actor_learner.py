@@ -173,8 +173,8 @@ def _acting(
             acting = acting._replace(finishing=last.ahead(policy, acting.data))
         if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.resample:
             return acting
-        how = acting.data, run.algorithm.group, run.algorithm.resample
-        return acting._replace(collect=reasoning_setup.resampling(acting.collect, *how))
+        options = acting.data, run.algorithm.group, run.algorithm.resample
+        return acting._replace(collect=reasoning_setup.resampling(acting.collect, *options))
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return host_rollout.acting(run.environment.env, algorithm, policy, sizes)

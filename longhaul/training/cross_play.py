@@ -208,10 +208,10 @@ def fitting(word: str, policy: Params, like: Params) -> Params:
         if not differ:
             return policy
         name, there, here = differ[0]
-        what = f"{name} is {list(there)} there and {list(here)} here"
+        gap = f"{name} is {list(there)} there and {list(here)} here"
     else:
-        what = "its network has other parts"
+        gap = "its network has other parts"
     raise RunError(
-        f"--cross-play {word}: its policy does not fit the ego's: {what}; name a run with the same network, actions "
+        f"--cross-play {word}: its policy does not fit the ego's: {gap}; name a run with the same network, actions "
         "and observation"
     )

@@ -317,8 +317,8 @@ def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
     task, of = run.environment, "scenarios" if isinstance(run.environment, Driving) else "steps"
     files = f"--data {' '.join(task.data)}" if isinstance(task, Driving) else "--recorded"
     count = now[of]
-    what = f"{count} {of}, and {before[of]} when" if count != before[of] else f"{count} other {of} than when"
-    raise RunError(f"{files} holds {what} run {name} began; bring those data back, or start a new run")
+    difference = f"{count} {of}, and {before[of]} when" if count != before[of] else f"{count} other {of} than when"
+    raise RunError(f"{files} holds {difference} run {name} began; bring those data back, or start a new run")
 
 
 def spec(run: Run) -> Spec:

@@ -188,8 +188,8 @@ class Drives(NamedTuple):
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
             policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
             count = len(self.scenarios)
-            what = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
-            with screen.stage(what, len(self.scenarios)) as advance, opened() as batches:
+            title = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
+            with screen.stage(title, len(self.scenarios)) as advance, opened() as batches:
                 for batch in batches:
                     where = {which: np.argwhere(batch.numbers == which) for which in record}
                     some = np.zeros((mesh.devices.size, films), np.int32)

@@ -233,13 +233,13 @@ def check(policy: Policy, path: Path, kind: str = "jax") -> None:
 def _compare(path: Path, name: str, precision: str, exported: np.ndarray, wanted: np.ndarray) -> None:
     if exported.dtype.kind in "iu":
         gap = float(np.mean(exported != wanted))
-        close, how = gap <= TIES[precision], f"in {gap:.2%} of observations"
+        close, difference = gap <= TIES[precision], f"in {gap:.2%} of observations"
     else:
         gap = float(np.max(np.abs(exported - wanted)) / max(float(np.max(np.abs(wanted))), 1.0))
-        close, how = gap <= CLOSE[precision], f"by up to {gap:.2g}"
+        close, difference = gap <= CLOSE[precision], f"by up to {gap:.2g}"
     if not close:  # NaN is not
-        what = "actions" if name == "action" else name
-        raise RunError(f"{path} gives other {what} than the run's policy, {how}; report this as a bug")
+        outputs = "actions" if name == "action" else name
+        raise RunError(f"{path} gives other {outputs} than the run's policy, {difference}; report this as a bug")
 
 
 def _observations(policy: Policy) -> PyTree:

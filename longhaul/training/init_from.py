@@ -119,11 +119,11 @@ def published(folder: Path, like: PyTree) -> PyTree:
                 "push it again, or use the Longhaul that wrote it"
             )
     policy = jax.tree.unflatten(jax.tree.structure(like), [stored[name] for name in named])
-    told, digest = bounded_json.read(folder / "policy.json").get("params_sha256"), params_sha256(policy.params)
-    if told != digest:
+    recorded, digest = bounded_json.read(folder / "policy.json").get("params_sha256"), params_sha256(policy.params)
+    if recorded != digest:
         raise RunError(
             f"{folder / hub.POLICY} is damaged: its arrays have the digest {digest[:12]}, and policy.json says "
-            f"{str(told)[:12]}; download or install it again"
+            f"{str(recorded)[:12]}; download or install it again"
         )
     return policy
 

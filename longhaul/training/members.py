@@ -88,8 +88,8 @@ def chosen(run: Run, member: int | None, name: str) -> Member:
     if member is None or not 0 <= member < len(members):
         if len(members) == 1:
             raise RunError(f"--member is {member}, and {name} is one run; leave --member out")
-        said = "give --member" if member is None else f"--member is {member}; it must be"
-        raise RunError(f"run {name} holds {len(members)} runs; {said} 0 to {len(members) - 1}")
+        remedy = "give --member" if member is None else f"--member is {member}; it must be"
+        raise RunError(f"run {name} holds {len(members)} runs; {remedy} 0 to {len(members) - 1}")
     return members[member]
 
 

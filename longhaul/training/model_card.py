@@ -163,8 +163,8 @@ def data(run: Run, stored: Mapping[str, Any], licence: str | None) -> str:
     recorded = task.data if isinstance(task, Driving) else getattr(run.algorithm, "recorded", ())
     terms = f"Licence of this policy: {licence}." if licence else "The publisher of this policy named no licence."
     if not recorded:
-        what = "generated scenarios" if isinstance(task, Driving) else "its environment, which makes its own episodes"
-        return f"No recorded data: {what}. {terms}"
+        source = "generated scenarios" if isinstance(task, Driving) else "its environment, which makes its own episodes"
+        return f"No recorded data: {source}. {terms}"
     counts = ", ".join(f"{name} {value}" for name, value in about.items())
     files = ", ".join(f"`{name}`" for name in without_paths(recorded))
     return f"Recorded data: {files}{f' ({counts})' if counts else ''}. {TERMS} {terms}"

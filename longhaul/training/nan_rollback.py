@@ -108,17 +108,17 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     write_json(where / "run.json", about | {
         "id": where.name, "run": about["run"] | {"rollbacks": 0}, "history": [*about.get("history", ()), changed],
     })  # fmt: skip
-    what = f"update {poisoned.update} made numbers that are not finite ({poisoned.names()}); kept in {where}"
+    event = f"update {poisoned.update} made numbers that are not finite ({poisoned.names()}); kept in {where}"
     if len(taken) >= run.rollbacks:
         before = f", after {len(taken)} detours of {run.rollbacks}" if taken else ""
         raise RunError(
-            f"{what}{before}; lower --lr or --max-grad-norm, see to the rewards, or allow more --rollbacks "
+            f"{event}{before}; lower --lr or --max-grad-norm, see to the rewards, or allow more --rollbacks "
             f"(now {run.rollbacks})"
         )
     entry = {"update": poisoned.update, "checkpoint": back, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_json(path, about | {"detours": [*taken, entry]})
     count = len(taken) + 1
-    return count, f"{what}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
+    return count, f"{event}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
 
 
 def _new_folder(parent: Path, update: int) -> Path:

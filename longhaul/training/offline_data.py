@@ -109,8 +109,8 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     archive, loaded = _load(path), {}
     entries, most = archive.zip.infolist(), most_of_a_file()
     if len(entries) > MOST_ARRAYS or (size := sum(entry.file_size for entry in entries)) > most:
-        what = f"{len(entries):,} arrays" if len(entries) > MOST_ARRAYS else f"{size:,} bytes"
-        raise BadData(f"{path}: holds {what}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible")
+        excess = f"{len(entries):,} arrays" if len(entries) > MOST_ARRAYS else f"{size:,} bytes"
+        raise BadData(f"{path}: holds {excess}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible")
     for name in archive.files:
         try:
             loaded[name] = archive[name]
@@ -152,17 +152,17 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
         raise BadData(f"{where}: has no {missing[0]}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
     lead = arrays["action"].shape[: arrays["action"].ndim - len(shape)]
     if not lead or not math.prod(lead):
-        what = f"{arrays['action'].dtype} {arrays['action'].shape}"
+        form = f"{arrays['action'].dtype} {arrays['action'].shape}"
         inner = ", ".join(map(str, shape)) or "no more axes"
-        raise BadData(f"{where}: action is {what}; it must be [N, {inner}], N at least 1")
+        raise BadData(f"{where}: action is {form}; it must be [N, {inner}], N at least 1")
     if "mask" in forms and "mask" not in arrays:
         arrays = {**arrays, "mask": np.ones((*lead, *forms["mask"][0]), bool)}
     converted = {}
     for name, (inner, kind) in forms.items():
         array = arrays[name]
         if array.shape != (*lead, *inner):
-            what = f"{array.dtype} {array.shape}"
-            raise BadData(f"{where}: {name} is {what}; for these actions it must be {(*lead, *inner)}")
+            form = f"{array.dtype} {array.shape}"
+            raise BadData(f"{where}: {name} is {form}; for these actions it must be {(*lead, *inner)}")
         if not np.can_cast(array.dtype, kind, "same_kind"):
             raise BadData(f"{where}: {name} is of {array.dtype}, and the environment's of {kind}; convert it")
         if not np.all(np.isfinite(array)):

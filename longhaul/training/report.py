@@ -238,8 +238,8 @@ def _cross_play(matrix: Mapping[str, Any]) -> str:
         for partner in partners:
             mean = cells[ego, partner]
             accuracy = _number(mean.get("accuracy")) or 0.0
-            told = (f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
-            faults = "<br>".join(told)
+            rates = (f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            faults = "<br>".join(rates)
             shade = f"color-mix(in srgb, #2a9d5c {max(0.0, 10 * accuracy - 9) * 45:.0f}%, transparent)"
             drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{faults}</small></td>'
         rows.append(f'<tr><th scope="row">{_text(ego)}</th>{drawn}</tr>')

@@ -43,8 +43,8 @@ class Routes:
             with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
                 text = answer.read(MOST)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(4096).decode(errors="replace").split())
-            raise EngineError(f"{self.url}/{route} failed with {error.code}: {said}") from None
+            reply = " ".join(error.read(4096).decode(errors="replace").split())
+            raise EngineError(f"{self.url}/{route} failed with {error.code}: {reply}") from None
         try:
             return bounded_json.parse(text) if text.strip() else None
         except ValueError:

@@ -104,9 +104,9 @@ def check(manifest: Manifest) -> None:
     if not _is_text(manifest.run, 256) or not manifest.run:
         raise ValueError(f"manifest: the run is {manifest.run!r:.80}; a run's id has 1 to 256 printable characters")
     numbers = (("epoch", manifest.epoch, 0), ("version", manifest.version, 0), ("base", manifest.base, -1))
-    for what, number, least in numbers:
+    for name, number, least in numbers:
         if not least <= number < LARGEST:
-            raise ValueError(f"manifest: {what} is {number}; it must be at least {least} and below 2^62")
+            raise ValueError(f"manifest: {name} is {number}; it must be at least {least} and below 2^62")
     if manifest.base >= manifest.version:
         raise ValueError(f"manifest: version {manifest.version} is made upon {manifest.base}; a base is older")
     if not 0 < manifest.size < LARGEST:

@@ -220,13 +220,13 @@ class Publisher:
         self.seconds["gather"] = time.perf_counter() - began
         return _Version(Manifest(self.run, self.epoch, version, -1, size, gathered), image)
 
-    def _waits(self, version: int, what: _Version | tuple[int, Mapping[str, Any]]) -> bool:
+    def _waits(self, version: int, published: _Version | tuple[int, Mapping[str, Any]]) -> bool:
         """Queues a version; False where `close` was called before."""
         with self._changed:
             if self._ending:
                 return False
             self._newest = version
-            self._waiting = what
+            self._waiting = published
             self._changed.notify_all()
             return True
 
@@ -258,14 +258,14 @@ class Publisher:
                 if not self._closed:
                     self._changed.wait(None if wake is None else max(0.0, wake - time.monotonic()) + 0.001)
                 return None
-            what, self._waiting = self._waiting, None
-        if isinstance(what, _Version):
-            return what
-        fresh = self._gathered(*what, 0.0)
+            waiting, self._waiting = self._waiting, None
+        if isinstance(waiting, _Version):
+            return waiting
+        fresh = self._gathered(*waiting, 0.0)
         if fresh is None:  # it is not skipped: it waits on
             with self._changed:
                 self.skipped -= 1
-                self._waiting = self._waiting or what
+                self._waiting = self._waiting or waiting
                 self._changed.wait(0.005)
         return fresh
 

@@ -25,10 +25,10 @@ class Http:
         """Loads a version's folder. EngineError where SGLang says that it failed."""
         body = {"model_path": folder, "weight_version": weight_version, "flush_cache": True,
                 "abort_all_requests": False}  # fmt: skip
-        told = self._routes.post("update_weights_from_disk", body)
-        if not (isinstance(told, dict) and told.get("success") is True):
-            why = told.get("message") if isinstance(told, dict) else told
-            raise EngineError(f"{self._routes.url}/update_weights_from_disk failed: {why!s:.300}")
+        reply = self._routes.post("update_weights_from_disk", body)
+        if not (isinstance(reply, dict) and reply.get("success") is True):
+            message = reply.get("message") if isinstance(reply, dict) else reply
+            raise EngineError(f"{self._routes.url}/update_weights_from_disk failed: {message!s:.300}")
 
     def resume(self) -> None:
         self._routes.post("continue_generation", {})

@@ -289,9 +289,9 @@ class Http:
     def _forget(self) -> None:
         """Drops all keys and values, which are of the version before. Requests under way are computed again with the
         new weights, and their tokens stay; vLLM 0.32 does so at a pause, too."""
-        told = self._routes.post("reset_prefix_cache?reset_running_requests=true", {})
-        if isinstance(told, dict) and told.get("success") is False:
-            raise EngineError(f"{self._routes.url} keeps the cached values of the version before: {told!r:.200}")
+        reply = self._routes.post("reset_prefix_cache?reset_running_requests=true", {})
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise EngineError(f"{self._routes.url} keeps the cached values of the version before: {reply!r:.200}")
 
     def pause(self) -> None:
         self._routes.post("pause?mode=keep", {})

@@ -72,9 +72,9 @@ def _all(value: int) -> Any:
     return ir.Constant(LINE, [value] * 8)
 
 
-def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, what: Any) -> Any:
+def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, element: Any) -> Any:
     struct = context.make_array(kind)(context, builder, array)
-    return builder.bitcast(builder.gep(struct.data, [place]), ir.PointerType(what))
+    return builder.bitcast(builder.gep(struct.data, [place]), ir.PointerType(element))
 
 
 def _line_at(builder: Any, address: Any) -> Any:

@@ -35,7 +35,7 @@ class Browser:
         self._faults: list[str] = []
         self._requests: list[str] = []
         self.page.on("pageerror", lambda error: self._faults.append(str(error)))
-        self.page.on("console", lambda told: self._faults.append(told.text) if told.type == "error" else None)
+        self.page.on("console", lambda message: self._faults.append(message.text) if message.type == "error" else None)
         self.page.on("request", lambda request: self._requests.append(request.url))
 
     def open(self, address: Path | str) -> None:

@@ -126,9 +126,9 @@ class Trip:
         self.first = jax.tree.map(np.asarray, first)  # the observation before the first step
         self.states = jax.tree.map(lambda x: np.asarray(x)[:count], states)  # after each step, [T, ...]
         self.steps = jax.tree.map(lambda x: np.asarray(x)[:count], steps)
-        told = {name: [np.asarray(leaf)[count - 1].tolist() for leaf in measure] for name, measure in metrics.items()}
-        self.metrics = {name: value for name, (value, _) in told.items()}  # by agent, [A]
-        self.valid = {name: valid for name, (_, valid) in told.items()}
+        at_end = {name: [np.asarray(leaf)[count - 1].tolist() for leaf in measure] for name, measure in metrics.items()}
+        self.metrics = {name: value for name, (value, _) in at_end.items()}  # by agent, [A]
+        self.valid = {name: valid for name, (_, valid) in at_end.items()}
 
 
 def same_shapes(tables: DeviceBank) -> DeviceBank:

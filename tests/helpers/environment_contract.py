@@ -136,11 +136,11 @@ def _check_object(environment: Environment) -> None:
     jax.eval_shape(trace, jax.random.key(1))
 
 
-def _assert_equal(one: Any, other: Any, what: str, tolerance: float = 0.0) -> None:
+def _assert_equal(one: Any, other: Any, message: str, tolerance: float = 0.0) -> None:
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=message)
 
 
 def _blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:

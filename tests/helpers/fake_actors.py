@@ -46,22 +46,22 @@ def make(plan: Plan, marks: str, actor: int) -> Any:
     return collect
 
 
-def _befall(what: str, mark: Path) -> None:
-    if what == "waits":
+def _befall(fault: str, mark: Path) -> None:
+    if fault == "waits":
         time.sleep(0.01)
         return
-    if not what or (what != "always" and mark.exists()):
+    if not fault or (fault != "always" and mark.exists()):
         return
     mark.touch()
-    if what == "kill":
+    if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "stop":
+    if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if what in ("fail", "always"):
+    if fault in ("fail", "always"):
         raise ValueError("the environment broke")
-    if what == "hang":
+    if fault == "hang":
         time.sleep(600.0)
-    if what == "slow":
+    if fault == "slow":
         time.sleep(0.3)
 
 

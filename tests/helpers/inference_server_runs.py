@@ -129,8 +129,8 @@ def site(
                 work: Any = lambda: play_shared(line, vectors)  # noqa: E731
             else:
                 assert isinstance(ways, GrpcTransport)
-                told = Codec(layout, Keeps(size))  # when it is wanted, the server says
-                line = GrpcActorTransport(told, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
+                own_codec = Codec(layout, Keeps(size))  # when it is wanted, the server says
+                line = GrpcActorTransport(own_codec, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
                 work = lambda: run(play(line, vectors))  # noqa: E731
             thread = threading.Thread(target=_until_gone, args=(work, line), daemon=True)
             thread.start()

@@ -114,13 +114,13 @@ def send(name: str, number: int, victims: tuple[int, ...]) -> None:
             continue
 
 
-def damage(folder: Path, how: str) -> str:
+def damage(folder: Path, kind: str) -> str:
     """Does harm to the newest checkpoint of the run in `folder`; -> its name."""
     steps = [path for path in (folder / "checkpoints").iterdir() if path.name.replace(".", "").isdecimal()]
     newest = max(steps, key=lambda path: float(path.name))
     files = [path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json"]
     largest = max(files, key=lambda path: path.stat().st_size)
-    if how == "truncate":
+    if kind == "truncate":
         os.truncate(largest, largest.stat().st_size // 2)
     else:
         data = bytearray(largest.read_bytes())

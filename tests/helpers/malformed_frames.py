@@ -86,10 +86,10 @@ def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
             return wire.frame(head, _spoilt(payload, "other", head, rng))
 
 
-def _spoilt(payload: bytes, what: str, head: Head, rng: np.random.Generator) -> bytes:
+def _spoilt(payload: bytes, fault: str, head: Head, rng: np.random.Generator) -> bytes:
     memory = bytearray(payload)
     block = CODEC.block(memory, head.finals)
-    if what == "flags":
+    if fault == "flags":
         block.flags.view(np.uint8)[int(rng.integers(3)), int(rng.integers(COLUMNS))] = rng.integers(2, 256)
     elif head.finals and rng.random() < 0.7:
         block.columns[int(rng.integers(head.finals))] = rng.choice([-1, COLUMNS, 2**31 - 1, -(2**31)])

@@ -59,11 +59,11 @@ def by_transformers(config: ModelConfig, shard_bytes: int = huggingface.SHARD_BY
 
     with tempfile.TemporaryDirectory() as folder:
         huggingface.save(folder, config, params(config), shard_bytes=shard_bytes)
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not told[kind], f"{kind}: {told[kind]}"
+        assert not loading[kind], f"{kind}: {loading[kind]}"
     with torch.no_grad():
         return model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
 

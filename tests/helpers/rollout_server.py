@@ -126,8 +126,8 @@ class RolloutServer:
             self.label = body["weight_version"]
             return {"success": True, "message": "Succeeded to update model weights."}
         if route == "/inference/v1/generate":
-            how = body["sampling_params"]
-            made = self.sample(body["token_ids"], how["n"], how["max_tokens"], len(self.asked))
+            sampling = body["sampling_params"]
+            made = self.sample(body["token_ids"], sampling["n"], sampling["max_tokens"], len(self.asked))
             return {"choices": [self._choice(i, *each) for i, each in reversed(list(enumerate(made)))]}
         if route == "/v1/completions":
             made = self.sample(body["prompt"], body["n"], body["max_tokens"], body["seed"])
@@ -136,8 +136,8 @@ class RolloutServer:
                 for i, (token, probs, why) in enumerate(made)
             ]}  # fmt: skip
         if route == "/generate":
-            how = body["sampling_params"]
-            made = self.sample(body["input_ids"], how["n"], how["max_new_tokens"], how["sampling_seed"])
+            sampling = body["sampling_params"]
+            made = self.sample(body["input_ids"], sampling["n"], sampling["max_new_tokens"], sampling["sampling_seed"])
             return [
                 {"output_ids": token, "meta_info": {
                     "finish_reason": {"type": why}, "weight_version": self.label,

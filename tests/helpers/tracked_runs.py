@@ -28,10 +28,10 @@ def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopp
     """Acts of a run that goes on from the update before `updates`."""
     metrics = folder / "metrics.jsonl"
     sinks.truncate_after(metrics, updates[0] - updates.step)
-    said = [] if notes is None else notes
+    messages = [] if notes is None else notes
     with (
         closing(sinks.jsonl(metrics)) as lines,
-        tracking.mirror(folder, said.append, lambda: stopped) as sink,
+        tracking.mirror(folder, messages.append, lambda: stopped) as sink,
     ):
         for update in updates:
             row = record(update, **{"ppo/entropy": 1.0 / update, "episode/return": None, "note": "text"})

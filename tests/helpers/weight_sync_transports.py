@@ -89,10 +89,10 @@ def damaged(version: Manifest, image: np.ndarray) -> list[str]:
     return [each.name for each in version.tensors if digest(image[each.offset : each.end]) != each.digest]
 
 
-def until(what: Callable[[], object], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits for what must come; AssertionError where it does not."""
     end = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.005)
 

@@ -69,9 +69,9 @@ def actors(
             history.append(jax.device_get(rows))
         used = time.process_time() + cpu_of(processes) - used
         names = ("actors/learner_wait", "actors/actor_wait", "actors/staleness_mean")
-        told = {name.partition("/")[2]: float(np.mean([row[name] for row in history])) for name in names}
+        metrics = {name.partition("/")[2]: float(np.mean([row[name] for row in history])) for name in names}
         ended, total = (sum(float(row[name][0]) for row in history) for name in ("episodes", "episode/return"))
-        return told | {"cpu_seconds": used, "mean_return": total / ended if ended else float("nan")}
+        return metrics | {"cpu_seconds": used, "mean_return": total / ended if ended else float("nan")}
 
     config = {"env": env, "num_envs": num_envs, "num_steps": num_steps, **dataclasses.asdict(run.acting)}
     config |= config_fields.values(run.algorithm)

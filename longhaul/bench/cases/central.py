@@ -68,8 +68,8 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
             server.learnt(policy)
         own, of_actors = time.process_time() - own, cpu_of(theirs) - of_actors
         new = server.meter.since(before)
-        told = {"batch": new.steps / max(new.batches, 1), "fill": new.steps / max(new.rows, 1)}
-        return told | {
+        batching = {"batch": new.steps / max(new.batches, 1), "fill": new.steps / max(new.rows, 1)}
+        return batching | {
             "cpu_seconds": own + of_actors, "server_microseconds": 1e6 * own / (batches * steps),
             "actor_microseconds": 1e6 * of_actors / (batches * steps),
         }  # fmt: skip
@@ -154,7 +154,7 @@ def _codec(rows: int, width: int) -> Codec:
     return Codec(wire.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
 
 
-def client(what: str, address: str, rows: int, width: int, streams: int) -> None:
+def client(transport: str, address: str, rows: int, width: int, streams: int) -> None:
     """So many streams from one process, each with one message on the way, until the server is gone; no longer than the
     process that began it, by which it may be stopped at the time."""
     end_with_parent()
@@ -178,13 +178,13 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
     async def all_() -> None:
         import grpc
 
-        if what == "bare":
+        if transport == "bare":
             channels = [grpc.aio.insecure_channel(address) for _ in range(streams)]
             await asyncio.gather(*(bare(channel) for channel in channels))
         else:
             await asyncio.gather(*(ours(number) for number in range(streams)))
 
-    (asyncio.run if what == "bare" else run)(all_())
+    (asyncio.run if transport == "bare" else run)(all_())
 
 
 COUNT = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
@@ -200,11 +200,11 @@ class _Echo:
     Each in its own: loops of one process that use gRPC are all woken by what any of them waits for.
     """
 
-    def __init__(self, what: str, sizes: Sequence[int], closed: ExitStack) -> None:
-        self._what, self._sizes, self._most, self._closed = what, sizes, 64 * sizes[-1], closed
+    def __init__(self, transport: str, sizes: Sequence[int], closed: ExitStack) -> None:
+        self._what, self._sizes, self._most, self._closed = transport, sizes, 64 * sizes[-1], closed
         descriptor = shared_memory.create(COUNT.size)
         self._count = shared_memory.arrays(descriptor, COUNT)["count"]
-        self._server = self._begun(serve, what, descriptor, *sizes, keep=[descriptor])
+        self._server = self._begun(serve, transport, descriptor, *sizes, keep=[descriptor])
         os.close(descriptor)
 
     def _begun(self, call: Callable[..., None], *given: str | int, keep: Sequence[int] = ()) -> Process:
@@ -260,22 +260,22 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     def work(_: Any) -> dict[str, float]:
         parts, most = 4, -(-messages // 4)
         turns = [(ours.turn(most), echo.turn(most)) for _ in range(parts)]  # in turn: they meet the same load
-        mine, theirs = (np.sum([pair[i] for pair in turns], axis=0).tolist() for i in range(2))
+        grpc, echoed = (np.sum([pair[i] for pair in turns], axis=0).tolist() for i in range(2))
         done = parts * most
-        told = {f"{who}_microseconds": 1e6 * used / done for who, used in zip(("server", "client"), mine, strict=True)}
-        bare = 1e6 * sum(theirs) / done
-        told |= {"bare_microseconds": bare, "bare_per_cpu_second": 1e6 * rows / bare, "ratio": sum(mine) / sum(theirs)}
-        return told | {"cpu_seconds": sum(mine) * messages / done}
+        costs = {f"{who}_microseconds": 1e6 * used / done for who, used in zip(("server", "client"), grpc, strict=True)}
+        bare = 1e6 * sum(echoed) / done
+        costs |= {"bare_microseconds": bare, "bare_per_cpu_second": 1e6 * rows / bare, "ratio": sum(grpc) / sum(echoed)}
+        return costs | {"cpu_seconds": sum(grpc) * messages / done}
 
     config = {"rows": rows, "width": width, "streams": streams, "messages": messages}
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-def serve(what: str, descriptor: int, rows: int, width: int, streams: int) -> None:
+def serve(transport: str, descriptor: int, rows: int, width: int, streams: int) -> None:
     """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
     end_with_parent()
     count = shared_memory.arrays(descriptor, COUNT)["count"]
-    if what == "bare":
+    if transport == "bare":
         return asyncio.run(_bare(count, rows))
     lane = GrpcTransport(_codec(rows, width), streams, 1, lambda actor, life: [0])
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)

@@ -424,7 +424,7 @@ def _size(of: Layout) -> int:
     return sum(size * math.prod(end - begin for begin, end in box) for size, box in boxes)
 
 
-def _moved(what: Plan, held: Layout, needed: Layout) -> bool:
+def _moved(planned: Plan, held: Layout, needed: Layout) -> bool:
     """Makes the moves between arrays; returns True. RuntimeError where a part differs from its layout."""
     random = np.random.default_rng(0)
     whole = {
@@ -439,7 +439,7 @@ def _moved(what: Plan, held: Layout, needed: Layout) -> bool:
     for tensor in needed.tensors:
         for rank, box in tensor.boxes:
             into[rank][tensor.name] = np.zeros([end - begin for begin, end in box], whole[tensor.name].dtype)
-    execute_numpy(what, parts, into)
+    execute_numpy(planned, parts, into)
     for tensor in needed.tensors:
         for rank, box in tensor.boxes:
             came, expected = into[rank][tensor.name], _part(whole[tensor.name], box)

@@ -125,8 +125,8 @@ def _check_run(folder: Path) -> None:
     """Raises RunError where a run is not of the game."""
     task = run_dir.load_run(folder).environment
     if not isinstance(task, Named) or task.env not in PLAYED:
-        what = task.env if isinstance(task, Named) else getattr(task, "task", "driving")
-        raise RunError(f"run {folder.name} is {what}, not hackmatrix; name another, or longhaul evaluate {folder.name}")
+        game = task.env if isinstance(task, Named) else getattr(task, "task", "driving")
+        raise RunError(f"run {folder.name} is {game}, not hackmatrix; name another, or longhaul evaluate {folder.name}")
 
 
 def latest(runs_dir: Path) -> Path:
@@ -212,9 +212,9 @@ def _report(name: str, values: dict[str, Any], agent: Agent | None, records: Seq
     for r in records:
         row = {"episode": r.episode, "return": round(r.total, 6), "length": r.length}
         parts = {part: round(value, 6) for part, value in zip(reward.PARTS, r.parts, strict=True)}
-        told = {"stage": r.stage, "score": r.score, "end": r.end, "reward": parts}
+        outcome = {"stage": r.stage, "score": r.score, "end": r.end, "reward": parts}
         acted = {} if r.actions is None else {"actions": [w.NAMES[action] for action in r.actions]}
-        episodes.append(row | told | acted)
+        episodes.append(row | outcome | acted)
     head = {"game": name, "fixes": list(values["fixes"]), "seed": values["seed"]}
     who = {"agent": None if agent is None else agent.label, "greedy": not values["sample"]}
     return {**head, **who, "summary": games.summary(records), "episodes": episodes}

@@ -285,7 +285,7 @@ def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
     agents, points = len(arrays["kind"]), arrays["route"].shape[1]
     lane, cells, directory = arrays["road_lane"], arrays["road_cells"], arrays["road_directory"]
     near = arrays["road_near_lanes"]
-    for wrong, what in [
+    for wrong, fault in [
         (not 0 < dt <= SLOWEST, f"a time step that is not above 0, and up to {SLOWEST:g} s"),
         (_outside(arrays["kind"], 0, 4), "a kind of agent that does not exist"),
         (_outside(arrays["controlled"], -1, agents - 1), "a controlled agent that does not exist"),
@@ -310,7 +310,7 @@ def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
         (arrays["drawn_count"].sum(dtype=np.int64) != len(arrays["drawn"]), "polylines that miss points"),
     ]:
         if wrong:
-            raise Malformed(f"it has {what}")
+            raise Malformed(f"it has {fault}")
 
 
 def _outside(values: np.ndarray, low: float, high: float) -> bool:

@@ -192,9 +192,9 @@ def why(view: View, action: int) -> str | None:
         return "siphon: you have no data siphon"
     if action not in view.programs:
         return f"{name}: you do not own it; siphon beside a block that holds it"
-    for what, cost, stock in (("credits", w.CREDITS, view.credits), ("energy", w.ENERGY, view.energy)):
+    for currency, cost, stock in (("credits", w.CREDITS, view.credits), ("energy", w.ENERGY, view.energy)):
         if stock < cost[action]:
-            return f"{name}: it costs {cost[action]} {what}, and you have {stock}"
+            return f"{name}: it costs {cost[action]} {currency}, and you have {stock}"
     return f"{name}: {PROGRAMS[action].needs}"
 
 
@@ -287,8 +287,8 @@ def board(view: View, style: Style, reveal: bool = False) -> list[Line]:
     lines = [_edge(style, 0)]
     for row in reversed(range(w.SIDE)):
         who = [_who(view, row, col, style, reveal) for col in range(w.SIDE)]
-        what = [_what(view.cells[w.SIDE * row + col], style) for col in range(w.SIDE)]
-        lines += [_framed(who, style), _framed(what, style)]
+        contents = [_what(view.cells[w.SIDE * row + col], style) for col in range(w.SIDE)]
+        lines += [_framed(who, style), _framed(contents, style)]
         lines.append(_edge(style, 1 if row else 2))
     return lines
 

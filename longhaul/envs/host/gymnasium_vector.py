@@ -358,8 +358,8 @@ def _check_first(name: str, inner: Any, spaces: Form) -> None:
         return
     stepped = inner.step(spaces.act(np.zeros((1, *shape), dtype))[0])
     if not isinstance(stepped, tuple) or len(stepped) != 5:
-        what = f"{len(stepped)} values" if isinstance(stepped, tuple) else type(stepped).__name__
-        raise ValueError(f"{name}: step returns {what}; it must be (observation, reward, terminated, truncated, info)")
+        found = f"{len(stepped)} values" if isinstance(stepped, tuple) else type(stepped).__name__
+        raise ValueError(f"{name}: step returns {found}; it must be (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, infos = stepped
     check_observation(f"{name}: the observation of step", spaces, observation, infos)
     for part, value, kinds in (
@@ -371,7 +371,7 @@ def _check_first(name: str, inner: Any, spaces: Form) -> None:
             raise ValueError(f"{name}: {part} is {array.dtype}{list(array.shape)}; it must be {wanted}")
 
 
-def check_observation(what: str, spaces: Form, observation: Any, infos: dict[str, Any]) -> None:
+def check_observation(name: str, spaces: Form, observation: Any, infos: dict[str, Any]) -> None:
     """Raises ValueError where an observation has not the shapes, or the kinds of numbers, of its space."""
 
     def compare(leaf: Leaf, value: Any) -> None:
@@ -379,13 +379,13 @@ def check_observation(what: str, spaces: Form, observation: Any, infos: dict[str
         kind = "i" if array.dtype.kind == "u" and leaf.dtype.kind == "i" else array.dtype.kind
         if array.shape != leaf.shape or kind != leaf.dtype.kind:
             raise ValueError(
-                f"{what} is {array.dtype}{list(array.shape)}; its space says {leaf.dtype}{list(leaf.shape)}"
+                f"{name} is {array.dtype}{list(array.shape)}; its space says {leaf.dtype}{list(leaf.shape)}"
             )
 
     try:
         mapped(compare, spaces.spec.observation, spaces.read(observation, infos))
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{what} has not the structure of its space ({error})") from error
+        raise ValueError(f"{name} has not the structure of its space ({error})") from error
 
 
 def vector(

@@ -401,8 +401,8 @@ class ActorPool:
     def _watch(self, now: float) -> None:
         """Start actors that are due, and end those that hang."""
         self._looked = now
-        for actor, how in self._actors.look(now):
-            self._failed(actor, f"{how}: {words}" if (words := self.shared.last_error(actor)) else how)
+        for actor, reason in self._actors.look(now):
+            self._failed(actor, f"{reason}: {words}" if (words := self.shared.last_error(actor)) else reason)
         for actor, handle in enumerate(self._actors.handles()):
             if handle is not None and (why := self._hang(actor, handle, now)) is not None:
                 self._actors.end(actor)

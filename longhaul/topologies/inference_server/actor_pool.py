@@ -69,9 +69,9 @@ class ActorPool:
         return [handle.id if isinstance(handle, Process) else None for handle in self._actors.handles()]
 
     def look(self, now: float) -> None:
-        for actor, how in self._actors.look(now):
-            self._failed(actor, how)
-            self._lost(actor, how)
+        for actor, reason in self._actors.look(now):
+            self._failed(actor, reason)
+            self._lost(actor, reason)
 
     def end(self, actor: int, why: str) -> None:
         if self._actors.end(actor):

@@ -175,8 +175,8 @@ def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
         left, rest = divmod(own * len(there), model)
         if not rest and envs % left == 0:
             return left
-    what = f"{envs} worlds" if model == 1 else f"{envs} worlds and {model} parts of the parameters"
-    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {what}; give a --num-envs"
+    work = f"{envs} worlds" if model == 1 else f"{envs} worlds and {model} parts of the parameters"
+    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {work}; give a --num-envs"
                    + " or --mesh" * (model > 1))  # fmt: skip
 
 
