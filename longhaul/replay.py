@@ -238,9 +238,9 @@ def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transition
     newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
     window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
     ending = ring.ending[window].astype(jnp.int32)
-    there = (ending != NOBODY) & (ahead <= newest[None])
-    goes_on = jnp.cumprod(there & (ending == ON), axis=0, dtype=jnp.int32)
-    counts = there & jnp.concatenate([jnp.ones((1, n), bool), goes_on[:-1] > 0])
+    exists = (ending != NOBODY) & (ahead <= newest[None])
+    goes_on = jnp.cumprod(exists & (ending == ON), axis=0, dtype=jnp.int32)
+    counts = exists & jnp.concatenate([jnp.ones((1, n), bool), goes_on[:-1] > 0])
     m = jnp.sum(counts, axis=0, dtype=jnp.int32)
     last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
     following = jnp.where(last >= 0, rows + last, (row + m) % rows)
@@ -282,13 +282,13 @@ def _put(store: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(store, rows, at, axis=0)
 
 
-def _differ(one: PyTree, other: PyTree) -> jax.Array:
+def _differ(left: PyTree, right: PyTree) -> jax.Array:
     """Flag bool [B]: any leaf [B, ...] differs."""
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.any((x != y).reshape(x.shape[0], -1), axis=-1)
 
-    return jnp.any(jnp.stack(jax.tree.leaves(jax.tree.map(leaf, one, other))), axis=0)
+    return jnp.any(jnp.stack(jax.tree.leaves(jax.tree.map(leaf, left, right))), axis=0)
 
 
 def _below(bits: jax.Array, bound: Any) -> jax.Array:

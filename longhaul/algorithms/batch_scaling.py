@@ -38,9 +38,9 @@ def decide(batch: int, rows: int, scaling: str, minibatches: int | None, epochs:
     If minibatches are given, the rule does not apply to the epochs either. A number of minibatches that is not given
     divides `rows`, the steps of one device's batch (with memory: its columns).
     """
-    wanted = passes(batch, scaling if minibatches is None else "none")
-    chosen = nearest_divisor(rows, wanted.minibatches) if minibatches is None else minibatches
-    return Passes(chosen, wanted.epochs if epochs is None else epochs)
+    scaled = passes(batch, scaling if minibatches is None else "none")
+    chosen = nearest_divisor(rows, scaled.minibatches) if minibatches is None else minibatches
+    return Passes(chosen, scaled.epochs if epochs is None else epochs)
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
@@ -64,16 +64,16 @@ def describe(batch: int, base: int, scaling: str, chosen: Passes, rows: int, lr_
     `rows` as in `decide`; `lr` before the rule.
     """
     lines = []
-    wanted = passes(batch, scaling)
-    ruled = Passes(nearest_divisor(rows, wanted.minibatches), wanted.epochs)
-    if wanted != passes(batch, "none") and chosen == ruled:
-        differs = ruled.minibatches != wanted.minibatches
-        more = f" (not {wanted.minibatches}, which does not divide {rows:,})" * differs
+    scaled = passes(batch, scaling)
+    ruled = Passes(nearest_divisor(rows, scaled.minibatches), scaled.epochs)
+    if scaled != passes(batch, "none") and chosen == ruled:
+        differs = ruled.minibatches != scaled.minibatches
+        more = f" (not {scaled.minibatches}, which does not divide {rows:,})" * differs
         lines.append(
             f"the batch is {batch:,} steps: {chosen.minibatches} minibatches{more} and {chosen.epochs} epochs, "
             "by --scaling batch"
         )
-    elif wanted != passes(batch, "none"):
+    elif scaled != passes(batch, "none"):
         lines.append(
             f"the batch is {batch:,} steps: --scaling batch would take {ruled.minibatches} minibatches and "
             f"{ruled.epochs} epochs, and {chosen.minibatches} and {chosen.epochs} are given"

@@ -53,9 +53,9 @@ def load(name: str) -> AlgorithmConfig:
         return ours
     path = installed().get(name, name)
     if not user_modules.is_named(path):
-        there = [*ALGORITHMS, *installed()]
-        near = difflib.get_close_matches(name.lower(), there, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}, or module:name"
+        names = [*ALGORITHMS, *installed()]
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}, or module:name"
         hint = f"it is a loss of grpo: --loss {name.lower()}" if name.lower() in LOSSES else hint
         raise RunError(f"no algorithm is named {name!r}; {hint}")
     try:

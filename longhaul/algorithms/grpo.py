@@ -299,9 +299,9 @@ def in_rows(config: GRPOConfig, function: Callable[[Params, Batch], Any]) -> Cal
 
     def run(params: Params, batch: Batch) -> Any:
         def of_row(row: packing.Row) -> Any:
-            here = row.here[:, None]
-            data = batch.data._replace(taken=batch.data.taken & here)
-            return function(params, batch._replace(data=data, weight=jnp.where(here, batch.weight, 0.0), row=row))
+            in_row = row.here[:, None]
+            data = batch.data._replace(taken=batch.data.taken & in_row)
+            return function(params, batch._replace(data=data, weight=jnp.where(in_row, batch.weight, 0.0), row=row))
 
         return _over_rows(config, of_row, batch.data, batch.weight)
 

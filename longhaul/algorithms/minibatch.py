@@ -120,8 +120,8 @@ def _division(config: InMinibatches, batch: Any, axis: int) -> _Division:
     """Division of a batch of rows [rows, ...], or with memory of columns [T, columns, ...]."""
     shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
     rows, steps = shape[axis], 1 if axis == 0 else shape[0]
-    given = config.num_minibatches, config.update_epochs
-    minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
+    fixed = config.num_minibatches, config.update_epochs
+    minibatches, epochs = batch_scaling.decide(rows, rows, "none", *fixed)
     most = max(1, values.at_once(config.chunk) // steps)
     chunk = chunk_of(rows // minibatches // (config.accumulate or 1), most)
     return _Division(rows, steps * rows // minibatches, minibatches, epochs, chunk)
@@ -194,5 +194,5 @@ def unpack(packed: optax.OptState, opt_state: optax.OptState, params: Params) ->
 
 def _is_like(params: Params) -> Callable[[PyTree], bool]:
     """Test whether a part of a state has the parameters' structure."""
-    wanted: Any = jax.tree.structure(params)
-    return lambda part: bool(jax.tree.structure(part) == wanted)
+    structure: Any = jax.tree.structure(params)
+    return lambda part: bool(jax.tree.structure(part) == structure)

@@ -270,17 +270,17 @@ def figure(
             others = workers.enter_context(Worker(command, few))
         with turn or nullcontext():
             pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
-    mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
+    mine, peers = [own for own, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}
     record = {"name": name, "config": ours.about["config"], **medians(ours.about, mine), "repeats": repeats, **about}
     reference = REFERENCE.get(case.get("num_envs", 0)) if name == "ppo-cartpole" else None
     if reference is not None:
         record |= {"reference_per_second": reference, "ratio": record["per_second"] / reference}
     if others is not None:
-        record["peer"] = medians(others.about, theirs) | {"versions": others.about["versions"]}
+        record["peer"] = medians(others.about, peers) | {"versions": others.about["versions"]}
         share = ours.about["steps"] / others.about["steps"]
         for ratio, key in (("peer_ratio", "wall_seconds"), ("peer_cpu_ratio", "cpu_seconds")):
-            record[ratio] = statistics.median(share * b[key] / a[key] for a, b in zip(mine, theirs, strict=True))
+            record[ratio] = statistics.median(share * b[key] / a[key] for a, b in zip(mine, peers, strict=True))
     return record
 
 
@@ -380,9 +380,9 @@ def introduction(prepared: Prepared) -> dict[str, Any]:
 
 def measure(prepared: Prepared, number: int) -> dict[str, float]:
     """One repeat: its wall and CPU seconds (of all threads, and of children that ended), and what it found."""
-    given = jax.block_until_ready(prepared.begin(number))
+    inputs = jax.block_until_ready(prepared.begin(number))
     used, began = cpu_seconds(), time.perf_counter()
-    figures = prepared.work(given)
+    figures = prepared.work(inputs)
     return {"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | figures
 
 

@@ -27,23 +27,23 @@ FLAGS = [
 ]
 
 
-def actor(words: Sequence[str]) -> int:
+def actor(argv: Sequence[str]) -> int:
     """The command. It ends when the server is away for longer than its patience."""
-    given = flags.parse("actor", ABOUT, {"": [*FLAGS, DEBUG]}, words).values
+    values = flags.parse("actor", ABOUT, {"": [*FLAGS, DEBUG]}, argv).values
     for name in ("connect", "env", "worlds"):
-        if given[name] is None:
+        if values[name] is None:
             raise FlagError(f"--{name} is missing; longhaul actor --connect HOST:PORT --env NAME --worlds N")
     check_installed()
-    credentials.split(given["connect"])
-    name = given["env"]
+    credentials.split(values["connect"])
+    name = values["env"]
     description = registry.describe(name if name.partition("/")[0] in registry.KINDS else f"jax/{name}")
-    held = credentials.load(given["token-file"], tls_ca=given["tls-ca"])
-    number = ANY if given["number"] is None else given["number"]
-    tables.progress(f"{description} for {given['connect']}")
+    held = credentials.load(values["token-file"], tls_ca=values["tls-ca"])
+    number = ANY if values["number"] is None else values["number"]
+    tables.progress(f"{description} for {values['connect']}")
     try:
         client.remote(
-            given["connect"], description, given["worlds"], given["slots"], actor=number, credentials=held,
-            patience=given["patience"],
+            values["connect"], description, values["worlds"], values["slots"], actor=number, credentials=held,
+            patience=values["patience"],
         )  # fmt: skip
     except WireError as error:
         raise FlagError(str(error)) from error

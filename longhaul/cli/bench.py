@@ -48,18 +48,18 @@ SIZES = (
 """Flags of the sizes of benchmarks, each of some of them alone."""
 
 
-def bench(words: Sequence[str]) -> int:
+def bench(argv: Sequence[str]) -> int:
     """`longhaul bench NAME [--json FILE]`."""
-    if words and words[0] == "hackmatrix":
+    if argv and argv[0] == "hackmatrix":
         from longhaul.cli import bench_hackmatrix
 
-        return bench_hackmatrix.run(words[1:])
+        return bench_hackmatrix.run(argv[1:])
     name = Flag("NAME", TEXT, None, "which; without: lists them")
     out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too")
     groups = {"": [name, out, DEBUG], "sizes": SIZES}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
     about += "--num-steps --precision --devices --repeats --json --page; see longhaul bench hackmatrix --help."
-    parsed = flags.parse("bench", about, groups, words).values
+    parsed = flags.parse("bench", about, groups, argv).values
 
     from longhaul.bench import harness
 

@@ -50,9 +50,9 @@ COMPARED = ("change", "from", "to", "steps/s, times", "steps per CPU-second, tim
 Measure = Callable[[Cell], dict[str, Any]]
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """`longhaul bench hackmatrix [--grid] [--flags]`."""
-    parsed = flags.parse(f"bench {NAME}", f"Measures {ABOUT}.", {"": FLAGS}, words).values
+    parsed = flags.parse(f"bench {NAME}", f"Measures {ABOUT}.", {"": FLAGS}, argv).values
     if parsed["repeats"] < harness.LEAST_REPEATS:
         raise FlagError(f"--repeats is {parsed['repeats']}; a median of fewer than {harness.LEAST_REPEATS} says little")
     cells = chosen(parsed)
@@ -88,7 +88,7 @@ def measured(cells: Sequence[Cell], path: str | None, measure: Measure) -> list[
     kept = _read(path)
     figures = []
     for i, cell in enumerate(cells, 1):
-        figure = next((one for one in kept if cell.same(one)), None)
+        figure = next((stored for stored in kept if cell.same(stored)), None)
         where = f"{cell.num_envs}x{cell.num_steps} {cell.precision}, {i} of {len(cells)}"
         if figure is not None:
             tables.progress(f"{where}: kept from {path}, of commit {figure['commit'] or 'unknown'}")
@@ -109,7 +109,7 @@ def _read(path: str | None) -> list[dict[str, Any]]:
         return []
     try:
         figures = json.loads(Path(str(path)).read_text())
-        if isinstance(figures, list) and all(one["name"] == NAME and Cell(**one["cell"]) for one in figures):
+        if isinstance(figures, list) and all(figure["name"] == NAME and Cell(**figure["cell"]) for figure in figures):
             return figures
     except (ValueError, TypeError, KeyError):
         pass
@@ -164,8 +164,8 @@ def compared(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows of COMPARED: what each change that was measured brought, alone."""
 
     def find(size: tuple[int, int], precision: str = "fp32", devices: int | None = None) -> dict[str, Any] | None:
-        wanted = Cell(NAME, *size, precision, devices)
-        return next((figure for figure in figures if wanted.same(figure)), None)
+        cell = Cell(NAME, *size, precision, devices)
+        return next((figure for figure in figures if cell.same(figure)), None)
 
     first, many, long = hackmatrix_grid.SIZES[0], hackmatrix_grid.SIZES[-2], hackmatrix_grid.SIZES[-1]
     pairs = [
@@ -198,8 +198,8 @@ def short(commit: str | None) -> str:
     return "unknown" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
 
 
-def _all(words: Any) -> str:
-    return ", ".join(dict.fromkeys(words))
+def _all(values: Any) -> str:
+    return ", ".join(dict.fromkeys(values))
 
 
 def placed(path: str, name: str, text: str) -> str:

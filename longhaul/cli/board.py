@@ -21,9 +21,9 @@ FLAGS = (
 )
 
 
-def board(words: Sequence[str]) -> int:
+def board(argv: Sequence[str]) -> int:
     """`longhaul board [FOLDER]`."""
-    values = flags.parse("board", "A web page of the runs in a folder.", {"": FLAGS}, words).values
+    values = flags.parse("board", "A web page of the runs in a folder.", {"": FLAGS}, argv).values
     try:
         import uvicorn  # noqa: F401
 

@@ -40,25 +40,25 @@ OF_RECIPES = ("train", "doctor", "plan", "profile")
 """Commands whose first word is a recipe."""
 
 
-def completion(words: Sequence[str]) -> int:
+def completion(argv: Sequence[str]) -> int:
     """`longhaul completion bash|zsh|fish`: prints the script. `--words WORD...`: prints what completes the last one."""
-    if words and words[0] == "--words":
-        print(*candidates(list(words[1:])), sep="\n")
+    if argv and argv[0] == "--words":
+        print(*candidates(list(argv[1:])), sep="\n")
         return 0
     shell = Flag("SHELL", TEXT, None, "bash, zsh or fish")
     about = 'Completion of commands, recipes, flags and runs: eval "$(longhaul completion bash)" in ~/.bashrc.'
-    name = flags.parse("completion", about, {"": [shell, DEBUG]}, words).values["SHELL"]
+    name = flags.parse("completion", about, {"": [shell, DEBUG]}, argv).values["SHELL"]
     if name not in SCRIPTS:
         raise FlagError(f"SHELL is {name or 'not given'}; choose one of {', '.join(SCRIPTS)}")
     print(SCRIPTS[name])
     return 0
 
 
-def candidates(words: list[str]) -> list[str]:
+def candidates(argv: list[str]) -> list[str]:
     """Completions of the last word of a command line behind `longhaul`."""
     from longhaul.cli.main import COMMANDS
 
-    *before, last = words or [""]
+    *before, last = argv or [""]
     if before and before[-1] in ("--resume", "--init-from"):
         choices = runs()
     elif last.startswith("-"):
@@ -92,5 +92,5 @@ def flags_of(before: Sequence[str]) -> list[str]:
 
 def runs() -> list[str]:
     """Names of the runs in the folder `runs`, newest first."""
-    there = [path.parent for path in Path(RUNS).glob("*/run.json")]
-    return [folder.name for folder in sorted(there, key=lambda folder: folder.stat().st_mtime, reverse=True)]
+    folders = [path.parent for path in Path(RUNS).glob("*/run.json")]
+    return [folder.name for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)]

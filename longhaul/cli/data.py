@@ -20,12 +20,12 @@ USAGE = (
 )
 
 
-def data(words: Sequence[str]) -> int:
+def data(argv: Sequence[str]) -> int:
     """`longhaul data inspect` and `longhaul data convert`."""
-    return flags.of_group("data", {"inspect": _inspect, "convert": _convert}, USAGE, words)
+    return flags.of_group("data", {"inspect": _inspect, "convert": _convert}, USAGE, argv)
 
 
-def _convert(words: Sequence[str]) -> int:
+def _convert(argv: Sequence[str]) -> int:
     """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
     from longhaul.driving.scenario.from_log import ROUTES
     from longhaul.driving.scenario.scenario import CONTROLS
@@ -41,7 +41,7 @@ def _convert(words: Sequence[str]) -> int:
     )
     routes = Flag("routes", flags.choice(ROUTES), "log", "source of routes: the logged ways, or lanes")
     sizes = [workers, per_shard, agents, horizon, control, routes]
-    parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, words).values
+    parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, argv).values
     if len(parsed["PATH"]) < 2:
         raise FlagError("from where to where? longhaul data convert SRC... OUT")
 
@@ -50,24 +50,24 @@ def _convert(words: Sequence[str]) -> int:
     def show(now: Progress) -> None:
         tables.progress(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios")
 
-    *given, out = parsed["PATH"]
+    *sources, out = parsed["PATH"]
     sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon", "control", "routes")}
     count = os.cpu_count() or 1 if parsed["workers"] is None else parsed["workers"]
-    report = convert(given, Path(out), workers=count, progress=show, **sizes_given)
+    report = convert(sources, Path(out), workers=count, progress=show, **sizes_given)
     print(f"{out}: {report.scenarios:,} scenarios in {len(report.shards)} shards, {report.bytes:,} bytes")
     for path, message in report.errors:
         say(f"{path}: {message}" if path not in message else message, FAILED)
     return FAILED if report.errors else 0
 
 
-def _inspect(words: Sequence[str]) -> int:
+def _inspect(argv: Sequence[str]) -> int:
     """`longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]`."""
     paths = Flag("PATH", PATH, (), "files, folders, globs", many=True)
     out = Flag("json", OUTPUT, None, "write the counts and ranges to this file; - is stdout")
-    one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html")
+    picture = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html")
     each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png")
     about = "Counts and ranges of what is in driving logs, as they have it."
-    parsed = flags.parse("data inspect", about, {"": [paths, out, one, each, DEBUG]}, words).values
+    parsed = flags.parse("data inspect", about, {"": [paths, out, picture, each, DEBUG]}, argv).values
     if not parsed["PATH"]:
         raise FlagError("which logs? longhaul data inspect PATH... [--json FILE] [--picture FILE]")
 
@@ -83,20 +83,20 @@ def _inspect(words: Sequence[str]) -> int:
     return FAILED if report["errors"] else 0
 
 
-def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None] | None:
+def _drawing(picture: str | None, folder: str | None) -> Callable[[Path, Any], None] | None:
     """Function that draws each inspected scenario; None without --picture and --pictures."""
-    if one is None and folder is None:
+    if picture is None and folder is None:
         return None
 
     from longhaul.driving.render import log_picture
 
-    if one is not None and Path(one).suffix.lower() not in log_picture.SUFFIXES:
-        raise FlagError(f"--picture {one}: name a file that ends in {', '.join(log_picture.SUFFIXES)}")
+    if picture is not None and Path(picture).suffix.lower() not in log_picture.SUFFIXES:
+        raise FlagError(f"--picture {picture}: name a file that ends in {', '.join(log_picture.SUFFIXES)}")
     drawn: set[str] = set()
 
     def draw(_: Path, shown: Any) -> None:
-        if one is not None and not drawn:
-            log_picture.save(shown, Path(one))
+        if picture is not None and not drawn:
+            log_picture.save(shown, Path(picture))
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in shown.id)[:100]
         while name in drawn:
             name += "-again"

@@ -62,16 +62,16 @@ MINUTE, LEAST_UPDATES, MOST_UPDATES = 60.0, 8, 60
 """Seconds that the test of convergence should take, and the updates of a run in it."""
 
 
-def doctor(words: Sequence[str]) -> int:
+def doctor(argv: Sequence[str]) -> int:
     """`longhaul doctor RUN` and `longhaul doctor RECIPE`; exit code 1 where a check fails."""
-    if words and words[0] in ("-h", "--help"):
+    if argv and argv[0] in ("-h", "--help"):
         print(f"usage: {USAGE.replace(', or ', chr(10) + '       ')}\n\nMeasures, a verdict a check. The recipes:\n")
         tables.listing((f"  {name}", recipes.about(name)) for name in recipes.RECIPES)
         return 0
-    if not words or words[0].startswith("-"):
+    if not argv or argv[0].startswith("-"):
         raise FlagError(f"name a run or a recipe first: {USAGE}")
-    own = is_named(words[0]) and store.address(words[0]) is None
-    return _recipe(words) if words[0] in recipes.RECIPES or own else _run(words)
+    own = is_named(argv[0]) and store.address(argv[0]) is None
+    return _recipe(argv) if argv[0] in recipes.RECIPES or own else _run(argv)
 
 
 def _show(results: list[Check], about: dict[str, Any], path: str | None) -> int:
@@ -104,10 +104,10 @@ def table(results: Sequence[Check]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- a run
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> int:
     """`longhaul doctor RUN`: its records and findings."""
     run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe")
-    parsed = flags.parse("doctor", "Health of a run.", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, words).values
+    parsed = flags.parse("doctor", "Health of a run.", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, argv).values
     try:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     except RunError as error:
@@ -177,9 +177,9 @@ def _verdict(check: str, findings: Sequence[Finding], reading: Reading | None) -
 # ---------------------------------------------------------------------------------------------------------- a recipe
 
 
-def _recipe(words: Sequence[str]) -> int:
+def _recipe(argv: Sequence[str]) -> int:
     """`longhaul doctor RECIPE`: the scaling checklist."""
-    recipe = recipes.recipe(words[0])
+    recipe = recipes.recipe(argv[0])
     try:
         registry.on_policy(recipe.algorithm)
     except ValueError as error:
@@ -189,7 +189,7 @@ def _recipe(words: Sequence[str]) -> int:
         for title, group in run_flags.table(recipe).items()
     }
     groups[""] = [QUICK, SEEDS, UPDATES, JSON, *groups[""]]
-    parsed = flags.parse(f"doctor {recipe.recipe}", "Fitness of a recipe for many devices.", groups, words[1:])
+    parsed = flags.parse(f"doctor {recipe.recipe}", "Fitness of a recipe for many devices.", groups, argv[1:])
     values = parsed.values
     if values["seeds"] < checks.LEAST_SEEDS:
         raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")
@@ -236,10 +236,10 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         yield skipped("convergence", "one device", "ask again on a machine with several devices")
         return
     yield checks.all_reduce(many, seconds if many is program else checks.update_seconds(many))
-    one = program if _devices(program) == 1 else compiled(resolve(dataclasses.replace(run, devices=1, fsdp=False)))
+    alone = program if _devices(program) == 1 else compiled(resolve(dataclasses.replace(run, devices=1, fsdp=False)))
     fitting = int(MINUTE / (2 * seeds * max(seconds, 1e-6)))
     n = updates or min(max(fitting, LEAST_UPDATES), MOST_UPDATES)
-    yield checks.convergence(one, many, seeds=seeds, updates=n)
+    yield checks.convergence(alone, many, seeds=seeds, updates=n)
 
 
 def _devices(program: Program) -> int:
@@ -259,8 +259,8 @@ def _guarded(name: str, work: Callable[[], Any]) -> Iterator[Any]:
 def _prepare(run: Run, resolved: Run) -> int | None:
     """Starts JAX with at least two devices where they can be forced; -> how many others than one can be asked of."""
     prepare_devices(max(resolved.all_devices, 2), max(resolved.threads or 1, 2))
-    there = len(jax.devices()) // run.model
-    for devices in range(there, 1, -1):
+    count = len(jax.devices()) // run.model
+    for devices in range(count, 1, -1):
         try:
             resolve(dataclasses.replace(run, devices=devices))
         except RunError:

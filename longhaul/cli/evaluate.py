@@ -113,11 +113,11 @@ class Result(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(words: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
-    given = flags.parse("evaluate", about, {"": FLAGS}, words)
-    parsed = shipped(given.values)
+    flagged = flags.parse("evaluate", about, {"": FLAGS}, argv)
+    parsed = shipped(flagged.values)
     if parsed["RUN"] is None and parsed["policy"] not in ("run", "untrained"):
         parsed["RUN"] = hub.PRETRAINED  # whose settings a driver needs, no more
     folder = folder_of(
@@ -125,7 +125,7 @@ def evaluate(words: Sequence[str]) -> int:
         "longhaul evaluate RUN [--flags], RUN before --data; or --policy pretrained, which needs none",
         on_hub=True,
     )
-    _check_flags(parsed, given.given)
+    _check_flags(parsed, flagged.given)
     process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
     if parsed["devices"] is not None or process_group.together():
         prepare_devices(parsed["devices"] or process_group.count())
@@ -162,8 +162,8 @@ NEEDED = {
 """Flags that mean something beside another alone -> that one, and what to say without it."""
 
 
-def _check_flags(parsed: dict[str, Any], given: frozenset[str]) -> None:
-    """Raises FlagError where flags of `evaluate`, some of them `given`, do not go together."""
+def _check_flags(parsed: dict[str, Any], explicit: frozenset[str]) -> None:
+    """Raises FlagError where flags of `evaluate`, some of them `explicit`, do not go together."""
     if parsed["scenario"] and parsed["episodes"] is not None:
         raise FlagError(
             f"--episodes is {parsed['episodes']}, and --scenario names those to drive; leave one of them out"
@@ -172,7 +172,7 @@ def _check_flags(parsed: dict[str, Any], given: frozenset[str]) -> None:
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
     where = parsed["worst-dir"]
     for name, (other, remedy) in NEEDED.items():
-        if name in given and not parsed[other]:
+        if name in explicit and not parsed[other]:
             raise FlagError(f"--{name} is {'on' if parsed[name] is True else repr(parsed[name])}, and {remedy}")
     if where is not None and Path(where).exists() and not Path(where).is_dir():
         raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
@@ -438,7 +438,7 @@ def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Pat
 # --------------------------------------------------------------------------------------------------------------- render
 
 
-def render(words: Sequence[str]) -> int:
+def render(argv: Sequence[str]) -> int:
     """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID...] [--traffic ...] --out FILE`."""
     policy = Flag(
         "policy", choice(WHO), ("run",), "drivers, side by side; without RUN: pretrained, idm, log or constant",
@@ -448,7 +448,7 @@ def render(words: Sequence[str]) -> int:
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
     groups = {"": [RUN, MEMBER, STEP, policy, DATA, SKIP, SCENARIO, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
-    parsed = shipped(flags.parse("render", about, groups, words).values)
+    parsed = shipped(flags.parse("render", about, groups, argv).values)
     if parsed["out"] is None:
         raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
     try:

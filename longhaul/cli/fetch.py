@@ -17,9 +17,9 @@ FLAGS = (
 )
 
 
-def fetch(words: Sequence[str]) -> int:
+def fetch(argv: Sequence[str]) -> int:
     """`longhaul fetch MODEL [--out FOLDER]`."""
-    parsed = flags.parse("fetch", "A pretrained model as a folder for --model-folder.", {"": FLAGS}, words).values
+    parsed = flags.parse("fetch", "A pretrained model as a folder for --model-folder.", {"": FLAGS}, argv).values
     if parsed["MODEL"] is None:
         raise FlagError(f"name a model: {', '.join(pretrained.MODELS)}")
     if parsed["MODEL"] not in pretrained.MODELS:

@@ -133,10 +133,10 @@ DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")
 
 
 def parse(
-    command: str, about: str, groups: Mapping[str, Sequence[Flag]], words: Sequence[str], *,
+    command: str, about: str, groups: Mapping[str, Sequence[Flag]], argv: Sequence[str], *,
     few: Sequence[str] = (), answer: Callable[[str], str | None] = lambda word: None,
 ) -> Parsed:  # fmt: skip
-    """The flags of `longhaul COMMAND` as `words` set them; `groups` are headings of the help, "" for none.
+    """The flags of `longhaul COMMAND` as `argv` sets them; `groups` are headings of the help, "" for none.
 
     Prints the help and raises SystemExit(0) if asked to: with `few`, the names of flags that matter, of these alone,
     and of all on --help-all. `answer` gives a sentence on a flag that other programs have. Raises FlagError, one line.
@@ -148,16 +148,16 @@ def parse(
         usage=" ".join([f"longhaul {command}", "[OPTIONS]", *(f"[{_metavar(flag)}]" for flag in positional)]),
     )  # fmt: skip
     parser._negative_number_matcher = re.compile(r"-[\d.]")  # -1e-3 is a value, too
-    if {"-h", "--help", "--help-all"} & set(words):
-        print(_short_help(parser, command, flags, few) if few and "--help-all" not in words else _help(parser, groups))
+    if {"-h", "--help", "--help-all"} & set(argv):
+        print(_short_help(parser, command, flags, few) if few and "--help-all" not in argv else _help(parser, groups))
         raise SystemExit(0)
-    typed = {_dashed(word).partition("=")[0]: word.partition("=")[0] for word in words}
+    typed = {_dashed(word).partition("=")[0]: word.partition("=")[0] for word in argv}
     values: dict[str, Any] = {flag.name: flag.default for flag in flags}
     given: dict[str, tuple[str, Any]] = {}  # flag -> the name that the user wrote, and its value
     for flag in flags:
         if not flag.positional:
             _add(parser, flag, given, typed)
-    plain = [_dashed(word) for word in words]
+    plain = [_dashed(word) for word in argv]
     try:
         _, rest = parser.parse_known_args(plain)
     except argparse.ArgumentError as error:
@@ -181,21 +181,21 @@ def parse(
 
 
 def of_group(
-    name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], words: Sequence[str],
+    name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], argv: Sequence[str],
     answer: Callable[[str], str | None] = lambda word: None,
 ) -> int:  # fmt: skip
     """Exit code of one of the commands `longhaul NAME ...`; `usage` has a line of each.
 
     `answer` gives a sentence on a command that other programs have.
     """
-    if words and words[0] in commands:
-        return commands[words[0]](words[1:])
-    if words and words[0] in ("-h", "--help"):
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
+    if argv and argv[0] in ("-h", "--help"):
         print("usage: " + "\n       ".join(usage))
         return 0
-    given = f"longhaul {name} has no command {words[0]!r}" if words else "a command is missing"
-    known = answer(words[0]) if words else None
-    raise FlagError(f"{given}; {known or 'there are ' + ', '.join(usage)}")
+    problem = f"longhaul {name} has no command {argv[0]!r}" if argv else "a command is missing"
+    known = answer(argv[0]) if argv else None
+    raise FlagError(f"{problem}; {known or 'there are ' + ', '.join(usage)}")
 
 
 class _Formatter(argparse.HelpFormatter):

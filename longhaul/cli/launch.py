@@ -42,15 +42,15 @@ RAY = (
 )  # fmt: skip
 
 
-def _apart(words: list[str]) -> tuple[list[str], list[str]]:
+def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
     """(flags of launch, the command behind them); -- between the two may be left out."""
-    cut = words.index("--") if "--" in words else words.index("train") if "train" in words else len(words)
-    return words[:cut], words[cut:][words[cut : cut + 1] == ["--"] :]
+    cut = argv.index("--") if "--" in argv else argv.index("train") if "train" in argv else len(argv)
+    return argv[:cut], argv[cut:][argv[cut : cut + 1] == ["--"] :]
 
 
-def launch(words: Sequence[str]) -> int:
+def launch(argv: Sequence[str]) -> int:
     """`longhaul launch [--hosts N] [--devices-per-host M] [--restarts K] [--on ray] -- train RECIPE ...`."""
-    own, command = _apart(list(words))
+    own, command = _apart(list(argv))
     groups = {"": list(FLAGS), "ray: With --on ray, which needs longhaul-rl[cluster].": list(RAY)}
     given = flags.parse("launch", ABOUT, groups, own)
     values = given.values
@@ -63,9 +63,9 @@ def launch(words: Sequence[str]) -> int:
         fewest = values["fewest"] or count
         if fewest > count:
             raise FlagError(f"--fewest is {fewest}; it must be at most --hosts, {count}")
-        wanted = ray.Wanted(count, fewest, devices, values["place"], values["patience"])
+        layout = ray.Wanted(count, fewest, devices, values["place"], values["patience"])
         with ray_cluster.joined(values["address"]):
-            return supervise(command, ray.starter(wanted, say), restarts, deadline)
+            return supervise(command, ray.starter(layout, say), restarts, deadline)
     lost = [f"--{flag.name}" for flag in RAY if flag.name in given.given]
     if lost:
         raise FlagError(f"{', '.join(lost)} can be given with --on ray only")

@@ -114,11 +114,11 @@ LONGEST = 600
 """Characters of an error's line."""
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Exit code of one command. `words` default to those of the process, which then ends with it."""
-    own, words = words is None, list(sys.argv[1:] if words is None else words)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of one command. `argv` defaults to that of the process, which then ends with it."""
+    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     end_with_parent()  # before what is heavy is imported, which takes a while
-    debug = "--debug" in words
+    debug = "--debug" in argv
     # Before anything loads it: its threads gain nothing here and cost seconds where cores are busy, and the last bits
     # of initial weights would depend on their number.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -126,7 +126,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # names in files may hold what a terminal's encoding has not
     try:
-        code = _run(words)
+        code = _run(argv)
         sys.stdout.flush()
         if own and any(thread.name.startswith(AT_WORK) for thread in threading.enumerate()):
             sys.stderr.flush()
@@ -148,7 +148,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
         bad = isinstance(error, (ValueError, OSError)) and not exhausted
-        return say(as_typed(_line(error), words), BAD_INPUT if bad else FAILED)
+        return say(as_typed(_line(error), argv), BAD_INPUT if bad else FAILED)
 
 
 def _line(error: Exception) -> str:
@@ -164,8 +164,8 @@ def _line(error: Exception) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
 
 
-def _run(words: list[str]) -> int:
-    rest = [word for word in words if word != "--debug"]
+def _run(argv: list[str]) -> int:
+    rest = [word for word in argv if word != "--debug"]
     if rest[:1] == ["help"] and len(rest) > 1:
         rest = [*rest[1:], "--help"]
     if not rest or rest[0] in ("-h", "--help", "help"):
@@ -239,22 +239,22 @@ def _help() -> None:
     )
 
 
-def show_recipes(words: Sequence[str]) -> int:
+def show_recipes(argv: Sequence[str]) -> int:
     """`longhaul recipes`."""
     from longhaul.config import recipes
 
-    flags.parse("recipes", "The recipes of longhaul train.", {"": [flags.DEBUG]}, words)
+    flags.parse("recipes", "The recipes of longhaul train.", {"": [flags.DEBUG]}, argv)
     tables.listing(recipes.described())
     return 0
 
 
-def show_algorithms(words: Sequence[str]) -> int:
+def show_algorithms(argv: Sequence[str]) -> int:
     """`longhaul algorithms`."""
     from longhaul.algorithms import external
     from longhaul.algorithms.config import ALGORITHMS
     from longhaul.config import recipes
 
-    flags.parse("algorithms", "The algorithms, and the recipes of each.", {"": [flags.DEBUG]}, words)
+    flags.parse("algorithms", "The algorithms, and the recipes of each.", {"": [flags.DEBUG]}, argv)
     tables.listing(
         (name, f"{config.title}: {', '.join(recipes.learning_by(name))}") for name, config in ALGORITHMS.items()
     )
@@ -266,14 +266,14 @@ def show_algorithms(words: Sequence[str]) -> int:
     return 0
 
 
-def show_envs(words: Sequence[str]) -> int:
+def show_envs(argv: Sequence[str]) -> int:
     """`longhaul envs [SUITE]`."""
     from longhaul.envs import external, registry, suite_adapters
     from longhaul.envs.host import registry as host_registry
 
     suite = flags.Flag("SUITE", flags.TEXT, None, "list all environments of this suite")
     about = "The environments of longhaul train ppo --env NAME."
-    name = flags.parse("envs", about, {"": [suite, flags.DEBUG]}, words).values["SUITE"]
+    name = flags.parse("envs", about, {"": [suite, flags.DEBUG]}, argv).values["SUITE"]
     if name is not None:
         print(*suite_adapters.names(name), sep="\n")
         return 0

@@ -57,9 +57,9 @@ FLAGS = [
 ]
 
 
-def plan(words: Sequence[str]) -> int:
+def plan(argv: Sequence[str]) -> int:
     """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
-    recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, words)
+    recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, argv)
     figures = planned(chosen(recipe, parsed), parsed.values)
     tables.report(parsed.values["json"], figures, lambda: show(figures))
     return 0
@@ -116,12 +116,12 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         whole = assumed._replace(efficiency=1.0) if here else assumed
         measured["instructions"] = sum(runs for runs, _, _ in program.work)
         measured["roofline_seconds"] = compute_plan.roofline_seconds(program, chip, whole, bf16=bf16 and not here)
-    words = compute_plan.assumptions_in_words(
+    assumptions = compute_plan.assumptions_in_words(
         program, chip, assumed, here=here, bf16=bf16, strong=strong, machine=machine
     )
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"], "measured": measured,
-        "assumptions": dict(words),
+        "assumptions": dict(assumptions),
         "plan": [row._asdict() for row in rows],
     }  # fmt: skip
 
@@ -142,17 +142,17 @@ def _check_calibration(run: Run, hardware: str) -> None:
         )
 
 
-def _numbers(asked: Sequence[int], model: int) -> list[int]:
+def _numbers(numbers: Sequence[int], model: int) -> list[int]:
     """The numbers of devices to plan for. Raises FlagError where `model` devices can't be a shard."""
-    if not asked:
+    if not numbers:
         return [n for n in DEVICES if n % model == 0] or [model * n for n in DEVICES]
-    for devices in asked:
+    for devices in numbers:
         if devices % model:
             raise FlagError(
                 f"--on is {devices}, and with --mesh model={model} so many devices share the parameters; ask for "
                 f"multiples of {model}"
             )
-    return list(asked)
+    return list(numbers)
 
 
 def short_run(run: Run, calls: int, most: int) -> tuple[Measured, int]:

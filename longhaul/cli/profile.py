@@ -19,9 +19,9 @@ FLAGS = (
 )
 
 
-def profile(words: Sequence[str]) -> int:
+def profile(argv: Sequence[str]) -> int:
     """`longhaul profile RECIPE [--out FOLDER] [--calls N] [--json FILE] [--flags of longhaul train]`."""
-    recipe, parsed = run_flags.of_recipe("profile", ABOUT, FLAGS, words)
+    recipe, parsed = run_flags.of_recipe("profile", ABOUT, FLAGS, argv)
     run = resolve(run_flags.chosen(recipe, parsed))
 
     from longhaul.diagnostics import profile as profiles

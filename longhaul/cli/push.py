@@ -29,10 +29,10 @@ FLAGS = (
 )
 
 
-def push(words: Sequence[str]) -> int:
+def push(argv: Sequence[str]) -> int:
     """`longhaul push RUN hf:USER/NAME [--private] [--message TEXT] [--licence NAME] [--step N]`."""
     about = "A run's policy on the hub of Hugging Face: arrays, program, settings and a model card."
-    parsed = flags.parse("push", about, {"": FLAGS}, words).values
+    parsed = flags.parse("push", about, {"": FLAGS}, argv).values
     folder = folder_of(parsed, USAGE)
     if parsed["ADDRESS"] is None:
         raise FlagError(f"where to? {USAGE}")

@@ -64,9 +64,9 @@ GROUPS = {
 }
 
 
-def reason(words: Sequence[str]) -> int:
+def reason(argv: Sequence[str]) -> int:
     """`longhaul reason RUN "3+4-2=" [--samples N] [--select ...] [--steps N] ...`."""
-    parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, words).values
+    parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, argv).values
     settings = test_time_compute.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
     try:
         test_time_compute.check(settings)
@@ -83,7 +83,7 @@ def reason(words: Sequence[str]) -> int:
     if parsed["curve"] is not None:
         return _curve(folder, task, parsed, settings)
     held_out = problem_sets.held_out_task(task)
-    asked: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
+    problems: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
     if held_out.posed is not None:
         for prompt in parsed["PROBLEM"]:
             held_out.posed(prompt)  # what is no problem is said before anything is loaded
@@ -94,10 +94,10 @@ def reason(words: Sequence[str]) -> int:
         max_reasoning_steps=UNBOUNDED if steps is None or budget else steps,
         tokeniser=reasoning_setup.tokeniser(run, budget),
     )  # fmt: skip
-    solutions = test_time_compute.ReasoningOptimizer(held_out, draw, settings).solve(asked)
+    solutions = test_time_compute.ReasoningOptimizer(held_out, draw, settings).solve(problems)
 
     def show() -> None:
-        for each, solution in zip(asked, solutions, strict=True):
+        for each, solution in zip(problems, solutions, strict=True):
             known = isinstance(each, Problem) or held_out.posed is None or held_out.posed(each).answer != ""
             _show(solution, known=known)
 
@@ -144,12 +144,12 @@ def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
     run, policy, _ = restore_policy(folder)
-    held_out, asked = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
+    held_out, problems = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
     tokeniser = reasoning_setup.tokeniser(run)
-    posed = bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
+    posed = bank(held_out, problems, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
     sampling = _sampling(run, parsed, settings.samples)
     curve = test_time_compute.think(
-        held_out, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model,
+        held_out, problems, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model,
         sampling=sampling, settings=settings, tokeniser=tokeniser,
     )  # fmt: skip
     if parsed["json"] != "-":

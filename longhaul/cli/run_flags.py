@@ -158,10 +158,10 @@ FEW = 20
 
 def matter(flags: Mapping[str, Sequence[Flag]], run: Run) -> list[str]:
     """Names of the flags that matter for a recipe."""
-    there = {flag.name for group in flags.values() for flag in group}
+    names = {flag.name for group in flags.values() for flag in group}
     if run.topology == "fused":
-        there -= {"actors", "staleness"}
-    return [name for name in MATTER if name in there][:FEW]
+        names -= {"actors", "staleness"}
+    return [name for name in MATTER if name in names][:FEW]
 
 
 def table(run: Run) -> dict[str, list[Flag]]:
@@ -186,41 +186,41 @@ def table(run: Run) -> dict[str, list[Flag]]:
     return groups
 
 
-def of_recipe(command: str, about: str, own: Sequence[Flag], words: Sequence[str]) -> tuple[Run, flags.Parsed]:
-    """The recipe that `words` begin with, and its flags: the command's own, and all of `longhaul train`."""
-    if not words or words[0].startswith("-"):
-        if words and words[0] in ("-h", "--help"):
-            flags.parse(f"{command} RECIPE", f"{about} All flags of longhaul train count, too.", {"": own}, words)
+def of_recipe(command: str, about: str, own: Sequence[Flag], argv: Sequence[str]) -> tuple[Run, flags.Parsed]:
+    """The recipe that `argv` begins with, and its flags: the command's own, and all of `longhaul train`."""
+    if not argv or argv[0].startswith("-"):
+        if argv and argv[0] in ("-h", "--help"):
+            flags.parse(f"{command} RECIPE", f"{about} All flags of longhaul train count, too.", {"": own}, argv)
         raise FlagError(f"name a recipe first: longhaul {command} RECIPE; there are {', '.join(recipes.RECIPES)}")
-    recipe = learning(recipes.recipe(words[0]), words)
+    recipe = learning(recipes.recipe(argv[0]), argv)
     groups = table(recipe)
     groups[""] = [*own, *groups[""]]
-    return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, words[1:])
+    return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, argv[1:])
 
 
-def learning(recipe: Run, words: Sequence[str]) -> Run:
+def learning(recipe: Run, argv: Sequence[str]) -> Run:
     """`recipe` with the algorithm that the words name by --algorithm, the file of --config, or the run of --resume.
 
     The words are not parsed yet, since its fields are flags.
     """
-    name, path, run_id = (unparsed_value(words, flag) for flag in ("algorithm", "config", "resume"))
+    name, path, run_id = (unparsed_value(argv, flag) for flag in ("algorithm", "config", "resume"))
     if name is None and path is not None:
         name = files.algorithm(files.load(expanded(path)))
     elif name is None and run_id is not None:
-        where = unparsed_value(words, "project"), unparsed_value(words, "entity")
-        runs_dir = expanded(unparsed_value(words, "runs-dir") or RUNS_DIR.default)
+        where = unparsed_value(argv, "project"), unparsed_value(argv, "entity")
+        runs_dir = expanded(unparsed_value(argv, "runs-dir") or RUNS_DIR.default)
         name = own_algorithm(find_or_fetch(runs_dir, run_id, recipe.recipe, *where))
     return recipe if name is None else recipes.with_algorithm(recipe, name)
 
 
-def unparsed_value(words: Sequence[str], name: str) -> str | None:
+def unparsed_value(argv: Sequence[str], name: str) -> str | None:
     """Value of a flag in words that are not parsed yet; None where it is not given."""
-    found = None
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    last = None
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
         written, equals, value = word.partition("=")
         if written.replace("_", "-") in (f"--{name}", *(f"--{alias}" for alias in ALIASES.get(name, ()))):
-            found = value if equals else after
-    return found or None
+            last = value if equals else after
+    return last or None
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,20 +39,18 @@ CURVE = 16
 """Letters of a curve in the table."""
 
 
-def runs(words: Sequence[str]) -> int:
+def runs(argv: Sequence[str]) -> int:
     """`longhaul runs [FILTER...] [--sort ...] [--json FILE]`."""
     some = Flag("FILTER", TEXT, (), "words or patterns in name, recipe, environment, algorithm or status; "
                 "FIELD=VALUE is a setting (lr=0.001)", many=True)  # fmt: skip
     order = Flag("sort", choice(tuple(SORTS)), "newest", "order of the rows")
     most = Flag("most", INT, None, "rows", shown="all", least=1)
-    parsed = flags.parse(
-        "runs", "The runs of a folder.", {"": [some, order, most, RUNS_DIR, JSON, DEBUG]}, words
-    ).values
+    parsed = flags.parse("runs", "The runs of a folder.", {"": [some, order, most, RUNS_DIR, JSON, DEBUG]}, argv).values
     folder = folder_runs.local(parsed["runs-dir"])
     shown = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
     shown = sorted(shown, key=SORTS[parsed["sort"]])[: parsed["most"]]
-    rows, where, words = [run._asdict() for run in shown], parsed["runs-dir"], parsed["FILTER"]
-    tables.report(parsed["json"], rows, lambda: _print(shown, where, words))
+    rows, where, filters = [run._asdict() for run in shown], parsed["runs-dir"], parsed["FILTER"]
+    tables.report(parsed["json"], rows, lambda: _print(shown, where, filters))
     return 0
 
 
@@ -74,11 +72,11 @@ def _typed(value: Any) -> Any:
     return config_fields.plain(value).lower()
 
 
-def _print(shown: Sequence[Summary], where: str, words: Sequence[str]) -> None:
+def _print(shown: Sequence[Summary], where: str, filters: Sequence[str]) -> None:
     if not shown:
-        folder = next((word for word in words if Path(word).is_dir()), None)
+        folder = next((word for word in filters if Path(word).is_dir()), None)
         hint = "" if folder is None else f"; {folder} is a folder: longhaul runs --runs-dir {folder}"
-        asked = f" fits {' '.join(words)}" if words else ""
+        asked = f" fits {' '.join(filters)}" if filters else ""
         print(f"no run in {where}{asked}{hint}")
         return
     levels = screen.LEVELS["utf" in (sys.stdout.encoding or "").lower()]
@@ -100,22 +98,22 @@ def _number(value: float | None) -> str:
 # ---------------------------------------------------------------------------------------------------------- comparison
 
 
-def compare(words: Sequence[str]) -> int:
+def compare(argv: Sequence[str]) -> int:
     """`longhaul compare RUN RUN... [--metric NAME...] [--json FILE]`."""
     some = Flag("RUN", TEXT, (), "runs by name or folder, or patterns of names", many=True)
     which = Flag("metric", TEXT, (), "metrics of the records", many=True, shown="return, rate and scores of episodes")
     about = (
         "Differences of runs in settings, and their final metrics; runs that differ in the seed alone are one group."
     )
-    parsed = flags.parse("compare", about, {"": [some, which, RUNS_DIR, JSON, DEBUG]}, words).values
+    parsed = flags.parse("compare", about, {"": [some, which, RUNS_DIR, JSON, DEBUG]}, argv).values
     folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
     if len(folders) < 2:
         raise FlagError("which runs? longhaul compare RUN RUN... [--metric NAME...]")
     curves, groups, differences = comparison.compare(folders)
-    there = dict.fromkeys(name for each in curves.values() for name in each.names)
-    metrics = parsed["metric"] or [name for name in there if name in MAIN]
-    if unknown := [name for name in metrics if name not in there]:
-        hint = flags.suggestion(unknown[0], list(there), f"there are {', '.join(list(there)[:8])}")
+    names = dict.fromkeys(name for each in curves.values() for name in each.names)
+    metrics = parsed["metric"] or [name for name in names if name in MAIN]
+    if unknown := [name for name in metrics if name not in names]:
+        hint = flags.suggestion(unknown[0], list(names), f"there are {', '.join(list(names)[:8])}")
         raise RunError(f"--metric is {unknown[0]!r}, which no run has; {hint}")
     rows = comparison.table(curves, groups, metrics)
 
@@ -150,13 +148,13 @@ def _finite(value: float) -> str:
     return "-" if value != value else f"{value:,.4g}"
 
 
-def _chosen(words: Sequence[str], runs_dir: Path) -> dict[str, Path]:
+def _chosen(names: Sequence[str], runs_dir: Path) -> dict[str, Path]:
     """Folders by the names of the runs that words name, patterns among them."""
     folder = folder_runs.local(runs_dir)
     paths: dict[str, Path] = {}
-    for word in words:
-        there = [name for name in folder_runs.names(folder) if fnmatchcase(name, word)]
-        chosen = [folder / name for name in there] or [find_folder(runs_dir, word)]
+    for word in names:
+        matching = [name for name in folder_runs.names(folder) if fnmatchcase(name, word)]
+        chosen = [folder / name for name in matching] or [find_folder(runs_dir, word)]
         paths |= {path.name: path for path in chosen}
     return paths
 
@@ -164,7 +162,7 @@ def _chosen(words: Sequence[str], runs_dir: Path) -> dict[str, Path]:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def report(words: Sequence[str]) -> int:
+def report(argv: Sequence[str]) -> int:
     """`longhaul report RUN [--checkpoint STEP] [--member N] [--out FILE]`."""
     step = Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0)
     member = Flag("member", INT, None, "of a folder with many runs, report this one", least=0)
@@ -173,15 +171,15 @@ def report(words: Sequence[str]) -> int:
                 "with --checkpoint: drawn episodes go on after a collision, off the road, past a red")  # fmt: skip
     about = "The report of a run as it stands: while it trains, after a stop or a kill, and for a checkpoint."
     flagged = [RUN, step, member, past, out, RUNS_DIR, DEBUG]
-    parsed = flags.parse("report", about, {"": flagged}, words).values
+    parsed = flags.parse("report", about, {"": flagged}, argv).values
     if parsed["past-violations"] and parsed["checkpoint"] is None:
         raise FlagError("--past-violations is on, and no checkpoint is to be driven; give --checkpoint 0, say")
     if parsed["out"] is not None and Path(parsed["out"]).is_dir():
         raise FlagError(f"--out is {parsed['out']!r}, a folder; give a file in it")
     folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
     page = folder / "report.html"
-    asked = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))
-    if not asked and (folder / "result.json").is_file() and page.is_file():
+    renewed = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))
+    if not renewed and (folder / "result.json").is_file() and page.is_file():
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
@@ -238,12 +236,12 @@ def _members(folder: Path, run: Run, result: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------------- removal
 
 
-def rm(words: Sequence[str]) -> int:
+def rm(argv: Sequence[str]) -> int:
     """`longhaul rm RUN... [--yes]`."""
     some = Flag("RUN", TEXT, (), "runs by name or folder, or patterns of names", many=True)
     yes = Flag("yes", ALONE, False, "do not ask")
     about = "Removes runs with all their files. Keeps those that train, and those that another run began from."
-    parsed = flags.parse("rm", about, {"": [some, yes, RUNS_DIR, DEBUG]}, words).values
+    parsed = flags.parse("rm", about, {"": [some, yes, RUNS_DIR, DEBUG]}, argv).values
     if store.address(parsed["runs-dir"]):
         raise FlagError(f"--runs-dir is {parsed['runs-dir']}; runs of a store are removed by its own tools")
     if not parsed["RUN"]:

@@ -44,26 +44,26 @@ GRID = (
 AT_ONCE = Flag("at-once", INT, 1, "sizes that are trained at once, each in a process of its own, on the same devices")
 
 
-def scaling(words: Sequence[str]) -> int:
+def scaling(argv: Sequence[str]) -> int:
     """`longhaul scaling driving [--flags]`."""
-    there = ", ".join(f"longhaul scaling {name}" for name in NAMES)
-    if words and words[0] in ("-h", "--help"):
+    commands = ", ".join(f"longhaul scaling {name}" for name in NAMES)
+    if argv and argv[0] in ("-h", "--help"):
         print(f"usage: longhaul scaling NAME [--flags]\n\n{ABOUT} There is:\n")
         tables.listing((f"  {name}", recipes.about(recipe)) for name, recipe in NAMES.items())
         return 0
-    if not words or words[0] not in NAMES:
-        given = f"longhaul scaling has no {words[0]!r}" if words else "name what to scale"
-        raise FlagError(f"{given}; there is {there}")
-    return run(NAMES[words[0]], words[1:], f"scaling {words[0]}")
+    if not argv or argv[0] not in NAMES:
+        problem = f"longhaul scaling has no {argv[0]!r}" if argv else "name what to scale"
+        raise FlagError(f"{problem}; there is {commands}")
+    return run(NAMES[argv[0]], argv[1:], f"scaling {argv[0]}")
 
 
-def run(recipe: str, words: Sequence[str], command: str) -> int:
+def run(recipe: str, argv: Sequence[str], command: str) -> int:
     """A grid's recipe with flags, from its folder on, or on in its folder."""
     default = recipes.GRIDS[recipe]()
     groups = {"grid: What is run.": [_with_default(flag, getattr(default, flag.name)) for flag in GRID] + [AT_ONCE]}
     for title, group in run_flags.table(default.base).items():
         groups[title] = [flag for flag in group if flag.name not in VARIED]
-    parsed = flags.parse(command, ABOUT, groups, words)
+    parsed = flags.parse(command, ABOUT, groups, argv)
     runs_dir, name = Path(parsed.values["runs-dir"]), parsed.values["resume"]
     at_once = parsed.values["at-once"]
     if at_once < 1:
@@ -74,18 +74,18 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
         odd = sorted(parsed.given - {"resume", "runs-dir", "debug", "at-once"})
         if odd:
             raise FlagError(f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags")
-        there = [folder for folder in (runs_dir / name, Path(name)) if (folder / "grid.json").is_file()]
-        if not there:
+        folders = [folder for folder in (runs_dir / name, Path(name)) if (folder / "grid.json").is_file()]
+        if not folders:
             raise RunError(f"no grid {name!r} in {runs_dir}; leave --resume out to begin one")
-        folder = there[0]
+        folder = folders[0]
         grid = grids.load_grid(folder)
     else:
         from longhaul.config.resolve import replaced
 
         names = ({flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)) & parsed.given
         base = replaced(default.base, run_flags.fields({name: parsed.values[name] for name in names}))
-        given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
-        grid = dataclasses.replace(default, base=base, **given)
+        settings = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
+        grid = dataclasses.replace(default, base=base, **settings)
         try:
             grids.check(grid)
         except ValueError as error:  # of a run, which has one size

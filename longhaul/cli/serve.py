@@ -67,9 +67,9 @@ ANSWERS = {
 """Flags of other servers -> what to give."""
 
 
-def serve(words: Sequence[str]) -> int:
+def serve(argv: Sequence[str]) -> int:
     """`longhaul serve RUN`."""
-    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, words, answer=ANSWERS.get).values
+    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, argv, answer=ANSWERS.get).values
     try:
         import uvicorn
     except ImportError as error:

@@ -23,10 +23,10 @@ OLD = 10.0
 HEADER = ["actor", "process", "on", "state", "for", "rollouts", "waiting", "queue", "restarts"]
 
 
-def status(words: Sequence[str]) -> int:
+def status(argv: Sequence[str]) -> int:
     """`longhaul status [RUN]`."""
     line = "Progress of a run, the newest if none is named."
-    parsed = flags.parse("status", line, {"": [RUN, RUNS_DIR, DEBUG]}, words).values
+    parsed = flags.parse("status", line, {"": [RUN, RUNS_DIR, DEBUG]}, argv).values
     if parsed["RUN"] is None and (newest := runs.summaries(runs.local(parsed["runs-dir"]))):
         parsed["RUN"] = newest[0].name
     folder = folder_of(parsed, f"there is none in {parsed['runs-dir']}; longhaul status RUN [--runs-dir FOLDER]")

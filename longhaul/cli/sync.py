@@ -47,7 +47,7 @@ BUDGET = Flag(
 TOKEN = Flag("token-file", flags.optional(PATH), None, "file with the token that both sides know")
 
 
-def serve(words: Sequence[str]) -> int:
+def serve(argv: Sequence[str]) -> int:
     """`longhaul sync serve SOURCE --port N`."""
     source = Flag(
         "SOURCE", TEXT, None, "a folder of versions, a run by its name or folder, or another server's address"
@@ -57,20 +57,20 @@ def serve(words: Sequence[str]) -> int:
     name = Flag("shm", TEXT, None, "also serve processes of this machine: a socket's path, or @NAME")
     about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
     known = [source, port, host, name, BUDGET, TOKEN, RUNS_DIR, DEBUG]
-    given = flags.parse("sync serve", about, {"": known}, words).values
-    if given["SOURCE"] is None:
+    values = flags.parse("sync serve", about, {"": known}, argv).values
+    if values["SOURCE"] is None:
         raise FlagError("a source is missing: longhaul sync serve FOLDER --port N, or an address, as tcp:HOST:PORT")
 
-    token = _token(given["token-file"])
-    if token is None and not credentials.is_loopback(given["host"]):
+    token = _token(values["token-file"])
+    if token is None and not credentials.is_loopback(values["host"]):
         raise FlagError(
-            f"--host is {given['host']}, which other machines can reach: give --token-file FILE, or set LONGHAUL_TOKEN"
+            f"--host is {values['host']}, which other machines can reach: give --token-file FILE, or set LONGHAUL_TOKEN"
         )
-    source_address = _address(given["SOURCE"], given["runs-dir"])
-    host_name = f"[{given['host']}]" if ":" in given["host"] else given["host"]
-    opened = [transports.serve(f"tcp:{host_name}:{given['port']}", token)]
-    if given["shm"] is not None:
-        opened.append(transports.serve(f"shm:{given['shm']}"))
+    source_address = _address(values["SOURCE"], values["runs-dir"])
+    host_name = f"[{values['host']}]" if ":" in values["host"] else values["host"]
+    opened = [transports.serve(f"tcp:{host_name}:{values['port']}", token)]
+    if values["shm"] is not None:
+        opened.append(transports.serve(f"shm:{values['shm']}"))
 
     def say(version: int) -> None:
         tables.progress(f"version {version} is served")
@@ -78,7 +78,7 @@ def serve(words: Sequence[str]) -> int:
     with (
         _stopped() as stop,
         Relay(
-            lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say, budget=_budget(given)
+            lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say, budget=_budget(values)
         ) as relay,
     ):
         for transport in opened:
@@ -89,7 +89,7 @@ def serve(words: Sequence[str]) -> int:
     return 0
 
 
-def pull(words: Sequence[str]) -> int:
+def pull(argv: Sequence[str]) -> int:
     """`longhaul sync pull ADDRESS --out FOLDER`."""
     address = Flag("ADDRESS", TEXT, None, WHERE)
     out = Flag("out", PATH, None, "folder for versions, in Hugging Face's naming")
@@ -98,21 +98,21 @@ def pull(words: Sequence[str]) -> int:
     keep = Flag("keep", INT, 3, "versions that are kept in the folder", least=1)
     about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
     known = [address, out, seconds, follow, keep, BUDGET, TOKEN, RUNS_DIR, DEBUG]
-    given = flags.parse("sync pull", about, {"": known}, words).values
-    if given["ADDRESS"] is None or given["out"] is None:
+    values = flags.parse("sync pull", about, {"": known}, argv).values
+    if values["ADDRESS"] is None or values["out"] is None:
         raise FlagError("ADDRESS or --out is missing: longhaul sync pull ADDRESS --out FOLDER")
-    if not given["timeout"] > 0:
-        raise FlagError(f"--timeout is {given['timeout']:g}; it must be seconds, above 0")
+    if not values["timeout"] > 0:
+        raise FlagError(f"--timeout is {values['timeout']:g}; it must be seconds, above 0")
 
-    where, token = _address(given["ADDRESS"], given["runs-dir"]), _token(given["token-file"])
+    where, token = _address(values["ADDRESS"], values["runs-dir"]), _token(values["token-file"])
     try:
-        Path(given["out"]).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=given["out"]):
+        Path(values["out"]).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=values["out"]):
             pass
     except OSError as error:
-        raise FlagError(f"--out is {given['out']}; it must be a writable folder: {error.strerror}") from error
-    folder = FolderTransport(given["out"], keep=given["keep"])
-    budget = _budget(given)
+        raise FlagError(f"--out is {values['out']}; it must be a writable folder: {error.strerror}") from error
+    folder = FolderTransport(values["out"], keep=values["keep"])
+    budget = _budget(values)
     with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder], budget=budget) as relay:
         shown = None
         while not stop.is_set():
@@ -120,27 +120,27 @@ def pull(words: Sequence[str]) -> int:
             def settled(shown: Path | None = shown) -> bool:
                 return relay.failed is not None or _fetched(relay, folder) not in (None, shown)
 
-            if not _until(settled, stop, given["timeout"]):
-                if stop.is_set() or (given["follow"] and shown is not None):
+            if not _until(settled, stop, values["timeout"]):
+                if stop.is_set() or (values["follow"] and shown is not None):
                     continue
                 why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
-                return tables.say(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}", FAILED)
+                return tables.say(f"no version came from {where} in {values['timeout']:g} s{why and ': '}{why}", FAILED)
             if relay.failed is not None:
-                return tables.say(f"{given['out']} can't take what {where} serves: {relay.failed}", FAILED)
+                return tables.say(f"{values['out']} can't take what {where} serves: {relay.failed}", FAILED)
             shown = _fetched(relay, folder)
             print(shown, flush=True)
-            if not given["follow"]:
+            if not values["follow"]:
                 break
     return 0
 
 
-def _budget(given: Mapping[str, Any]) -> int | None:
+def _budget(values: Mapping[str, Any]) -> int | None:
     """Bytes of --budget."""
-    if given["budget"] is None:
+    if values["budget"] is None:
         return None
-    if not 0 < given["budget"] < 1e9:
-        raise FlagError(f"--budget is {given['budget']:g}; it must be gigabytes, above 0")
-    return int(1e9 * given["budget"])
+    if not 0 < values["budget"] < 1e9:
+        raise FlagError(f"--budget is {values['budget']:g}; it must be gigabytes, above 0")
+    return int(1e9 * values["budget"])
 
 
 def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
@@ -154,16 +154,16 @@ def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
         return None
 
 
-def status(words: Sequence[str]) -> int:
+def status(argv: Sequence[str]) -> int:
     """`longhaul sync status ADDRESS`."""
     address = Flag("ADDRESS", TEXT, None, WHERE)
     out = Flag("json", OUTPUT, None, "write it to this file; - is stdout")
     about = "Prints the version that a sender serves, and its receivers."
-    given = flags.parse("sync status", about, {"": [address, out, TOKEN, RUNS_DIR, DEBUG]}, words).values
-    if given["ADDRESS"] is None:
+    values = flags.parse("sync status", about, {"": [address, out, TOKEN, RUNS_DIR, DEBUG]}, argv).values
+    if values["ADDRESS"] is None:
         raise FlagError("ADDRESS is missing: longhaul sync status ADDRESS")
 
-    where, token = _address(given["ADDRESS"], given["runs-dir"]), _token(given["token-file"])
+    where, token = _address(values["ADDRESS"], values["runs-dir"]), _token(values["token-file"])
     kind, _, path = where.partition(":")
     if kind == "folder" and not Path(path).is_dir():
         return tables.say(f"there is no folder {path}, so nothing was published there yet", FAILED)
@@ -177,9 +177,9 @@ def status(words: Sequence[str]) -> int:
         state = source.status()
     finally:
         source.close()
-    if given["json"] is not None:
-        tables.write_json(given["json"], state)
-    if given["json"] != "-":
+    if values["json"] is not None:
+        tables.write_json(values["json"], state)
+    if values["json"] != "-":
         version = f"version {state['version']} of epoch {state['epoch']}" if state["version"] >= 0 else "no version yet"
         print(tables.clean(f"run {state['run'] or 'unknown'}: {version}, {state['image_bytes']:,} bytes"))
         names = ("name", "version", "phase", "target", "failures")
@@ -203,22 +203,22 @@ BENCH_FLAGS = [
 ]
 
 
-def bench(words: Sequence[str]) -> int:
+def bench(argv: Sequence[str]) -> int:
     """`longhaul sync bench`: `longhaul bench sync` with flags of its own."""
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
-    given = flags.parse("sync bench", about, {"": BENCH_FLAGS}, words).values
-    model_shapes.forms(given["model"])
-    if given["peers"]:
-        return _peers(given)
+    values = flags.parse("sync bench", about, {"": BENCH_FLAGS}, argv).values
+    model_shapes.forms(values["model"])
+    if values["peers"]:
+        return _peers(values)
 
-    sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
-    rate, layouts = given["learning-rate"], tuple(given["layouts"])
+    sizes = {name: values[name] for name in ("model", "receivers", "lane", "repeats") if values[name] not in ((), [])}
+    rate, layouts = values["learning-rate"], tuple(values["layouts"])
     if rate is not None and not 0.0 < rate < 1.0:
         raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
-    if layouts and (len(layouts) != 2 or rate is not None or given["lane"]):
+    if layouts and (len(layouts) != 2 or rate is not None or values["lane"]):
         raise FlagError("--layouts takes two, of trainers and receivers, without --lane and --learning-rate")
     if rate is not None:
-        if any(lane != "tcp" for lane in given["lane"]):
+        if any(lane != "tcp" for lane in values["lane"]):
             raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
         sizes |= {"lane": ("tcp",), "learning_rate": rate}
 
@@ -226,51 +226,51 @@ def bench(words: Sequence[str]) -> int:
     from longhaul.bench.cases import sync as case
 
     figures = []
-    for figure in case.layouts(given["model"], *layouts) if layouts else harness.run("sync", **sizes):
+    for figure in case.layouts(values["model"], *layouts) if layouts else harness.run("sync", **sizes):
         figures.append(figure)
         tables.write_line(figure)
-    if given["json"] not in (None, "-"):
-        tables.write_json(given["json"], figures)
+    if values["json"] not in (None, "-"):
+        tables.write_json(values["json"], figures)
     return 0
 
 
-def _peers(given: Mapping[str, Any]) -> int:
+def _peers(values: Mapping[str, Any]) -> int:
     """Exit code of `python -m benchmarks.peers.sync`, which only a clone of the project has."""
     clone = Path(__file__).resolve().parents[2]
     if not (clone / "benchmarks/peers/sync.py").is_file():
         raise FlagError(
             "--peers runs benchmarks/peers/sync.py, which no installation has; run it in a clone of the project"
         )
-    if given["lane"] or given["layouts"] or given["learning-rate"] is not None:
+    if values["lane"] or values["layouts"] or values["learning-rate"] is not None:
         raise FlagError("--peers has transports of its own; leave --lane, --layouts and --learning-rate out")
-    words = ["--model", given["model"], "--repeats", str(given["repeats"])]
-    words += [] if given["json"] in (None, "-") else ["--json", str(Path(given["json"]).absolute())]
-    return subprocess.run([sys.executable, "-m", "benchmarks.peers.sync", *words], cwd=clone, check=False).returncode
+    command = ["--model", values["model"], "--repeats", str(values["repeats"])]
+    command += [] if values["json"] in (None, "-") else ["--json", str(Path(values["json"]).absolute())]
+    return subprocess.run([sys.executable, "-m", "benchmarks.peers.sync", *command], cwd=clone, check=False).returncode
 
 
-def _address(words: str, runs_dir: str = RUNS_DIR.default) -> str:
+def _address(address: str, runs_dir: str = RUNS_DIR.default) -> str:
     """An address; a folder is one, too, and so are a run's name and HOST:PORT."""
-    if words.partition(":")[0] in transports.KINDS:
-        transports.split(words)
-        return words
-    named = Path(runs_dir, words)
-    path = named if (named / "run.json").is_file() else Path(words)
+    if address.partition(":")[0] in transports.KINDS:
+        transports.split(address)
+        return address
+    named = Path(runs_dir, address)
+    path = named if (named / "run.json").is_file() else Path(address)
     if path.is_dir():
         if not (path / "run.json").exists():
             return f"folder:{path}"
         if (path / "weights").is_dir():
             return f"folder:{path / 'weights'}"
         if not any(path.glob("checkpoints/*/manifest.json")):
-            raise FlagError(f"{words} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
+            raise FlagError(f"{address} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
         return f"{CHECKPOINTS}:{path}"
-    if ":" in words:
+    if ":" in address:
         with suppress(ValueError):
-            credentials.split(words)
-            return f"tcp:{words}"
-        transports.split(words)  # which says what there is
-    there = sorted(run.parent.name for run in Path(runs_dir).glob("*/run.json"))
-    hint = flags.suggestion(words, there, "write tcp:HOST:PORT, shm:NAME or folder:PATH")
-    raise FlagError(f"{words}: neither a folder, a run in {runs_dir}, nor an address; {hint}")
+            credentials.split(address)
+            return f"tcp:{address}"
+        transports.split(address)  # which says what there is
+    runs = sorted(run.parent.name for run in Path(runs_dir).glob("*/run.json"))
+    hint = flags.suggestion(address, runs, "write tcp:HOST:PORT, shm:NAME or folder:PATH")
+    raise FlagError(f"{address}: neither a folder, a run in {runs_dir}, nor an address; {hint}")
 
 
 def _connect(address: str, token: str | None, name: str) -> Source:
@@ -372,9 +372,9 @@ PLAN_FLAGS = [
 ]
 
 
-def plan(words: Sequence[str]) -> int:
+def plan(argv: Sequence[str]) -> int:
     """`longhaul sync plan --params 1e12 --trainers 256 --receivers 16x16 --nic 400Gb/s [--json FILE]`."""
-    values = flags.parse("sync plan", PLAN, {"": PLAN_FLAGS}, words).values
+    values = flags.parse("sync plan", PLAN, {"": PLAN_FLAGS}, argv).values
     if values["check"]:
         return check(values["model"], values["json"])
     if values["params"] is None:
@@ -474,6 +474,6 @@ ANSWERS = {"push": PULLED, "publish": PULLED, "send": PULLED}
 """Commands of other programs -> what to give."""
 
 
-def sync(words: Sequence[str]) -> int:
+def sync(argv: Sequence[str]) -> int:
     """The group of commands `longhaul sync`."""
-    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], words, ANSWERS.get)
+    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], argv, ANSWERS.get)

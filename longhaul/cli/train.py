@@ -34,16 +34,16 @@ SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
 
 
-def train(words: Sequence[str]) -> int:
+def train(argv: Sequence[str]) -> int:
     """`longhaul train RECIPE [--flags]`, with other processes where the environment says so."""
-    if {"-h", "--help", "--help-all"} & set(words):
-        return _train(words)
+    if {"-h", "--help", "--help-all"} & set(argv):
+        return _train(argv)
     process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
     if process_group.together() and not on_cpu():
         import jax
 
         jax.devices()  # which comes when all ask, and would be asked for later here than there
-    return process_group.follow(_follow) if process_group.index() > 0 else process_group.lead(lambda: _train(words))
+    return process_group.follow(_follow) if process_group.index() > 0 else process_group.lead(lambda: _train(argv))
 
 
 def _follow() -> None:
@@ -61,41 +61,41 @@ def _follow() -> None:
     loop.train(run, folder, resumed=announced["resumed"], edited=announced["edited"])
 
 
-def _train(words: Sequence[str]) -> int:
-    words = _beginning_with_recipe(words)
-    if not words or words[0].startswith("-"):
-        if words and words[0] in ("-h", "--help"):
+def _train(argv: Sequence[str]) -> int:
+    argv = _beginning_with_recipe(argv)
+    if not argv or argv[0].startswith("-"):
+        if argv and argv[0] in ("-h", "--help"):
             _help()
             return 0
-        there = ", ".join(name for name, _ in recipes.described())
-        raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {there}")
-    if words[0] in recipes.GRIDS:
+        names = ", ".join(name for name, _ in recipes.described())
+        raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {names}")
+    if argv[0] in recipes.GRIDS:
         from longhaul.cli import scaling
 
         if process_group.together():
-            raise FlagError(f"{words[0]} is a grid of runs, each in one process; leave longhaul launch out")
-        return scaling.run(words[0], words[1:], f"train {words[0]}")
+            raise FlagError(f"{argv[0]} is a grid of runs, each in one process; leave longhaul launch out")
+        return scaling.run(argv[0], argv[1:], f"train {argv[0]}")
     if process_group.together() and on_cpu():
-        _start_together(words)
-    recipe = run_flags.learning(recipes.recipe(words[0]), words)
-    parsed = _parsed(recipe, words[1:])
+        _start_together(argv)
+    recipe = run_flags.learning(recipes.recipe(argv[0]), argv)
+    parsed = _parsed(recipe, argv[1:])
     if parsed.values["print-config"]:
         print(files.render(_asked(recipe, parsed)[0]), end="")
         return 0
     return _dry(recipe, parsed) if parsed.values["dry-run"] else _run(recipe, parsed)
 
 
-def _beginning_with_recipe(words: Sequence[str]) -> Sequence[str]:
+def _beginning_with_recipe(argv: Sequence[str]) -> Sequence[str]:
     """Words that begin with the recipe, also where flags come first and --config or --resume names it."""
-    if not words or not words[0].startswith("-"):
-        return words
-    path, run_id = run_flags.unparsed_value(words, "config"), run_flags.unparsed_value(words, "resume")
+    if not argv or not argv[0].startswith("-"):
+        return argv
+    path, run_id = run_flags.unparsed_value(argv, "config"), run_flags.unparsed_value(argv, "resume")
     if path is not None and (name := files.load(expanded(path)).get("recipe")):
-        return [str(name), *words]
+        return [str(name), *argv]
     if run_id is not None:
-        runs_dir = expanded(run_flags.unparsed_value(words, "runs-dir") or run_flags.RUNS_DIR.default)
-        return [load_run(find_folder(runs_dir, run_id)).recipe, *words]
-    return words
+        runs_dir = expanded(run_flags.unparsed_value(argv, "runs-dir") or run_flags.RUNS_DIR.default)
+        return [load_run(find_folder(runs_dir, run_id)).recipe, *argv]
+    return argv
 
 
 def _help() -> None:
@@ -108,12 +108,12 @@ def _help() -> None:
     )
 
 
-def _parsed(recipe: Run, words: Sequence[str]) -> flags.Parsed:
+def _parsed(recipe: Run, argv: Sequence[str]) -> flags.Parsed:
     """Flags of `longhaul train RECIPE`. Raises FlagError where they do not go together."""
     table = run_flags.table(recipe)
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
     parsed = flags.parse(
-        f"train {recipe.recipe}", recipes.about(recipe.recipe), table, words, few=run_flags.matter(table, recipe),
+        f"train {recipe.recipe}", recipes.about(recipe.recipe), table, argv, few=run_flags.matter(table, recipe),
         answer=aliases.answer,
     )  # fmt: skip
     if recipe.recipe in recipes.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
@@ -159,14 +159,14 @@ def _run(recipe: Run, parsed: flags.Parsed) -> int:
     return outcome.code
 
 
-def _start_together(words: Sequence[str]) -> None:
+def _start_together(argv: Sequence[str]) -> None:
     """Starts JAX in all processes where a recipe or an algorithm is the user's own.
 
     Its module is imported before the flags are read, and what it computes would start JAX in this process alone.
     """
-    if not any(map(is_named, (words[0], run_flags.unparsed_value(words, "algorithm") or ""))):
+    if not any(map(is_named, (argv[0], run_flags.unparsed_value(argv, "algorithm") or ""))):
         return
-    mesh, threads = run_flags.unparsed_value(words, "mesh"), run_flags.unparsed_value(words, "threads")
+    mesh, threads = run_flags.unparsed_value(argv, "mesh"), run_flags.unparsed_value(argv, "threads")
     try:
         shape = run_flags.MESH.read(mesh) if mesh else MeshShape(None)
         own = None if threads is None else int(threads)
@@ -285,13 +285,13 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     from longhaul.training.checkpoint import resume
 
     run = load_run(folder)
-    wanted: MeshShape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
+    shape: MeshShape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
     envs: int = parsed.values["num-envs"] if "num-envs" in parsed.given else run.num_envs
-    there = [sum(device.process_index == i for device in jax.devices()) for i in range(process_group.count())]
-    assert wanted.data is not None
-    left = MeshShape(resume.fewer(wanted.data, there, envs, wanted.model), wanted.model)
-    if left == wanted:
+    devices = [sum(device.process_index == i for device in jax.devices()) for i in range(process_group.count())]
+    assert shape.data is not None
+    left = MeshShape(resume.fewer(shape.data, devices, envs, shape.model), shape.model)
+    if left == shape:
         return parsed
-    count = wanted.data * wanted.model
-    tables.progress(f"{sum(there)} of {count} devices are there; goes on with {left}")
+    count = shape.data * shape.model
+    tables.progress(f"{sum(devices)} of {count} devices are there; goes on with {left}")
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})

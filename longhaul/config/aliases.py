@@ -91,14 +91,14 @@ def others(config: Any) -> dict[str, str]:
     return {word: name for name, some in named.items() if name in own for word in some if word not in own}
 
 
-def canonical(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under their own names, with underscores, whichever of their names were given.
 
     Raises RunError where two names of one setting disagree.
     """
     names = others(config)
     named: dict[str, Any] = {}
-    for word, value in given.items():
+    for word, value in settings.items():
         name = names.get(word, word)
         if name in named and named[name] != value:
             raise RunError(f"{name} is {named[name]!r} and {value!r}, under two names of one setting; give one of them")
@@ -119,6 +119,6 @@ def as_typed(text: str, words: list[str]) -> str:
     written = [word.partition("=")[0] for word in words if word.startswith("--")]
     typed = {word.replace("_", "-"): word for word in written}
     for name, some in ALIASES.items():
-        for word in [typed[f"--{one}"] for one in some if f"--{one}" in typed]:
+        for word in [typed[f"--{alias}"] for alias in some if f"--{alias}" in typed]:
             typed.setdefault(f"--{name}", word)
     return re.sub(r"--[a-z][a-z-]*", lambda flag: typed.get(flag[0], flag[0]), text)

@@ -122,7 +122,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     known = {leaf.name: leaf for leaf in config_fields.walk(recipe)}
     by_path = {leaf.path: leaf.name for leaf in known.values()}
     inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
-    words = aliases.others(recipe)
+    renamed = aliases.others(recipe)
     settings: dict[str, Any] = {}
 
     def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -136,7 +136,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
                 yield from visit(value, place)
             elif place in by_path:
                 yield by_path[place], value
-            elif key in known or key in words:
+            elif key in known or key in renamed:
                 yield key, value
             elif key in ("kind", "recipe") or _field(recipe, place):
                 continue  # of run.json: what is no setting is decided again

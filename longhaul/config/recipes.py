@@ -629,29 +629,29 @@ ELSEWHERE = (
 """Algorithms of other libraries that are no algorithm here."""
 
 
-def _hint(name: str, there: Sequence[str]) -> str:
+def _hint(name: str, names: Sequence[str]) -> str:
     """Remedy for a name that no recipe has: an algorithm's recipes, the nearest names, or all."""
     word = name.lower()
     if word in LOSSES and word not in ALGORITHMS:
         return f"{word} is a loss of GRPO: longhaul train reasoning-questions --loss {word}"
     if word in ELSEWHERE.split():
-        there = ", ".join(ALGORITHMS)
-        return f"{word} is not among the algorithms ({there}); your own is --algorithm my_module:MyClass"
+        names = ", ".join(ALGORITHMS)
+        return f"{word} is not among the algorithms ({names}); your own is --algorithm my_module:MyClass"
     if word == "sft":
         return "answers of a file are imitated before rewards by longhaul train reasoning-questions --taught UPDATES"
     if word not in RECIPES and word in ALGORITHMS:
         known = learning_by(word)
-        anywhere = [one for one in known if isinstance(RECIPES[one]().environment, Named)][:1]
-        remedy = "".join(f"; in another environment: longhaul train {one} --env NAME" for one in anywhere)
+        anywhere = [candidate for candidate in known if isinstance(RECIPES[candidate]().environment, Named)][:1]
+        remedy = "".join(f"; in another environment: longhaul train {candidate} --env NAME" for candidate in anywhere)
         return f"{word} is an algorithm, of the recipes {', '.join(known)}{remedy}"
-    if near := difflib.get_close_matches(word, there, n=3, cutoff=0.5):
+    if near := difflib.get_close_matches(word, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(near)}?"
     from longhaul.envs import registry  # which imports JAX
 
     env = f"gymnasium/{name}" if re.fullmatch(r"\w+-v\d+", name) else word
     if env != word or word in registry.TABLE:
         return f"{name} is an environment: longhaul train ppo --env {env}"
-    return f"there are {', '.join(there)}"
+    return f"there are {', '.join(names)}"
 
 
 def learning_by(algorithm: str) -> list[str]:

@@ -123,9 +123,9 @@ def _check_layout(run: Run, devices: int) -> None:
                 "--deterministic does not go with --bank-by-host: scenarios then follow from the number of processes; "
                 "leave one out"
             )
-    here = _columns(run, devices) * run.num_steps
-    if here > MOST:
-        raise RunError(f"--num-envs x agents x --num-steps is {here} on a device; it must be at most {MOST}")
+    steps = _columns(run, devices) * run.num_steps
+    if steps > MOST:
+        raise RunError(f"--num-envs x agents x --num-steps is {steps} on a device; it must be at most {MOST}")
 
 
 def _columns(run: Run, devices: int) -> int:
@@ -172,7 +172,7 @@ def _found_again(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reas
     return dataclasses.replace(task, data=absolute(task.data), bank_updates=updates)
 
 
-def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
+def changed(recipe: Run, settings: Mapping[str, Any]) -> Run:
     """`recipe` with the given settings, by the names of their flags with underscores; `mesh` is a MeshShape.
 
     Where no topology is given, actors step an environment that is on the host: in threads, where no other process finds
@@ -181,17 +181,17 @@ def changed(recipe: Run, given: Mapping[str, Any]) -> Run:
     """
     usual = config_fields.values(recipe)
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before num_envs and the like change it
-    run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), given)
-    if "topology" not in given and run.topology == "fused" and not run.many:
+    run = replaced(dataclasses.replace(recipe, base_batch=recipe.base_batch or base), settings)
+    if "topology" not in settings and run.topology == "fused" and not run.many:
         imported = _imported(run, run.devices or _default_devices(run, 1), fused=False).environment
         if isinstance(imported, Named) and is_hosted(imported.env):
             run = dataclasses.replace(run, topology="actors")
-    if run.topology == "actors" and "actor_kind" not in given and not _importable(run):
+    if run.topology == "actors" and "actor_kind" not in settings and not _importable(run):
         run = dataclasses.replace(run, acting=dataclasses.replace(run.acting, actor_kind="thread"))
     task = run.environment
-    if isinstance(task, Driving) and "safety" not in given and task.simulator.dynamics not in sim.CHECKED:
+    if isinstance(task, Driving) and "safety" not in settings and task.simulator.dynamics not in sim.CHECKED:
         run = replaced(run, {"safety": False})  # a recipe's own choice gives way
-    check_topology(run, {name: value for name, value in given.items() if value != usual.get(name)})
+    check_topology(run, {name: value for name, value in settings.items() if value != usual.get(name)})
     return run
 
 
@@ -204,12 +204,12 @@ def _importable(run: Run) -> bool:
     return all(map(external.importable, names))
 
 
-def replaced(run: Run, given: Mapping[str, Any]) -> Run:
+def replaced(run: Run, settings: Mapping[str, Any]) -> Run:
     """`run` with other values of settings, by the names of their flags with underscores.
 
     RunError where there is no such setting, or where it takes no value of that type.
     """
-    for name, value in typed(run, given).items():
+    for name, value in typed(run, settings).items():
         if name == "mesh":
             run = dataclasses.replace(run, devices=value.data, model=value.model)
         else:
@@ -217,11 +217,11 @@ def replaced(run: Run, given: Mapping[str, Any]) -> Run:
     return run
 
 
-def typed(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
+def typed(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Values of settings as their fields hold them. Raises RunError as `replaced` does."""
     known = {leaf.name: leaf for leaf in config_fields.walk(run)}
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in known:
             hint = aliases.hint(run, name, f"longhaul train {run.recipe} --help lists them")
             raise RunError(f"recipe {run.recipe} has no setting {name!r}; {hint}")
@@ -512,8 +512,8 @@ def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
     if not external_algorithms.in_minibatches(config):
         return config
     rows = columns if external_algorithms.memory(config) else columns * run.num_steps
-    given = config.num_minibatches, config.update_epochs
-    minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *given)
+    fixed = config.num_minibatches, config.update_epochs
+    minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *fixed)
     return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)
 
 
@@ -527,17 +527,17 @@ def _bank_updates(task: Driving, steps: int) -> int | None:
 def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
     """(updates of a record, updates of a compiled call); a record sums up whole calls."""
     # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
-    wanted = min(run.log_interval or updates, updates)
+    interval = min(run.log_interval or updates, updates)
     pretrained = isinstance(run.algorithm, GRPOConfig) and run.algorithm.model_folder  # an update takes seconds
     most = 1 if pretrained else min(64, 32_768 // steps, run.save_interval or updates)
-    block = max(1, min(run.block or most, wanted))
+    block = max(1, min(run.block or most, interval))
     if run.log_interval is None:
         return block * -(-updates // (block * MOST_RECORDS)), block
-    whole = next(n for n in range(block, 0, -1) if wanted % n == 0)
+    whole = next(n for n in range(block, 0, -1) if interval % n == 0)
     if 3 * whole >= block:
-        return wanted, whole
-    calls = -(-wanted // block)  # a record of a little less, rather than calls that are far too short
-    return calls * (wanted // calls), wanted // calls
+        return interval, whole
+    calls = -(-interval // block)  # a record of a little less, rather than calls that are far too short
+    return calls * (interval // calls), interval // calls
 
 
 def _default_devices(run: Run, runs: int) -> int:
@@ -546,8 +546,8 @@ def _default_devices(run: Run, runs: int) -> int:
     Of a population as many as share its `runs` evenly.
     """
     if run.many:
-        there = min(cores(), started() or cores()) if on_cpu() else jax.local_device_count()
-        return max(n for n in range(1, min(there, runs) + 1) if runs % n == 0)
+        count = min(cores(), started() or cores()) if on_cpu() else jax.local_device_count()
+        return max(n for n in range(1, min(count, runs) + 1) if runs % n == 0)
     processes, model = process_group.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores
         return processes

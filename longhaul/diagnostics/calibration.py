@@ -82,15 +82,17 @@ def measure(run: Run, processes: int, calls: int = CALLS) -> Timed:
     return Timed(**ask(__name__, "work", {"run": to_dict(many), "calls": calls}, processes))
 
 
-def work(given: dict[str, Any]) -> dict[str, Any]:
+def work(request: dict[str, Any]) -> dict[str, Any]:
     """Work of a process of `measure`."""
-    timing = timed(resolve(from_dict(Run, given["run"])), given["calls"])
+    timing = timed(resolve(from_dict(Run, request["run"])), request["calls"])
     if jax.device_count() > 1:
         timing = timing._replace(small=all_reduce(4), large=all_reduce(LARGE))
     return timing._asdict()
 
 
-def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[str, str] = MappingProxyType({})) -> Any:
+def ask(
+    module: str, name: str, request: Any, processes: int, variables: Mapping[str, str] = MappingProxyType({})
+) -> Any:
     """Result of function `name` of `module`, JSON both ways, in process 0 of a group of one device each.
 
     `variables` are added to their environment. Raises RunError with the last line of a failed process.
@@ -108,7 +110,7 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
                 )
                 children.append(child)
                 assert child.stdin is not None
-                child.stdin.write(json.dumps(given))
+                child.stdin.write(json.dumps(request))
                 child.stdin.close()
             assert children[0].stdout is not None
             with children[0].stdout as reporting:
@@ -127,11 +129,11 @@ def ask(module: str, name: str, given: Any, processes: int, variables: Mapping[s
 
 def serve(work: Callable[[Any], Any]) -> None:
     """Body of a process of `ask`: reads what is given, and prints the result as JSON in process 0."""
-    given = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     process_group.start(process_group.find(os.environ))
 
     def run() -> int:
-        reply = work(given)
+        reply = work(request)
         if process_group.index() == 0:
             print(json.dumps(reply), flush=True)
         return 0

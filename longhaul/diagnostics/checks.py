@@ -282,7 +282,7 @@ def crossings(program: Program) -> Check:
     if program.assembly.mesh.shape[meshes.FSDP] > 1:
         return _fetches(program)
     data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
-    every, wanted = hlo.crossings(program.text()), program.optimiser_steps
+    every, per_update = hlo.crossings(program.text()), program.optimiser_steps
     across = [each for each in every if each.over_shards(model)]
     within_shard = [each for each in every if not each.over_shards(model)]
     size = 4 * program.parameters // model
@@ -299,10 +299,10 @@ def crossings(program: Program) -> Check:
     times, count = max(counts.values()), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
-    fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
+    fits = set(counts.values()) == {per_update} and moved <= per_update * (whole + len(ways) * SMALL_BYTES)
     if bucketed:
-        fits = times % wanted == 0 and wanted * size <= moved <= wanted * (whole + SMALL_BYTES)
-    steps = 1 + (registry.on_policy(program.run.algorithm).kl_stop is not None) * wanted  # the KL stop reduces too
+        fits = times % per_update == 0 and per_update * size <= moved <= per_update * (whole + SMALL_BYTES)
+    steps = 1 + (registry.on_policy(program.run.algorithm).kl_stop is not None) * per_update  # the KL stop reduces too
     most = SMALL_COUNT * len(ways)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
     named = " and ".join(f"{way}s" for way in ways)
@@ -317,7 +317,7 @@ def crossings(program: Program) -> Check:
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} {named} of {_bytes(whole)}{', in buckets' * bucketed}, <= {most} others"
+    bound = f"{per_update} {named} of {_bytes(whole)}{', in buckets' * bucketed}, <= {most} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=program.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,
@@ -390,13 +390,13 @@ def all_reduce(program: Program, update_seconds: float) -> Check:
     everywhere = PartitionSpec()
     work = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
     x = meshes.everywhere(jnp.zeros(size, jnp.float32), mesh)
-    one = least_seconds(work, x) / n
-    share = one * program.optimiser_steps / update_seconds
+    seconds = least_seconds(work, x) / n
+    share = seconds * program.optimiser_steps / update_seconds
     verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
-    value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
+    value = f"{1e3 * seconds:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
     remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
     return judged(
-        "all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", remedy, seconds=one, share=share,
+        "all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", remedy, seconds=seconds, share=share,
         devices=mesh.size, bytes=4 * size,
     )  # fmt: skip
 
@@ -502,12 +502,12 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     later = [[each[len(each) // 2 :] for each in side] for side in (first, second)]
     if not all(np.any(np.isfinite(half)) for side in later for half in side):
         return None
-    one, other = ([float(np.nanmean(half)) for half in side] for side in later)
+    alone, together = ([float(np.nanmean(half)) for half in side] for side in later)
     starts = [float(each[np.isfinite(each)][0]) for each in (*first, *second)]
-    gained = statistics.fmean((*one, *other)) - statistics.fmean(starts)
-    spread = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
-    difference = statistics.fmean(other) - statistics.fmean(one)
-    return Comparison(difference, permutation_chance(one, other), gained, spread)
+    gained = statistics.fmean((*alone, *together)) - statistics.fmean(starts)
+    spread = math.sqrt(statistics.variance(alone) / len(alone) + statistics.variance(together) / len(together))
+    difference = statistics.fmean(together) - statistics.fmean(alone)
+    return Comparison(difference, permutation_chance(alone, together), gained, spread)
 
 
 def convergence(one: Program, many: Program, *, seeds: int, updates: int) -> Check:

@@ -57,8 +57,8 @@ KINDS = {
 
 def listed(kind: str) -> Chip | None:
     """Chip of JAX's device kind ("NVIDIA H100 80GB HBM3", "TPU v4"); None if not listed."""
-    words = kind.lower()
-    return next((CHIPS[name] for part, name in KINDS.items() if part in words), None)
+    lowered = kind.lower()
+    return next((CHIPS[name] for part, name in KINDS.items() if part in lowered), None)
 
 
 def of_this_process(devices: int = 1) -> Chip:

@@ -140,8 +140,8 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
         run = dataclasses.replace(run, num_steps=run.num_steps // 2)
     learner = registry.on_policy(run.algorithm)
     rows = envs // share if learner.network.memory else envs // share * run.num_steps
-    wanted = learner.num_minibatches or 4
-    minibatches = next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
+    count = learner.num_minibatches or 4
+    minibatches = next(n for n in range(min(count, rows), 0, -1) if rows % n == 0)
     config = dataclasses.replace(learner, num_minibatches=minibatches, **algorithm)
     return dataclasses.replace(
         run, num_envs=envs, devices=devices, threads=None, algorithm=config, block=2, log_interval=2,
@@ -161,9 +161,9 @@ def ask(run: Run, module: str, name: str, *words: str, variables: Mapping[str, s
     devices = (run.devices or 1) * run.model
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)} | dict(variables)
     program = f"from {module} import {name}; from {__name__} import serve; serve({name}, *{words!r})"
-    given = json.dumps(to_dict(run))
+    stdin = json.dumps(to_dict(run))
     done = subprocess.run(
-        [sys.executable, "-c", program], input=given, capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", program], input=stdin, capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

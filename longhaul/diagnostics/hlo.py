@@ -156,15 +156,15 @@ class Crossing(NamedTuple):
 
 def crossings(text: str) -> list[Crossing]:
     """All collectives of a program in order; one in both branches of a condition counts twice."""
-    found = []
+    listed = []
     for line, loops in _visit(computations(text)):
         operation = line.opcode.removesuffix("-start")
         if operation in COLLECTIVES:
             moved = size(line.result)
             if line.opcode != operation != "all-reduce":  # an asynchronous start may hold its operand too, in a pair
                 moved = max((_array_bytes(*each) for each in _arrays(line.result)), default=0)
-            found.append(Crossing(operation, moved, loops, _group(line)))
-    return found
+            listed.append(Crossing(operation, moved, loops, _group(line)))
+    return listed
 
 
 def _group(line: Line) -> tuple[int, ...]:
@@ -193,17 +193,17 @@ def _devices(shape: list[int], sizes: list[int], order: list[int]) -> np.ndarray
 
 def host_calls(text: str) -> list[str]:
     """Transfers between a program and the host while it runs, without its arguments and results."""
-    found = []
+    calls = []
     for line, _ in _visit(computations(text)):
         if line.opcode in ("infeed", "outfeed"):
-            found.append(line.opcode)
+            calls.append(line.opcode)
         elif line.opcode in ("send", "recv") and "is_host_transfer=true" in line.rest:
-            found.append(f"{line.opcode} of the host")
+            calls.append(f"{line.opcode} of the host")
         elif line.opcode == "custom-call" and _HOST_TARGET.search(line.first(_TARGET)):
-            found.append(line.first(_TARGET))
+            calls.append(line.first(_TARGET))
         elif line.opcode in ("copy", "copy-start") and HOST_SPACE in line.result:
-            found.append(f"{line.opcode} to the host's memory")
-    return found
+            calls.append(f"{line.opcode} to the host's memory")
+    return calls
 
 
 def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None, ...] = ()) -> Iterator[

@@ -81,8 +81,8 @@ class Called:
 
         return jax.pure_callback(batched, results, *given, vmap_method="broadcast_all")
 
-    def _begin(self, words: np.ndarray) -> tuple[Any, ...]:
-        observation = self._vector.reset(int(words[0] ^ words[-1]) & 0x7FFFFFFF)
+    def _begin(self, key_data: np.ndarray) -> tuple[Any, ...]:
+        observation = self._vector.reset(int(key_data[0] ^ key_data[-1]) & 0x7FFFFFFF)
         return self._pack(), mapped(lambda leaf: leaf[0].copy(), observation)
 
     def _go(self, packed: np.ndarray, action: np.ndarray) -> tuple[Any, ...]:

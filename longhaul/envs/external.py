@@ -302,11 +302,11 @@ def check(name: str, environment: Environment) -> None:
     if not isinstance(led_to, TimeStep):
         raise ValueError(f"{name}: step returns {type(led_to).__name__} second; it must be a longhaul TimeStep")
     _alike(f"{name}: the observation of step", led_to.observation, spec.observation, agents)
-    for part, wanted, kind in (("reward", "float32", jnp.number), ("terminated", "bool", jnp.bool_),
+    for part, expected, kind in (("reward", "float32", jnp.number), ("terminated", "bool", jnp.bool_),
                                ("truncated", "bool", jnp.bool_)):  # fmt: skip
         value = getattr(led_to, part)
         if value.shape != agents or not jnp.issubdtype(value.dtype, kind):
-            raise ValueError(f"{name}: {part} is {_form(value)}; it must be {wanted}{list(agents)}")
+            raise ValueError(f"{name}: {part} is {_form(value)}; it must be {expected}{list(agents)}")
     _same(f"{name}: the state after step", following, state)
 
 
@@ -326,15 +326,15 @@ def _form(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}"
 
 
-def _alike(name: str, given: PyTree, wanted: PyTree, agents: tuple[int, ...]) -> None:
-    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*agents, *leaf.shape), leaf.dtype), wanted)
-    _same(name, given, whole, "the spec says")
+def _alike(name: str, found: PyTree, expected: PyTree, agents: tuple[int, ...]) -> None:
+    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*agents, *leaf.shape), leaf.dtype), expected)
+    _same(name, found, whole, "the spec says")
 
 
-def _same(name: str, given: PyTree, wanted: PyTree, says: str = "reset's is") -> None:
-    structure, other = jax.tree.structure(given), jax.tree.structure(wanted)
+def _same(name: str, found: PyTree, expected: PyTree, says: str = "reset's is") -> None:
+    structure, other = jax.tree.structure(found), jax.tree.structure(expected)
     if bool(structure != other):  # type: ignore[operator]  # JAX says nothing of their types
         raise ValueError(f"{name} is {structure}; {says} {other}")
-    for (path, one), like in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
-        if (one.shape, one.dtype) != (like.shape, like.dtype):
-            raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {_form(one)}; {says} {_form(like)}")
+    for (path, leaf), like in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {_form(leaf)}; {says} {_form(like)}")

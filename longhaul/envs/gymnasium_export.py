@@ -160,8 +160,8 @@ def _mask(observation: Tree) -> dict[str, np.ndarray]:
 
 
 def _narrow(actions: Any) -> np.ndarray:
-    given = np.asarray(actions)
-    return given.astype(np.int32 if given.dtype.kind in "iu" else np.float32)
+    array = np.asarray(actions)
+    return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
 
 
 def single(name: str, **options: Any) -> gymnasium.Env[Any, Any]:

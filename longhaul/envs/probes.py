@@ -120,7 +120,7 @@ def _walk(
     agents: int | None = None,
 ) -> Walk:
     """A Walk from its places, each an observation and a move per action (`action` is None: Discrete)."""
-    observation = jax.tree.map(lambda *leaves: np.stack(leaves), *[here for here, _ in places])
+    observation = jax.tree.map(lambda *leaves: np.stack(leaves), *[observation_of for observation_of, _ in places])
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), observation)
     moves = [list(row) for _, row in places]
     return Walk(

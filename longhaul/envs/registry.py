@@ -123,8 +123,8 @@ def _elsewhere(name: str) -> str:
     return f"Gymnasium's is gymnasium/{name}" if re.fullmatch(r"[\w./-]+-v\d+", name) else ""
 
 
-def _suggest(given: str, known: list[str]) -> str:
+def _suggest(name: str, known: list[str]) -> str:
     if not known:
         return "it takes none"
-    near = difflib.get_close_matches(given.lower(), known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

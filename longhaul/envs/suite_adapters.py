@@ -185,13 +185,13 @@ def names(kind: str) -> list[str]:
     return [f"{kind}/{name}" for name in _installed(kind, kind).names()]
 
 
-def _installed(kind: str, wanted: str) -> Suite:
+def _installed(kind: str, name: str) -> Suite:
     """Suite of this kind; ValueError, one line, where there is none, or where it is not installed."""
     if kind not in SUITES:
         raise ValueError(f"no suite is named {kind!r}; there are {', '.join(SUITES)}")
     suite = SUITES[kind]
     if not suite.installed():
-        raise ValueError(f"{wanted} needs {suite.package}: pip install {suite.package}")
+        raise ValueError(f"{name} needs {suite.package}: pip install {suite.package}")
     return suite
 
 

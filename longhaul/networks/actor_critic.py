@@ -119,10 +119,10 @@ def _torso(
 
     def init_params(key: NamedKey) -> Params:
         joined = sum(embedded if own else math.prod(shape) for shape, own in zip(shapes, pooled, strict=True))
-        wanted = {f"item_{i}": (shape[-1], embedded) for i, shape in enumerate(shapes) if pooled[i]}
-        wanted |= {f"layer_{i}": pair for i, pair in enumerate(zip((joined, *sizes), sizes, strict=False))}
-        params = {name: _dense(key.child(name), *pair, HIDDEN_SCALE, init) for name, pair in wanted.items()}
-        return params | ({f"{name}_norm": layers.init_norm(pair[1]) for name, pair in wanted.items()} if norm else {})
+        sizes_of = {f"item_{i}": (shape[-1], embedded) for i, shape in enumerate(shapes) if pooled[i]}
+        sizes_of |= {f"layer_{i}": pair for i, pair in enumerate(zip((joined, *sizes), sizes, strict=False))}
+        params = {name: _dense(key.child(name), *pair, HIDDEN_SCALE, init) for name, pair in sizes_of.items()}
+        return params | ({f"{name}_norm": layers.init_norm(pair[1]) for name, pair in sizes_of.items()} if norm else {})
 
     def layer(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
         x = layers.dense(own, x, dtype)

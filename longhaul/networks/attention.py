@@ -227,8 +227,8 @@ def _attend(
     if mask is None:
         weights = jax.nn.softmax(logits, axis=-1)
     else:
-        there = jnp.broadcast_to(mask, logits.shape)
-        weights = jnp.where(there, jax.nn.softmax(jnp.where(there, logits, ABSENT), axis=-1), 0.0)
+        present = jnp.broadcast_to(mask, logits.shape)
+        weights = jnp.where(present, jax.nn.softmax(jnp.where(present, logits, ABSENT), axis=-1), 0.0)
     out = jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v)
     return affine(out.reshape(*out.shape[:-2], -1), params["out"])
 

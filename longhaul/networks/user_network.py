@@ -25,7 +25,7 @@ def encoder(observation: PyTree, name: str, width: int) -> Encoder:
     """The encoder that the function "module:name" makes. Raises ValueError, one line, where it does not keep the form
     above."""
     try:
-        init, given = load(name)(observation, width)
+        init, own_apply = load(name)(observation, width)
     except ValueError as error:
         raise ValueError(f"--torso {name}: {error}") from error
     except TypeError as error:
@@ -33,13 +33,13 @@ def encoder(observation: PyTree, name: str, width: int) -> Encoder:
             f"--torso {name}: {error}; it must take (observation, width) and return (init, apply)"
         ) from error
     ranks = [len(leaf.shape) for leaf in jax.tree.leaves(observation)]
-    _check(name, observation, init, given, width)
+    _check(name, observation, init, own_apply, width)
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
         first = jax.tree.leaves(observed)[0]
         lead = first.shape[: first.ndim - ranks[0]]
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), observed)
-        features: jax.Array = given(params, rows)
+        features: jax.Array = own_apply(params, rows)
         return features.reshape(*lead, width)
 
     return Encoder(init, apply)

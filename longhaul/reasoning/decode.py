@@ -104,8 +104,8 @@ def laid(x: jax.Array) -> jax.Array:
 def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
     """Cache of rows that have read prompts with `mask` bool [B, P] and these keys and values of all layers, for
     `length` more tokens of each."""
-    asked, own = room(mask.shape[1], length)
-    short = asked - mask.shape[1]
+    prompt_room, own = room(mask.shape[1], length)
+    short = prompt_room - mask.shape[1]
 
     def moved(x: jax.Array) -> tuple[jax.Array, ...]:
         x = jnp.transpose(x, (0, 2, 3, 4, 1))
@@ -126,10 +126,10 @@ def renew(cache: Cache, row: jax.Array, kept: transformer.KeyValue, mask: jax.Ar
         )
         for olds, news in zip((cache.key, cache.value), kept, strict=True)
     )
-    here = jnp.arange(len(cache.own)) == row
-    asked = jnp.where(here[None], jnp.pad(mask, (short, 0))[:, None], cache.asked)
-    lengths = jnp.where(here, jnp.sum(mask, dtype=jnp.int32), cache.lengths)
-    return Cache(key, value, asked, lengths, jnp.where(here, 0, cache.own), cache.place)
+    at_row = jnp.arange(len(cache.own)) == row
+    mask_room = jnp.where(at_row[None], jnp.pad(mask, (short, 0))[:, None], cache.asked)
+    lengths = jnp.where(at_row, jnp.sum(mask, dtype=jnp.int32), cache.lengths)
+    return Cache(key, value, mask_room, lengths, jnp.where(at_row, 0, cache.own), cache.place)
 
 
 def of_rows(cache: Cache, rows: jax.Array) -> Cache:
@@ -147,15 +147,15 @@ class _Used(NamedTuple):
 
 
 def _used(cache: Cache) -> _Used:
-    asked, own = len(cache.asked), len(cache.key[0]) - len(cache.asked)
+    prompt_room, own = len(cache.asked), len(cache.key[0]) - len(cache.asked)
     age = (cache.place - jnp.arange(own)) % own
     seen = jnp.concatenate([cache.asked, age[:, None] <= cache.own[None]])
-    if asked + own <= PIECE:
+    if prompt_room + own <= PIECE:
         return _Used(seen, jnp.zeros(1, jnp.int32), jnp.int32(1))
     piece = min(PIECE, own)
-    pieces, ring = asked // piece, own // piece
+    pieces, ring = prompt_room // piece, own // piece
     begun: Any = 0
-    if asked:
+    if prompt_room:
         begun = jnp.where(jnp.any(cache.asked), jnp.argmax(jnp.any(cache.asked, axis=1)) // piece, pieces)
     last, oldest = cache.place // piece, (cache.place - jnp.max(cache.own)) // piece
     number = jnp.arange(pieces + ring)
@@ -170,13 +170,13 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     A row that has ended may have any token; its logits mean nothing.
     """
     turn = tuple(part[cache.lengths].T[None] for part in kernels.turns)  # [1, head_dim / 2, B]
-    used, here = _used(cache), len(cache.asked) + cache.place
+    used, position = _used(cache), len(cache.asked) + cache.place
     x = kernels.embedding[token].T
     keys, values = [], []
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
         query, new_key, new_value = _heads(config, own, rms_norm(x, own["attention_norm"], config.eps, FEATURES), turn)
         key, value = (
-            laid(jax.lax.dynamic_update_slice(old, new[None], (here, 0, 0, 0)))
+            laid(jax.lax.dynamic_update_slice(old, new[None], (position, 0, 0, 0)))
             for old, new in ((key, new_key), (value, new_value))
         )
         keys.append(key)

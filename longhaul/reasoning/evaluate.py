@@ -94,11 +94,13 @@ def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[...,
 # ---------------------------------------------------------------------------------------------------------- on the host
 
 
-def quality_on_host(task: Task, asked: Sequence[Problem], drawn: Drawn, tokeniser: Tokeniser, samples: int) -> Quality:
+def quality_on_host(
+    task: Task, problems: Sequence[Problem], drawn: Drawn, tokeniser: Tokeniser, samples: int
+) -> Quality:
     """Quality of completions, `samples` of each problem side by side: `quality` by the task's checker."""
     token = np.asarray(drawn.token)
     texts = [tokeniser.decode(row) for row in token]
-    known = marks(task, [problem for problem in asked for _ in range(samples)], texts)
+    known = marks(task, [problem for problem in problems for _ in range(samples)], texts)
     answers = [task.reading(text).answer for text in texts]
     leaders = [_leader(answers[first : first + samples]) for first in range(0, len(texts), samples)]
     return scores(known, ended(token, tokeniser), np.asarray(drawn.written), leaders, samples)
@@ -111,7 +113,7 @@ def _leader(answers: Sequence[str | None]) -> int:
 
 
 def evaluate_on_host(
-    task: Task, asked: Sequence[Problem], config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser
+    task: Task, problems: Sequence[Problem], config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
@@ -120,11 +122,11 @@ def evaluate_on_host(
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
         keys = jax.random.split(key, len(posed.prompt) * sampling.group)
-        given = params, posed.prompt, keys, jnp.int32(UNBOUNDED)
+        arguments = params, posed.prompt, keys, jnp.int32(UNBOUNDED)
         if not compiled:
-            compiled.append(device_memory.compiled(sample, *given))
-        drawn = jax.device_get(compiled[0](*given))
+            compiled.append(device_memory.compiled(sample, *arguments))
+        drawn = jax.device_get(compiled[0](*arguments))
         drawn = on(params, np.repeat(posed.prompt, sampling.group, axis=0), drawn, keys)
-        return quality_on_host(task, asked, drawn, tokeniser, sampling.group), drawn
+        return quality_on_host(task, problems, drawn, tokeniser, sampling.group), drawn
 
     return evaluate

@@ -124,8 +124,8 @@ def config(folder: Path | str) -> ModelConfig:
         if not (path.parent / file).is_file():
             raise HubError(f"{path.parent / file} is not there; give a folder with config.json and *.safetensors")
     stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
-    if (wanted := size(model)) > stored:  # a number takes a byte or more
-        raise HubError(f"{path} asks for {wanted:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
+    if (count := size(model)) > stored:  # a number takes a byte or more
+        raise HubError(f"{path} asks for {count:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
     return model
 
 

@@ -52,17 +52,17 @@ def packed(prompt: jax.Array, problem: jax.Array, counts: jax.Array, *, room: in
     `counts` [B, N] is not 0 where a token counts. `room` must be at least P + N - 1.
     """
     number, steps = counts.shape
-    asked = jnp.sum(prompt != pad, axis=1, dtype=jnp.int32)
+    prompt_lengths = jnp.sum(prompt != pad, axis=1, dtype=jnp.int32)
     length = jnp.max(jnp.where(counts != 0, jnp.arange(1, steps + 1)[None], 0), axis=1).astype(jnp.int32)
     order = jnp.lexsort((-length, problem))
     each = jnp.arange(number)
 
     def put(now: tuple[jax.Array, jax.Array], which: jax.Array) -> tuple[Any, Any]:
         free, last = now  # [B] of the rows: free places; the last problem whose prompt is there
-        there = last == problem[which]
-        before = jnp.where(there, 0, asked[which] - 1)
+        same_problem = last == problem[which]
+        before = jnp.where(same_problem, 0, prompt_lengths[which] - 1)
         fits = before + length[which] <= free
-        row = jnp.argmin(jnp.where(fits, each + number * ~there, 2 * number)).astype(jnp.int32)
+        row = jnp.argmin(jnp.where(fits, each + number * ~same_problem, 2 * number)).astype(jnp.int32)
         some, begin = length[which] > 0, room - free[row]
         taken = jnp.where(some, before[row] + length[which], 0)
         after = free.at[row].add(-taken), last.at[row].set(jnp.where(some, problem[which], last[row]))
@@ -71,15 +71,15 @@ def packed(prompt: jax.Array, problem: jax.Array, counts: jax.Array, *, room: in
     empty = jnp.full(number, room, jnp.int32), jnp.full(number, -1, jnp.int32)
     _, places = jax.lax.scan(put, empty, order)
     row, start, before = (jnp.zeros_like(x).at[order].set(x) for x in places)
-    return Packed(problem, row, start, before, asked, length, jnp.max(row) + 1)
+    return Packed(problem, row, start, before, prompt_lengths, length, jnp.max(row) + 1)
 
 
 def laid(to: Packed, prompt: jax.Array, text: jax.Array, number: jax.Array, *, room: int) -> Row:
     """Row `number` of completions [B, N] of prompts [B, P]."""
     (count, steps), width = text.shape, prompt.shape[1]
-    place, here = jnp.arange(room), to.row == number
+    place, in_row = jnp.arange(room), to.row == number
     begin, end = (x[:, None] for x in (to.start - to.before, to.start + to.length))
-    inside = here[:, None] & (begin <= place[None]) & (place[None] < end)  # [B, L], one of each place at most
+    inside = in_row[:, None] & (begin <= place[None]) & (place[None] < end)  # [B, L], one of each place at most
     used, own = jnp.any(inside, axis=0), jnp.argmax(inside, axis=0)
     step = place - to.start[own]  # of the completion's token that the place predicts; below 0 in the prompt
     asking = step < 0
@@ -93,7 +93,7 @@ def laid(to: Packed, prompt: jax.Array, text: jax.Array, number: jax.Array, *, r
     seen = same & used[None] & jnp.tril(jnp.ones((room, room), bool))
     position = jnp.where(used, to.asked[own] - 1 + step, 0)
     target = jnp.where(used & ~asking, own * steps + step, count * steps)
-    return Row(jnp.where(used, read, 0), transformer.Places(position[None], seen[None]), target, here)
+    return Row(jnp.where(used, read, 0), transformer.Places(position[None], seen[None]), target, in_row)
 
 
 def summed(function: Callable[[Row], Any], to: Packed, prompt: jax.Array, text: jax.Array, *, room: int) -> Any:
@@ -115,8 +115,8 @@ def log_probs(
     """Log-probabilities and entropies as of `sampler.log_probs`, [B, N], of the tokens that `row` predicts; 0 for
     others."""
     hidden, _ = transformer.trunk(config, params, row.token[None], row.places)
-    wanted = text.reshape(-1)[jnp.minimum(row.target, text.size - 1)]
-    predicted = sampler.predicted(config, params, hidden[0], wanted, temperature)
+    target = text.reshape(-1)[jnp.minimum(row.target, text.size - 1)]
+    predicted = sampler.predicted(config, params, hidden[0], target, temperature)
     whole = (jnp.zeros(text.size).at[row.target].set(x, mode="drop").reshape(text.shape) for x in predicted)
     chosen, entropy = whole
     return chosen, entropy

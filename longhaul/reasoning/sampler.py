@@ -286,9 +286,9 @@ class _Writing:
 
     def read(self, first: jax.Array | int, count: int) -> _Asked:
         """Prompts from number `first` on."""
-        asked = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
-        mask = asked != self.tokeniser.pad
-        hidden, kept = transformer.trunk(self.config, self.params, asked, mask, keeps=True)
+        prompts = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
+        mask = prompts != self.tokeniser.pad
+        hidden, kept = transformer.trunk(self.config, self.params, prompts, mask, keeps=True)
         assert kept is not None
         return _Asked(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
 
@@ -317,17 +317,17 @@ class _Writing:
         """Every row with a completion, and its first token."""
         rows, number, length = self.rows, self.number, self.sampling.length
         asked = self.read(0, -(-rows // self.sampling.group))
-        each, here = jnp.arange(rows) // self.sampling.group, jnp.arange(rows)
+        each, row = jnp.arange(rows) // self.sampling.group, jnp.arange(rows)
         cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
         drawn = self.chosen(asked.logits[:, each], self.uniforms[:rows, 0])
-        flow, written = self.accepted(_of_nothing(rows), drawn, here)
+        flow, written = self.accepted(_of_nothing(rows), drawn, row)
         zeros = jnp.zeros(number, jnp.int32)
         first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
         steps = length if rows == number else number * length // rows + length
         log = jax.tree.map(lambda x: jnp.zeros((steps, rows), x.dtype), written)
         none = jnp.full((steps, rows), number, jnp.int32)
-        return _Decoding(jnp.int32(0), cache, written.token, flow, here, jnp.int32(rows), self.unread(),
-                         zeros.at[:rows].set(here), zeros, first, (none, log))  # fmt: skip
+        return _Decoding(jnp.int32(0), cache, written.token, flow, row, jnp.int32(rows), self.unread(),
+                         zeros.at[:rows].set(row), zeros, first, (none, log))  # fmt: skip
 
     def waits(self, now: _Decoding) -> jax.Array:
         """Flag: a row has ended while a completion has not begun."""
@@ -455,13 +455,13 @@ def log_probs(
     `prompt` [M, P]: one for B / M completions side by side, and read once. All tokens up to the padding, `config.pad`,
     are read. Differentiable, but for the entropy.
     """
-    (rows, steps), asked = text.shape, prompt != config.pad
+    (rows, steps), mask = text.shape, prompt != config.pad
     shared = rows > len(prompt)
     if shared:
-        first, kept = transformer.trunk(config, params, prompt, asked, keeps=True)
+        first, kept = transformer.trunk(config, params, prompt, mask, keeps=True)
         assert kept is not None
         # The last token predicts none. A GPU reads it, too: products of 1,023 tokens take its slow paths.
-        before, read = transformer.Past(kept, asked), text[:, :-1] if platform() == "cpu" else text
+        before, read = transformer.Past(kept, mask), text[:, :-1] if platform() == "cpu" else text
         rest, _ = transformer.trunk(config, params, read, read != config.pad, past=before)
         rest = rest[:, : steps - 1]
         hidden = jnp.concatenate([jnp.repeat(first[:, -1:], rows // len(prompt), axis=0), rest], axis=1)
@@ -542,9 +542,9 @@ def marking(task: Task, problems: Sequence[Problem], tokeniser: Tokeniser, group
 
     def mark(data: Completions, metrics: Metrics) -> tuple[Completions, Metrics]:
         token = np.asarray(data.token)
-        asked = [problems[int(place)] for place in np.asarray(data.problem)]
+        posed = [problems[int(place)] for place in np.asarray(data.problem)]
         known, sums = judged(
-            data, marks(task, asked, map(tokeniser.decode, token)), ended(token, tokeniser), group,
+            data, marks(task, posed, map(tokeniser.decode, token)), ended(token, tokeniser), group,
             stepwise=tokeniser.step != tokenizer.NONE,
         )  # fmt: skip
         whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]

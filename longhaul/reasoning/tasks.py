@@ -368,9 +368,9 @@ def questions(
     def prompted(problem: Problem) -> Problem:
         return problem._replace(prompt=template.replace(QUESTION, problem.prompt))
 
-    asked = {name: prompted(question) for name, (question, _) in known.items()}
-    bare = {asked[name].prompt: each for name, each in known.items()}
-    listed = tuple(asked.values())
+    problems = {name: prompted(question) for name, (question, _) in known.items()}
+    bare = {problems[name].prompt: each for name, each in known.items()}
+    listed = tuple(problems.values())
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         return bare[problem.prompt][1]
@@ -382,7 +382,7 @@ def questions(
     def posed(prompt: str) -> Problem:
         """Problem by its question or its whole prompt; a text that is not in the file has no known answer."""
         question = bare[prompt][0].prompt if prompt in bare else prompt
-        return asked.get(question) or prompted(Problem(question, ""))
+        return problems.get(question) or prompted(Problem(question, ""))
 
     return Task(
         Path(path).stem, lambda rng: listed[int(rng.integers(len(listed)))], solution, reward, soundness, False, posed,
@@ -419,8 +419,8 @@ def checker(check: str) -> Callable[[Problem, str], float]:
     if check == "numeric":
 
         def numeric(problem: Problem, completion: str) -> float:
-            wanted = number(problem.answer)
-            return float(wanted is not None and wanted == number(_answer(completion)))
+            expected = number(problem.answer)
+            return float(expected is not None and expected == number(_answer(completion)))
 
         return numeric
     from longhaul.runtime import user_modules  # a Run is described without it

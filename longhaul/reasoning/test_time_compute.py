@@ -145,10 +145,10 @@ class ReasoningOptimizer:
         chains = ((prompt, solution.chain) for prompt, (_, solution) in self._known.items())
         return [(prompt, chain) for prompt, chain in chains if chain is not None and _is_fact(chain)]
 
-    def solve(self, asked: Sequence[str | Problem]) -> list[Solution]:
+    def solve(self, questions: Sequence[str | Problem]) -> list[Solution]:
         """Solutions of problems, in order. Raises ValueError for a prompt that is no problem of the task."""
-        prompts = [each.prompt if isinstance(each, Problem) else each for each in asked]
-        problems = {prompt: self._posed(each) for prompt, each in zip(prompts, asked, strict=True)}
+        prompts = [each.prompt if isinstance(each, Problem) else each for each in questions]
+        problems = {prompt: self._posed(each) for prompt, each in zip(prompts, questions, strict=True)}
         solutions = {prompt: cached for prompt in problems if (cached := self._remembered(prompt)) is not None}
         open_: dict[str, list[Chain]] = {prompt: [] for prompt in problems if prompt not in solutions}
         while open_:
@@ -285,7 +285,7 @@ class Thinking(NamedTuple):
 
 def think(
     task: Task,
-    asked: Sequence[Problem],
+    questions: Sequence[Problem],
     bank: Bank,
     params: Params,
     key: Key,
@@ -295,7 +295,7 @@ def think(
     settings: Config,
     tokeniser: Tokeniser = tokenizer.TOKENISER,
 ) -> Thinking:
-    """Accuracy of a policy on `asked`, the problems of `bank`, by budget, by samples, and with the early stop of
+    """Accuracy of a policy on `questions`, the problems of `bank`, by budget, by samples, and with the early stop of
     `settings`.
 
     `settings.samples` equals `sampling.group`; budgets go from 0 steps to those of the longest problem. A task that
@@ -306,12 +306,12 @@ def think(
     group, by_budget = sampling.group, []
     if task.exact:
         evaluate = evaluate_reasoning(config, sampling)
-        for steps in range(max(len(problem.steps) for problem in asked) + 1):
+        for steps in range(max(len(problem.steps) for problem in questions) + 1):
             scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
             by_budget.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
         drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))[1]
     else:
-        drawn = evaluate_on_host(task, asked, config, sampling, tokeniser)(params, bank, key)[1]
+        drawn = evaluate_on_host(task, questions, config, sampling, tokeniser)(params, bank, key)[1]
     scores, by_samples = jax.jit(quality, static_argnums=2), []
     counts = [1 << power for power in range(group.bit_length()) if group % (1 << power) == 0]
     for count in sorted({*counts, group}):
@@ -319,27 +319,27 @@ def think(
             parts = jax.tree.map(functools.partial(jnp.repeat, repeats=group // count, axis=0), bank)
             scored = jax.device_get(scores(parts, drawn, count))
         else:
-            problems = [problem for problem in asked for _ in range(group // count)]
+            problems = [problem for problem in questions for _ in range(group // count)]
             scored = quality_on_host(task, problems, drawn, tokeniser, count)
         by_samples.append(BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k))))
-    stop = stopped(task, asked, texts(drawn, group, tokeniser), settings)
+    stop = stopped(task, questions, texts(drawn, group, tokeniser), settings)
     return Thinking(tuple(by_budget), tuple(by_samples), stop)
 
 
 def stopped(
-    task: Task, asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]], settings: Config
+    task: Task, questions: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]], settings: Config
 ) -> Stopped:
     """Accuracy of drawn samples, taken in order, with an early stop, and of all of them."""
 
     def solved(lead: float) -> tuple[float, float]:
         """Mean samples of a problem and share of right answers."""
-        left = {problem.prompt: iter(each) for problem, each in zip(asked, drawn, strict=True)}
+        left = {problem.prompt: iter(each) for problem, each in zip(questions, drawn, strict=True)}
 
         def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
             return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
 
         rule = Config(settings.samples, settings.wave, lead, settings.select, cache=0)
-        solutions = ReasoningOptimizer(task, draw, rule).solve(asked)
+        solutions = ReasoningOptimizer(task, draw, rule).solve(questions)
         right = [each.chain is not None and each.chain.reward == 1.0 for each in solutions]
         return float(np.mean([each.drawn for each in solutions])), float(np.mean(right))
 

@@ -142,8 +142,8 @@ def replies(names: str) -> Callable[[str], str]:
         calls = CALL.findall(text)
         if not calls or calls[-1][0] not in tools:
             return f"no such tool{END}"
-        name, asked = calls[-1]
-        return re.sub(r"[\s\[\]]+", " ", tools[name](asked))[:LETTERS].strip() + END
+        name, argument = calls[-1]
+        return re.sub(r"[\s\[\]]+", " ", tools[name](argument))[:LETTERS].strip() + END
 
     return reply
 
@@ -163,9 +163,9 @@ def without_calls(task: Task) -> Task:
     return task._replace(reward=reward, soundness=soundness, reading=lambda text: task.reading(plain(text)))
 
 
-def main(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Process of a tool: a line of JSON in, one out."""
-    function = user_modules.load(words[0])
+    function = user_modules.load(argv[0])
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

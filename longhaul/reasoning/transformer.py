@@ -124,10 +124,10 @@ def kept_in(config: ModelConfig, name: str) -> Any:
 def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
     """Standard normal arrays of (number, shape) pairs, each by `key` with its number folded in."""
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.array([number for number, _ in kernels]))
-    wanted = [shape for _, shape in kernels]
-    if sum(map(math.prod, wanted)) <= TOGETHER:
-        return prng.normals(keys, wanted)
-    return [jax.random.normal(each, shape) for each, shape in zip(keys, wanted, strict=True)]
+    sizes = [shape for _, shape in kernels]
+    if sum(map(math.prod, sizes)) <= TOGETHER:
+        return prng.normals(keys, sizes)
+    return [jax.random.normal(each, shape) for each, shape in zip(keys, sizes, strict=True)]
 
 
 def size(config: ModelConfig) -> int:
@@ -228,8 +228,8 @@ def trunk(
         weights = {name: _bits(x, jnp.uint16, jnp.bfloat16) for name, x in weights.items()}
         own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
-        asked = None if past is None or prefix is None else Past(prefix, past.mask)
-        mixed, kept = _attention(config, own, y, seen, turn, asked)
+        prompt_past = None if past is None or prefix is None else Past(prefix, past.mask)
+        mixed, kept = _attention(config, own, y, seen, turn, prompt_past)
         x = x + mixed
         y = rms_norm(x, weights["mlp_norm"], config.eps)
         x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))

@@ -67,8 +67,8 @@ def continuing(config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser) ->
                     text = np.concatenate([prompt[row][prompt[row] != tokeniser.pad], batch.token[row, : filled[row]]])
                     so_far[place, -len(text) :] = text
                 most = jnp.asarray(length - filled[some], jnp.int32)
-                asked = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
-                more = jax.device_get(program(params, prompt.shape)(*asked))
+                arguments = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
+                more = jax.device_get(program(params, prompt.shape)(*arguments))
                 for place, row in enumerate(some):
                     begun[row] = filled[row]
                     for old, new in zip(batch, more, strict=True):

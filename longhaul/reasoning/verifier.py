@@ -80,10 +80,10 @@ def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------------- on the host
 
 
-def marks(task: Task, asked: Sequence[Problem], texts: Iterable[str]) -> Marks:
+def marks(task: Task, problems: Sequence[Problem], texts: Iterable[str]) -> Marks:
     """Marks of completions of as many problems by a task's checker. Raises ValueError for a reward not finite."""
     rows = []
-    for problem, text in zip(asked, texts, strict=True):
+    for problem, text in zip(problems, texts, strict=True):
         reward, written = float(task.reward(problem, text)), task.reading(text)
         if not math.isfinite(reward):
             raise ValueError(f"the checker of {task.name} gives {reward} for {text!r}; a reward must be finite")

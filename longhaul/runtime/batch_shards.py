@@ -147,15 +147,15 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @alone.def_vmap
     def one_by_one(size: int, batched: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
-        given, tree = jax.tree.leaves(args), jax.tree.structure(args)
+        leaves, tree = jax.tree.leaves(args), jax.tree.structure(args)
         own = jax.tree.leaves(batched)
 
         def one(moving: list[jax.Array]) -> PyTree:
             rest = iter(moving)
-            parts = [next(rest) if x else y for x, y in zip(own, given, strict=True)]
+            parts = [next(rest) if x else y for x, y in zip(own, leaves, strict=True)]
             return function(*jax.tree.unflatten(tree, parts))
 
-        out = jax.lax.map(one, [y for x, y in zip(own, given, strict=True) if x])
+        out = jax.lax.map(one, [y for x, y in zip(own, leaves, strict=True) if x])
         return out, jax.tree.map(lambda _: True, out)
 
     return alone

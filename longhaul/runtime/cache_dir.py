@@ -22,11 +22,11 @@ def named() -> str | None:
 
 def folder(name: str) -> Path | None:
     """Folder of the cache `name`; None if caches are off."""
-    given = named()
-    if given == "off":
+    setting = named()
+    if setting == "off":
         return None
-    if given:
-        return Path(given).expanduser().absolute() / name
+    if setting:
+        return Path(setting).expanduser().absolute() / name
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser().absolute() / "longhaul" / name
 

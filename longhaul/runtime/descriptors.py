@@ -17,11 +17,11 @@ def raise_limit() -> int:
     """Soft limit of open descriptors, raised to the hard one, at most to MOST."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = MOST if hard == unlimited else min(hard, MOST)
-    if soft != unlimited and soft < wanted:
+    target = MOST if hard == unlimited else min(hard, MOST)
+    if soft != unlimited and soft < target:
         with contextlib.suppress(OSError, ValueError):  # macOS has another bound, which it does not tell
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
     return MOST if soft == unlimited else soft
 
 

@@ -73,9 +73,9 @@ def on_cpu() -> bool:
 
 
 def default_threads(devices: int) -> int:
-    given = os.environ.get("NPROC", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    setting = os.environ.get("NPROC", "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     # One thread: a pool only slows many small kernels (1.4 times at 4 environments). On an accelerator the host's
     # threads compile.
     return 1 if devices == 1 and on_cpu() else max(cores(), devices)
@@ -147,8 +147,8 @@ def prepare_devices(devices: int, threads: int | None = None, *, inline: bool = 
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
         if len(jax.devices()) < all_devices:
-            there = len(jax.devices())
+            count = len(jax.devices())
             raise RunError(
-                f"{all_devices} devices are wanted, and JAX already runs with {there}; ask before JAX starts: restart "
-                f"Python, or give --mesh data={there}"
+                f"{all_devices} devices are wanted, and JAX already runs with {count}; ask before JAX starts: restart "
+                f"Python, or give --mesh data={count}"
             ) from None

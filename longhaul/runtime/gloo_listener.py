@@ -119,11 +119,11 @@ class Guard:
                     self._set(meet and _lowest_free() < self._most)
                     self._over.wait(HURRY if meet else TURN)
 
-    def _set(self, wanted: bool) -> None:
-        if wanted != self._open:
+    def _set(self, accepting: bool) -> None:
+        if accepting != self._open:
             for each in self._guarded:
-                (take_newcomers if wanted else drop_newcomers)(each)
-            self._open = wanted
+                (take_newcomers if accepting else drop_newcomers)(each)
+            self._open = accepting
 
 
 def _lowest_free() -> int:

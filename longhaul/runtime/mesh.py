@@ -92,19 +92,19 @@ def mean_over_data(tree: PyTree) -> PyTree:
     """
     if jax.lax.axis_size(DATA) == 1:
         return tree
-    there = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(there):
+    for i, x in enumerate(leaves):
         alone = x.nbytes >= PACKED
         groups.setdefault(i if alone else x.dtype, []).append(i)
-    packed = [[there[i] for i in group] for group in groups.values()]
+    packed = [[leaves[i] for i in group] for group in groups.values()]
     sent = [xs[0] if len(xs) == 1 else jnp.concatenate([jnp.ravel(x) for x in xs]) for xs in packed]
     for group, xs, mean in zip(groups.values(), packed, jax.lax.pmean(sent, DATA), strict=True):
         ends = np.cumsum([x.size for x in xs])[:-1]
         parts = [mean] if len(xs) == 1 else jnp.split(mean, ends)
         for i, x, part in zip(group, xs, parts, strict=True):
-            there[i] = part.reshape(x.shape)
-    return jax.tree.unflatten(jax.tree.structure(tree), there)
+            leaves[i] = part.reshape(x.shape)
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def mean_of_each(tree: PyTree) -> PyTree:

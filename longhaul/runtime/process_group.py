@@ -99,10 +99,10 @@ def find(environment: Mapping[str, str], *, tpu: bool = False) -> Hosts:
     if environment.get(COORDINATOR) == AUTO:
         return Hosts(0, 0, AUTO, COORDINATOR)
     hosts = _slurm(environment) or _open_mpi(environment) or _kubernetes(environment) or _tpu(environment)
-    given = [name for name in (COORDINATOR, INDEX, COUNT) if environment.get(name)]
-    if hosts is None and not given:
+    present = [name for name in (COORDINATOR, INDEX, COUNT) if environment.get(name)]
+    if hosts is None and not present:
         return Hosts(0, 0, AUTO, "TPU") if tpu else ALONE
-    hosts = hosts or Hosts(-1, 0, "", ", ".join(given))
+    hosts = hosts or Hosts(-1, 0, "", ", ".join(present))
     index, count = (_number(environment, name, known) for name, known in ((INDEX, hosts.index), (COUNT, hosts.count)))
     coordinator = environment.get(COORDINATOR) or hosts.coordinator
     lacking = [n for n, lacks in ((COORDINATOR, not coordinator), (INDEX, index < 0), (COUNT, count < 1)) if lacks]
@@ -183,9 +183,9 @@ def _tpu(environment: Mapping[str, str]) -> Hosts | None:
 
 def on_tpu(environment: Mapping[str, str]) -> bool:
     """True if this machine has a TPU that JAX will use."""
-    there = any(Path(place).exists() for place in ("/dev/accel0", "/dev/vfio/0"))
-    wanted = "tpu" in environment.get("JAX_PLATFORMS", "tpu")
-    return there and wanted and importlib.util.find_spec("libtpu") is not None
+    present = any(Path(place).exists() for place in ("/dev/accel0", "/dev/vfio/0"))
+    allowed = "tpu" in environment.get("JAX_PLATFORMS", "tpu")
+    return present and allowed and importlib.util.find_spec("libtpu") is not None
 
 
 # ------------------------------------------------------------------------------------------------------- joining
@@ -207,17 +207,17 @@ def start(hosts: Hosts) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     known = hosts.coordinator != AUTO
     by_file = hosts.coordinator.startswith(SOCKET)
-    here = hosts.coordinator.startswith(("127.0.0.1:", "localhost:", SOCKET))  # reachable from this machine only
+    local = hosts.coordinator.startswith(("127.0.0.1:", "localhost:", SOCKET))  # reachable from this machine only
     who = f"process {hosts.index} of {hosts.count} (by {hosts.told_by})"
     late = threading.Timer(PATIENCE, _give_up, [f"{who}: not all have met at {hosts.coordinator} in {PATIENCE} s"])
     late.daemon = True
     late.start()
     if known and hosts.index == 0 and not by_file:
-        _check_port(hosts.coordinator, here=here)
+        _check_port(hosts.coordinator, local=local)
     from jax._src.lib import _jax
 
     make = gloo_listener.guarded(_jax.make_gloo_tcp_collectives, _groups)
-    if here:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
+    if local:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
         make = functools.partial(make, hostname="127.0.0.1")
     _jax.make_gloo_tcp_collectives = make
     try:
@@ -227,7 +227,7 @@ def start(hosts: Hosts) -> None:
             num_processes=hosts.count if known else None,
             process_id=hosts.index if known else None,
             cluster_detection_method="deactivate" if known else None,
-            coordinator_bind_address=hosts.coordinator if here else None,
+            coordinator_bind_address=hosts.coordinator if local else None,
             initialization_timeout=2 * PATIENCE, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=PARTING,
         )  # fmt: skip
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -250,13 +250,13 @@ def _groups() -> list[str]:
     return [key for key, _ in _state().client.key_value_dir_get_bytes(gloo_listener.KEYS)]
 
 
-def _check_port(coordinator: str, *, here: bool) -> None:
+def _check_port(coordinator: str, *, local: bool) -> None:
     """Raise HostsError if another process listens at our port, on which JAX would crash."""
     host, _, port = coordinator.rpartition(":")
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host if here else "", int(port)))
+            tried.bind((host if local else "", int(port)))
         except OSError as error:
             raise HostsError(
                 f"port {port} can't be had on process 0 ({error.strerror}); name another one in {COORDINATOR}"

@@ -78,12 +78,12 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool
     With `part` the table may have more.
     """
     for leaf_name, leaf in like.items():
-        wanted = describe(leaf_name, leaf)
+        needed = describe(leaf_name, leaf)
         if leaf_name not in table:
-            raise ValueError(f"{where} has no leaf {leaf_name} ({_words(wanted)}), which this run has: {REMEDY}")
+            raise ValueError(f"{where} has no leaf {leaf_name} ({_words(needed)}), which this run has: {REMEDY}")
         stored = table[leaf_name]
-        if (wanted["dtype"], wanted["shape"]) != (stored["dtype"], stored["shape"]):
-            both = f"{_words(stored)} in {where}, and {_words(wanted)} in this run"
+        if (needed["dtype"], needed["shape"]) != (stored["dtype"], stored["shape"]):
+            both = f"{_words(stored)} in {where}, and {_words(needed)} in this run"
             raise ValueError(f"leaf {leaf_name} is {both}: {REMEDY}")
     surplus = sorted(table.keys() - like.keys())
     if surplus and not part:

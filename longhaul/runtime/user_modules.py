@@ -28,13 +28,13 @@ def load(name: str) -> Any:
     if not module or not path:
         raise ValueError(f"{name!r} names no function; write module:function")
     target = imported(module)
-    there = [each for each in vars(target) if not each.startswith("_")]
+    names = [each for each in vars(target) if not each.startswith("_")]
     for part in path.split("."):
         if part not in dir(target):
-            near = difflib.get_close_matches(path, there, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(path, names, n=3, cutoff=0.5)
             if module == "__main__":
                 raise ValueError(f"a notebook or a script has defined {path}; go on there, or define {path} here first")
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:8]) or 'nothing'}"
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names[:8]) or 'nothing'}"
             raise ValueError(f"{module} has no {path}; {hint}")
         target = getattr(target, part)
     return target

@@ -32,13 +32,13 @@ QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Variables that keep the libraries from reporting their use to their makers."""
 
 
-def follow(path: Path, words: BinaryIO, tracker: Tracker) -> str:
-    """Transfer of the records of the growing file `path` that the tracker lacks, until `words` end; -> the last word,
+def follow(path: Path, orders: BinaryIO, tracker: Tracker) -> str:
+    """Transfer of the records of the growing file `path` that the tracker lacks, until `orders` end; -> the last order,
     "killed" if there is none."""
     end, before, read, rest = "killed", None, 0, b""
     while True:
-        word = words.readline()
-        end = word.decode().strip() or end
+        order = orders.readline()
+        end = order.decode().strip() or end
         if path.exists():
             with open(path, "rb") as file:
                 file.seek(read)
@@ -54,7 +54,7 @@ def follow(path: Path, words: BinaryIO, tracker: Tracker) -> str:
             if rows:
                 tracker.log(rows)
         tracker.look()
-        if not word:
+        if not order:
             return end
 
 
@@ -76,9 +76,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(public(str(error)).splitlines()), "") or type(error).__name__
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Body of the process; -> its exit code."""
-    folder, name, (pid, last) = Path(words[0]), words[1], map(int, words[2:] or ("0", "0"))
+    folder, name, (pid, last) = Path(argv[0]), argv[1], map(int, argv[2:] or ("0", "0"))
     for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when all is sent
         signal.signal(number, signal.SIG_IGN)
     for variable, value in QUIET.items():

@@ -215,8 +215,8 @@ class Past:
             self.heard = self.update
         if count > 0 and math.isfinite(returns):
             self._open.append((since, count, count * returns, count * self.now.get("episode/length", math.nan)))
-        wanted = (self.bounds.window or 1.0) * self.plan.updates / BLOCKS
-        if self._open and self.update - self._open[0][0] >= wanted:
+        window = (self.bounds.window or 1.0) * self.plan.updates / BLOCKS
+        if self._open and self.update - self._open[0][0] >= window:
             counts = sum(each[1] for each in self._open)
             means = (sum(each[i] for each in self._open) / counts for i in (2, 3))
             self.blocks.append(Block(self._open[0][0] + 1, *means))
@@ -261,8 +261,8 @@ class Past:
 
     def solved(self) -> bool:
         """True if the return of the last blocks need not rise further."""
-        wanted = self.bounds.solved
-        return wanted is not None and len(self.blocks) >= 3 and self.level() >= wanted
+        bound = self.bounds.solved
+        return bound is not None and len(self.blocks) >= 3 and self.level() >= bound
 
 
 class Trend(NamedTuple):

@@ -316,7 +316,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = LEVELS[True]) -
     return "".join(levels[round((mean - low) / (high - low) * top) if high > low else top // 2] for mean in means)
 
 
-def _dashboard(terminal: Console, total: int, start: int, words: Callable[[Record], tuple[int, str]]) -> Sink:
+def _dashboard(terminal: Console, total: int, start: int, describe: Callable[[Record], tuple[int, str]]) -> Sink:
     """Sink with a bar, a row with a curve for each of the metrics that there is room for, and the machine's use."""
     from rich.console import Group
     from rich.live import Live
@@ -358,12 +358,12 @@ def _dashboard(terminal: Console, total: int, start: int, words: Callable[[Recor
 
     def write(record: Record) -> None:
         nonlocal steps, text
-        steps, text = words(record)
+        steps, text = describe(record)
         for name, value in _shown(record):
             curve = curves.setdefault(name, [])
             curve.append(float(value))
             if len(curve) > MOST:
-                curves[name] = [(one + other) / 2 for one, other in zip(curve[::2], curve[1::2])]
+                curves[name] = [(left + right) / 2 for left, right in zip(curve[::2], curve[1::2])]
 
     def close() -> None:
         live.stop()
@@ -387,7 +387,7 @@ def _machine() -> Callable[[], str]:
 
     It never waits for the driver: a thread asks it, and the answer is in a later text.
     """
-    here, gpus, at, process, program = "", "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
+    usage, gpus, at, process, program = "", "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
     asking = threading.Thread()
 
     def ask() -> None:
@@ -395,15 +395,15 @@ def _machine() -> Callable[[], str]:
         gpus = _gpus()
 
     def use() -> str:
-        nonlocal here, at, asking
+        nonlocal usage, at, asking
         if time.monotonic() - at >= USE_EVERY:
             at, free = time.monotonic(), psutil.virtual_memory().available
-            here = f"memory {process.memory_info().rss / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-            here += f"  CPU {process.cpu_percent():.0f} %"
+            usage = f"memory {process.memory_info().rss / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
+            usage += f"  CPU {process.cpu_percent():.0f} %"
             if program and not asking.is_alive():
                 asking = threading.Thread(target=ask, name="use of GPUs", daemon=True)
                 asking.start()
-        return here + gpus
+        return usage + gpus
 
     return use
 

@@ -130,50 +130,50 @@ def known_id(folder: Path) -> str | None:
 
 
 def chosen(
-    values: Mapping[str, Any], given: frozenset[str], recipe: str, before: Mapping[str, Tracking] | None = None
+    values: Mapping[str, Any], explicit: frozenset[str], recipe: str, before: Mapping[str, Tracking] | None = None
 ) -> dict[str, Tracking]:
     """Settings of trackers by flags and environment, after `before`; those that were and are off are left out.
 
-    `values` has at least the flags `given`. Raises TrackingError for an unknown tracker, one that is not installed, or
-    a mode of the environment that its library lacks. The id of a new one is "".
+    `values` has at least the `explicit` flags. Raises TrackingError for an unknown tracker, one not installed, or a
+    mode of the environment that its library lacks. The id of a new one is "".
     """
     before = before or {}
-    wanted = {name for name, tracked in before.items() if tracked.on}
-    if "track" in given:
-        words = [values["track"]] if isinstance(values["track"], str) else values["track"]
-        wanted = set(words) - {"none"}
-        if unknown := sorted(wanted - set(KINDS)):
+    names = {name for name, tracked in before.items() if tracked.on}
+    if "track" in explicit:
+        typed = [values["track"]] if isinstance(values["track"], str) else values["track"]
+        names = set(typed) - {"none"}
+        if unknown := sorted(names - set(KINDS)):
             raise TrackingError(f"--track {unknown[0]} is no tracker; give some of {', '.join(KINDS)}, or none")
-    if "wandb" in given:
-        wanted = wanted | {"wandb"} if values["wandb"] else wanted - {"wandb"}
+    if "wandb" in explicit:
+        names = names | {"wandb"} if values["wandb"] else names - {"wandb"}
     trackers = {}
     for name, kind in KINDS.items():
-        if name not in wanted and name not in before:
+        if name not in names and name not in before:
             continue
         project, entity = (os.environ.get(variable) if variable else None for variable in (kind.project, kind.entity))
         known = before.get(name) or Tracking("", True, project or recipe, entity)
         changes = {flag: values[flag] for flag in ("project", "entity") if values.get(flag) is not None}
         if name == "wandb":
-            changes |= {"mode": values["wandb-mode"]} if "wandb-mode" in given else {}
-            changes |= {"artifact": values["artifact"]} if "artifact" in given else {}
-            changes["rewind"] = "rewind" in given and values["rewind"]
-        trackers[name] = known._replace(on=name in wanted, **changes)
-        if name in wanted and resolved(name, trackers[name]) != "disabled" and importlib.util.find_spec(name) is None:
+            changes |= {"mode": values["wandb-mode"]} if "wandb-mode" in explicit else {}
+            changes |= {"artifact": values["artifact"]} if "artifact" in explicit else {}
+            changes["rewind"] = "rewind" in explicit and values["rewind"]
+        trackers[name] = known._replace(on=name in names, **changes)
+        if name in names and resolved(name, trackers[name]) != "disabled" and importlib.util.find_spec(name) is None:
             asked, off = ("--wandb", " (--no-wandb)") if name == "wandb" else (f"--track {name}", "")
             raise TrackingError(f"{asked} needs {name}: pip install 'longhaul-rl[{kind.extra}]', or leave it out{off}")
     return trackers
 
 
-def idle(given: frozenset[str], tracked: Mapping[str, Tracking]) -> Iterator[str]:
-    """Lines on the flags `given` that no tracker takes."""
+def idle(explicit: frozenset[str], tracked: Mapping[str, Tracking]) -> Iterator[str]:
+    """Lines on the flags `explicit` that no tracker takes."""
     on = {name for name, tracking in tracked.items() if tracking.on}
     for flag, takers in (("project", set(KINDS)), ("entity", {"wandb", "swanlab"})):
-        if flag in given and not on & takers:
+        if flag in explicit and not on & takers:
             yield f"--{flag} does nothing without --wandb"
     for flag in ("wandb-mode", "artifact", "rewind"):
-        if flag in given and "wandb" not in on:
+        if flag in explicit and "wandb" not in on:
             yield f"--{flag} does nothing without --wandb"
-    if "rewind" in given and "resume" not in given:
+    if "rewind" in explicit and "resume" not in explicit:
         yield "--rewind does nothing without --resume"
 
 
@@ -245,16 +245,16 @@ class Follower:
         self._part, self._noted = b"", set[str]()
         self._process = self._start()
 
-    def say(self, words: bytes) -> None:
+    def say(self, line: bytes) -> None:
         """Exchange of words to the process and its lines to the run."""
         if self._lost or self._process is None:
             return
-        alive = self._process.say(words)
+        alive = self._process.say(line)
         self._relay()
         if alive:
             return
         self._process.wait(1.0)
-        if not self._revived(words):
+        if not self._revived(line):
             self._lost = True
             rest = "the run goes on, and its metrics are in metrics.jsonl"
             self._note(f"{self._title} has ended ({self._log} says why); {rest}")
@@ -274,7 +274,7 @@ class Follower:
         self._process.hang_up()
         return True
 
-    def _revived(self, words: bytes) -> bool:
+    def _revived(self, line: bytes) -> bool:
         """True if the process was killed for the first time, and another one has the words."""
         assert self._process is not None
         if self._again or (self._process.code or 0) >= 0:
@@ -283,7 +283,7 @@ class Follower:
         self._note(f"{self._title}'s process was killed; it is started again, and sends what is missing")
         self._process.end()
         self._again, self._process = True, self._start()
-        self.say(words)
+        self.say(line)
         return True
 
     def end(self) -> None:

@@ -146,8 +146,8 @@ def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
     given, done = book.given[actor], book.done[actor]
     if done == len(given):
         raise ValueError(f"actor {actor} finished a rollout that nobody asked for")
-    there = book.there + (given[done].batch == book.version)
-    return book._replace(done=_with(book.done, actor, done + 1), there=there), given[done]
+    complete = book.there + (given[done].batch == book.version)
+    return book._replace(done=_with(book.done, actor, done + 1), there=complete), given[done]
 
 
 def lose(book: Book, actor: int) -> tuple[Book, bool]:
@@ -172,8 +172,8 @@ def learnt(book: Book) -> Book:
     over = [sum(t.batch == book.version for t in given) for given in book.given]
     given = tuple(tuple(t for t in tickets if t.batch != book.version) for tickets in book.given)
     done = tuple(d - n for d, n in zip(book.done, over))
-    there = sum(t.batch == book.version + 1 for mine, d in zip(given, done) for t in mine[:d])
-    return book._replace(version=book.version + 1, given=given, done=done, there=there)
+    complete = sum(t.batch == book.version + 1 for mine, d in zip(given, done) for t in mine[:d])
+    return book._replace(version=book.version + 1, given=given, done=done, there=complete)
 
 
 def _with(values: tuple, index: int, value: object) -> tuple:

@@ -250,11 +250,11 @@ def _served(
     """Servers of a run in `folder`; None for a run that samples itself."""
     if not run.acting.rollout_servers:
         return None
-    bank, words, mark = reasoning_setup.bank(run), reasoning_setup.tokeniser(run), reasoning_setup.marker(run)
-    fleet = rollout_servers.opened(run, folder, closed, note, words)
+    bank, tokeniser, mark = reasoning_setup.bank(run), reasoning_setup.tokeniser(run), reasoning_setup.marker(run)
+    fleet = rollout_servers.opened(run, folder, closed, note, tokeniser)
 
     def collecting(beat: Callable[[], object]) -> Collect:
-        return rollout_servers.collecting(run, bank, words, mark, fleet, acting, policy, beat)
+        return rollout_servers.collecting(run, bank, tokeniser, mark, fleet, acting, policy, beat)
 
     return Served(collecting, fleet.servers.close)
 
@@ -308,11 +308,11 @@ def _on_device(
     """All remaining updates of a run whose learner steps the environment on its device by itself."""
     assert isinstance(run.environment, Named) and run.acting.actors is not None
     worlds, place = run.num_envs // run.acting.actors, learner.own_places(run.acting.actors).start
-    words = np.asarray(jax.random.key_data(progress.key))
+    key_data = np.asarray(jax.random.key_data(progress.key))
     with closing(hosted.make(hosted.describe(run.environment.env), worlds)) as vector:
         assert isinstance(vector, TorchVector)
         collector = device_rollout.Collector(
-            assembly.algorithm, prepared.acting.data, vector, run.num_steps, place, words
+            assembly.algorithm, prepared.acting.data, vector, run.num_steps, place, key_data
         )
         yield from device_rollout.on_device(
             prepared.update, assembly.algorithm, assembly.mesh, collector, progress, updates=assembly.updates,

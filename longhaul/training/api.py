@@ -323,10 +323,10 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
     Raises TrackingError or RunError, one line, before anything is made.
     """
     many = {flag: (beside[flag],) for flag in ("track", "publish") if isinstance(beside.get(flag), str)}
-    values, given = {**beside, **many}, frozenset(beside)
-    tracked = tracking.chosen(values, given, recipe, tracking.load_all(folder) if folder else None)
-    published = publish.chosen(values, given, publish.load(folder) if folder else None)
-    for line in tracking.idle(given | {"resume"} if folder else given, tracked):
+    values, explicit = {**beside, **many}, frozenset(beside)
+    tracked = tracking.chosen(values, explicit, recipe, tracking.load_all(folder) if folder else None)
+    published = publish.chosen(values, explicit, publish.load(folder) if folder else None)
+    for line in tracking.idle(explicit | {"resume"} if folder else explicit, tracked):
         print(line, file=sys.stderr, flush=True)
 
     def prepare(new: Path) -> None:
@@ -343,12 +343,12 @@ def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     if wrong := [name for name, value in given.items() if callable(value) and name in numbers]:
         hint = "; with anneal=True it falls to 0" if wrong[0] == "lr" else ""
         raise RunError(f"{wrong[0]} is {given[wrong[0]]!r}; it must be a number, no function{hint}")
-    plain = {name: _importable(name, value) if callable(value) else value for name, value in given.items()}
-    if isinstance(plain.get("mesh"), int | str):
-        plain["mesh"] = files.mesh(plain["mesh"])
-    if isinstance(swept := plain.get("sweep"), Mapping):
-        plain["sweep"] = files.sweep(swept)
-    return typed(run, plain)
+    importable = {name: _importable(name, value) if callable(value) else value for name, value in given.items()}
+    if isinstance(importable.get("mesh"), int | str):
+        importable["mesh"] = files.mesh(importable["mesh"])
+    if isinstance(swept := importable.get("sweep"), Mapping):
+        importable["sweep"] = files.sweep(swept)
+    return typed(run, importable)
 
 
 def _importable(setting: str, value: Any) -> str:
@@ -424,8 +424,8 @@ class Policy:
         """Action of an observation with the spec's shape, or actions [B, ...] of B. Raises ValueError for others."""
         if isinstance(self.spec.observation, jax.ShapeDtypeStruct):  # lists of numbers are taken, too
             if isinstance(observation, Mapping):
-                parts, wanted = ", ".join(map(str, observation)), list(self.spec.observation.shape)
-                raise ValueError(f"the observation is a dict of {parts}; the policy takes an array {wanted}")
+                parts, expected = ", ".join(map(str, observation)), list(self.spec.observation.shape)
+                raise ValueError(f"the observation is a dict of {parts}; the policy takes an array {expected}")
             observation = _array(observation)
         if isinstance(key, int):
             raise ValueError(f"key is {key}; give jax.random.key({key})")
@@ -455,14 +455,14 @@ class Policy:
         """
         if not 0.0 <= share <= 1.0:
             raise RunError(f"the share of the other policy is {share}; it must lie in 0 to 1")
-        shapes, there = (
+        own_shapes, other_shapes = (
             {name: list(leaf.shape) for name, leaf in init_from.names(policy.params.params, "params").items()}
             for policy in (self, other)
         )
-        for name in sorted(shapes.keys() | there.keys()):
-            here, others = shapes.get(name, "absent"), there.get(name, "absent")
-            if here != others:
-                raise RunError(f"the policies' networks differ: {name} is {others} there and {here} here")
+        for name in sorted(own_shapes.keys() | other_shapes.keys()):
+            own, found = own_shapes.get(name, "absent"), other_shapes.get(name, "absent")
+            if own != found:
+                raise RunError(f"the policies' networks differ: {name} is {found} there and {own} here")
 
         def mean(x: Any, y: Any) -> Any:
             return ((1.0 - share) * x + share * y).astype(x.dtype)
@@ -482,19 +482,19 @@ class Policy:
 
     def _is_single(self, observation: PyTree) -> bool:
         """True for one observation, False for a batch."""
-        wanted, given = jax.tree.structure(self.spec.observation), jax.tree.structure(observation)
-        if bool(given != wanted):  # type: ignore[operator]  # JAX says nothing of their types
-            raise ValueError(f"the observation is {given}; the policy takes {wanted}")
+        expected, structure = jax.tree.structure(self.spec.observation), jax.tree.structure(observation)
+        if bool(structure != expected):  # type: ignore[operator]  # JAX says nothing of their types
+            raise ValueError(f"the observation is {structure}; the policy takes {expected}")
         shapes = [
             (np.shape(x), leaf.shape)
             for x, leaf in zip(jax.tree.leaves(observation), jax.tree.leaves(self.spec.observation), strict=True)
         ]
-        if all(one == shape for one, shape in shapes):
+        if all(leaf_shape == shape for leaf_shape, shape in shapes):
             return True
-        if all(one[1:] == shape and one for one, shape in shapes):
+        if all(leaf_shape[1:] == shape and leaf_shape for leaf_shape, shape in shapes):
             return False
-        one, shape = next(pair for pair in shapes if pair[0] not in (pair[1], (*pair[0][:1], *pair[1])))
-        raise ValueError(f"the observation is {list(one)}; the policy takes {list(shape)}, or a batch of such")
+        leaf_shape, shape = next(pair for pair in shapes if pair[0] not in (pair[1], (*pair[0][:1], *pair[1])))
+        raise ValueError(f"the observation is {list(leaf_shape)}; the policy takes {list(shape)}, or a batch of such")
 
 
 def load(
@@ -668,8 +668,8 @@ def _acting(
     return run.run, lambda each: (run.run, run.params if each == "run" else None), run.run.recipe
 
 
-def _texts(given: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(each) for each in ([given] if isinstance(given, str | Path) else given)]
+def _texts(values: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(each) for each in ([values] if isinstance(values, str | Path) else values)]
 
 
 def make(

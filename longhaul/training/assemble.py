@@ -108,8 +108,8 @@ def assemble(
             return completing(run, world, worlds)
         many = vectorise(world, worlds)
         if isinstance(run.algorithm, APGConfig):
-            options: dict[str, Any] = {"gamma": run.algorithm.gamma, "detach": run.algorithm.detach}
-            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **options)
+            settings: dict[str, Any] = {"gamma": run.algorithm.gamma, "detach": run.algorithm.detach}
+            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **settings)
         guide = None
         if (share := registry.guidance(run.algorithm)) is not None:
             assert isinstance(world, Simulator), "check_expert lets no other pass"

@@ -233,9 +233,9 @@ class Pictures:
         async with self._busy:
             if out.exists():
                 return ""
-            words = ("-m", "longhaul", "render", str(folder.absolute()), "--out", str(out))
+            arguments = ("-m", "longhaul", "render", str(folder.absolute()), "--out", str(out))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+                sys.executable, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
             )
             try:
                 _, output = await process.communicate()
@@ -455,8 +455,8 @@ def _guarded(app: App, token: str | None, hosts: Sequence[str]) -> App:
             return
         if token is not None:
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            given = dict(query).get("token", "")
-            if given and hmac.compare_digest(given.encode(), token.encode()):
+            sent = dict(query).get("token", "")
+            if sent and hmac.compare_digest(sent.encode(), token.encode()):
                 rest = urlencode([(key, value) for key, value in query if key != "token"])
                 to = "/" + scope["raw_path"].decode("latin-1").lstrip("/") + (f"?{rest}" if rest else "")
                 cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"

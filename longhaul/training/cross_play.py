@@ -97,11 +97,11 @@ def arena(drives: Drives) -> Play:
                 lambda x: x.reshape(worlds, agents, *x.shape[1:])[:, first:last].reshape(-1, *x.shape[1:]), observation
             )
 
-        theirs = slots(1, agents)
+        observed = slots(1, agents)
         if config.conditioning:
-            theirs = theirs._replace(ego=theirs.ego.at[:, -len(RANGES) :].set(draws))
+            observed = observed._replace(ego=observed.ego.at[:, -len(RANGES) :].set(draws))
         first, memory_ego, _ = own(ego, memory[0], slots(0, 1), key)
-        rest, memory_others, _ = own(others, memory[1], theirs, key)
+        rest, memory_others, _ = own(others, memory[1], observed, key)
         action = jnp.concatenate([x.reshape(worlds, -1, *x.shape[1:]) for x in (first, rest)], 1)
         return action.reshape(-1, *action.shape[2:]), (memory_ego, memory_others), ()
 
@@ -207,8 +207,8 @@ def fitting(word: str, policy: Params, like: Params) -> Params:
         ]
         if not differ:
             return policy
-        name, there, here = differ[0]
-        gap = f"{name} is {list(there)} there and {list(here)} here"
+        name, found, expected = differ[0]
+        gap = f"{name} is {list(found)} there and {list(expected)} here"
     else:
         gap = "its network has other parts"
     raise RunError(

@@ -108,8 +108,8 @@ class Feeding:
 
     def ends(self, updates: int) -> bool:
         """True if a run with `updates` updates is due in the next context."""
-        period, made = self._source.period, updates - self._origin.updates
-        return period is not None and made > 0 and made % period == 0
+        period, finished = self._source.period, updates - self._origin.updates
+        return period is not None and finished > 0 and finished % period == 0
 
     def turn(self, updates: int) -> None:
         """Switch to the context after `updates` updates; the caller must hold no reference to the old one."""
@@ -222,7 +222,7 @@ def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room
     """Shapes of every chunk, extrapolated from one and two scenarios."""
     assert task.bank is not None
     few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
-    one, two = (_arranged(task, few[:count], sizes) for count in (1, 2))
+    first, second = (_arranged(task, few[:count], sizes) for count in (1, 2))
     more, where = task.bank - 1, meshes.replicated(meshes.make_mesh(*run.mesh))
 
     def shape(path: Any, a: np.ndarray, b: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -231,7 +231,7 @@ def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room
             grown[FLAT[name]] = room[name]
         return jax.ShapeDtypeStruct(tuple(grown), jax.dtypes.canonicalize_dtype(a.dtype), sharding=where)
 
-    shapes: DeviceBank = jax.tree_util.tree_map_with_path(shape, one, two)
+    shapes: DeviceBank = jax.tree_util.tree_map_with_path(shape, first, second)
     return shapes
 
 

@@ -67,8 +67,8 @@ def draw(
         return _other(run, name, who, acting, Path(out), about)
     loaded = [acting(each) for each in who]
     run, policies = loaded[0][0], [policy for _, policy in loaded]
-    asked = {"safety": safety, "skip_bad_logs": skip_bad_logs}
-    run = replaced(run, **{name: bool(value) for name, value in asked.items() if value is not None})
+    switches = {"safety": safety, "skip_bad_logs": skip_bad_logs}
+    run = replaced(run, **{name: bool(value) for name, value in switches.items() if value is not None})
     some = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic).named(scenarios)
     changes = evaluate_driving.past_violations(run) if past_violations else {}
     shown = range(len(some.scenarios))

@@ -160,15 +160,15 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     """
     task, config = run.environment, run.algorithm
     assert isinstance(task, Reasoning) and isinstance(config, Reasoner)
-    held_out, asked, tokeniser = (
+    held_out, problems, tokeniser = (
         problem_sets.held_out_task(task),
         problem_sets.held_out(task, count),
         reasoning_setup.tokeniser(run),
     )
-    bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
+    bank = sampler.bank(held_out, problems, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
     sampling = reasoning_setup.sampling(run, SAMPLES)
     evaluate = quality.evaluate_reasoning(config.model, sampling) if task.exact else (
-        quality.evaluate_on_host(held_out, asked, config.model, sampling, tokeniser)
+        quality.evaluate_on_host(held_out, problems, config.model, sampling, tokeniser)
     )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
@@ -179,9 +179,9 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
         firsts = (tokeniser.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
         chains = [
             {"prompt": problem.prompt, "chain": text, "right": held_out.reward(problem, text) == 1.0}
-            for problem, text in zip(asked, firsts, strict=False)
+            for problem, text in zip(problems, firsts, strict=False)
         ]
-        return Scores(metrics, [problem.prompt for problem in asked]), chains
+        return Scores(metrics, [problem.prompt for problem in problems]), chains
 
     return score
 

@@ -221,16 +221,16 @@ class Drives(NamedTuple):
     def named(self, ids: Sequence[str]) -> Drives:
         """Drives restricted to the scenarios of these ids, each that has one of them; all where none is given.
         RunError, with the nearest, for an id that is not there."""
-        there = list(self.scenarios.ids)
+        present = list(self.scenarios.ids)
         for each in ids:
-            if each not in there:
-                known = list(dict.fromkeys(there))
+            if each not in present:
+                known = list(dict.fromkeys(present))
                 near = [id_ for id_ in known if id_.startswith(each)][:3] or difflib.get_close_matches(each, known)
-                few = f"there are {', '.join(there[:3])}{' ...' if len(there) > 3 else ''}"
+                few = f"there are {', '.join(present[:3])}{' ...' if len(present) > 3 else ''}"
                 hint = f"did you mean {' or '.join(near)}?" if near else few
                 raise RunError(f"no scenario is named {each!r}; {hint}")
-        wanted = [i for each in dict.fromkeys(ids) for i, id_ in enumerate(there) if id_ == each]
-        return self.subset(wanted) if ids else self
+        places = [i for each in dict.fromkeys(ids) for i, id_ in enumerate(present) if id_ == each]
+        return self.subset(places) if ids else self
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""

@@ -135,13 +135,13 @@ def program(policy: Policy) -> bytes:
     (batch,) = export.symbolic_shape("b")
     observation = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), policy.spec.observation)
     memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), policy.memory(1))
-    given = (names(observation, "observation"), names(memory, "memory")) if policy.recurrent else (
+    arguments = (names(observation, "observation"), names(memory, "memory")) if policy.recurrent else (
         names(observation, "observation"),
     )  # fmt: skip
     folders = jax.config.jax_hlo_source_file_canonicalization_regex  # type: ignore[attr-defined]
     try:
         jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # no path of this machine goes with it
-        exported = export.export(jax.jit(_by_names(policy)), platforms=PLATFORMS)(*given)
+        exported = export.export(jax.jit(_by_names(policy)), platforms=PLATFORMS)(*arguments)
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
@@ -159,8 +159,8 @@ def onnx(policy: Policy) -> bytes:
     act, seen = _by_names(policy, head=True), names(policy.spec.observation, "observation")
     memory = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in _memory(policy).items()}
 
-    def by_one_dict(given: dict[str, Any]) -> dict[str, Any]:
-        groups = ({name: given[name] for name in group} for group in ((seen, memory) if memory else (seen,)))
+    def by_one_dict(inputs: dict[str, Any]) -> dict[str, Any]:
+        groups = ({name: inputs[name] for name in group} for group in ((seen, memory) if memory else (seen,)))
         action, *others = act(*groups)
         later = {f"next_{name}": x for name, x in others.pop().items()} if memory else {}
         return {"action": action, **later} | ({"parameters": others[0]} if others else {})
@@ -213,8 +213,8 @@ def check(policy: Policy, path: Path, kind: str = "jax") -> None:
     inputs = names(seen, "observation"), names(held, "memory") if policy.recurrent else {}
     action, after = policy(seen, memory=held) if policy.recurrent else (policy(seen), ())
     head = _head(policy)
-    wanted = {"action": action} | ({"parameters": jax.jit(head)(policy.params, held, seen)} if head else {})
-    wanted |= {f"next_{name}": x for name, x in names(after, "memory").items()} if policy.recurrent else {}
+    expected = {"action": action} | ({"parameters": jax.jit(head)(policy.params, held, seen)} if head else {})
+    expected |= {f"next_{name}": x for name, x in names(after, "memory").items()} if policy.recurrent else {}
     precision = getattr(getattr(policy.run.algorithm, "network", None), "precision", "fp32")
     with tempfile.TemporaryDirectory() as scratch:
         given, result = Path(scratch) / "given.npz", Path(scratch) / "result.npz"
@@ -227,15 +227,15 @@ def check(policy: Policy, path: Path, kind: str = "jax") -> None:
             raise RunError(f"{path} does not run outside Longhaul: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         with np.load(result) as outputs:
             for name in outputs.files:
-                _compare(path, name, precision, outputs[name], np.asarray(wanted[name]))
+                _compare(path, name, precision, outputs[name], np.asarray(expected[name]))
 
 
-def _compare(path: Path, name: str, precision: str, exported: np.ndarray, wanted: np.ndarray) -> None:
+def _compare(path: Path, name: str, precision: str, exported: np.ndarray, expected: np.ndarray) -> None:
     if exported.dtype.kind in "iu":
-        gap = float(np.mean(exported != wanted))
+        gap = float(np.mean(exported != expected))
         close, difference = gap <= TIES[precision], f"in {gap:.2%} of observations"
     else:
-        gap = float(np.max(np.abs(exported - wanted)) / max(float(np.max(np.abs(wanted))), 1.0))
+        gap = float(np.max(np.abs(exported - expected)) / max(float(np.max(np.abs(expected))), 1.0))
         close, difference = gap <= CLOSE[precision], f"by up to {gap:.2g}"
     if not close:  # NaN is not
         outputs = "actions" if name == "action" else name

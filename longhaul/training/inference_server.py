@@ -86,8 +86,8 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
     codec, algorithm = Codec(layout, keeps), assembly.algorithm
     device = placed(run, assembly)
     policy = learner.local(jax.jit(algorithm.policy)(progress.state), device)
-    words = np.asarray(jax.random.key_data(learner.acting_key(progress)))
-    key = jax.random.wrap_key_data(jax.device_put(words, device))
+    key_data = np.asarray(jax.random.key_data(learner.acting_key(progress)))
+    key = jax.random.wrap_key_data(jax.device_put(key_data, device))
     with jax.default_device(device):
         inference = BatchedPolicy(
             algorithm.act, algorithm.memory, key, policy, assembly.spec.observation,
@@ -154,9 +154,9 @@ def opened(
         pool = closed.enter_context(closing(ActorPool(actors, orders, lane.cut, start)))
     elif isinstance(lane, GrpcTransport):
         assert isinstance(run.environment, Named)
-        words = f"longhaul actor --connect {lane.address} --env {run.environment.env} --worlds {worlds} --slots {slots}"
-        words += " --token-file FILE" * bool(central.token_file) + " --tls-ca FILE" * bool(central.tls_cert)
-        note(f"waits for {actors} actors: {words}")
+        line = f"longhaul actor --connect {lane.address} --env {run.environment.env} --worlds {worlds} --slots {slots}"
+        line += " --token-file FILE" * bool(central.token_file) + " --tls-ca FILE" * bool(central.tls_cert)
+        note(f"waits for {actors} actors: {line}")
     server = Server(
         lane, serving.inference, serving.book, serving.store, slots=slots, scores=codec.layout.scores, pool=pool,
         note=note, kept=kept,

@@ -60,12 +60,12 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
     """
     assert run.init_from is not None
     source = arrays(run.init_from, spec)
-    wanted = {name for part in run.init_parts for name in PARTS[part]}
+    fields = {name for part in run.init_parts for name in PARTS[part]}
     named = {dotted(name): leaf for name, leaf in pytree_serialization.name(state).items()}
     values, matched = dict(named), {part: [0, 0] for part in run.init_parts}
     for name, leaf in named.items():
         field = name.partition(".")[0]
-        if field not in wanted:
+        if field not in fields:
             continue
         count = matched[next(part for part in run.init_parts if field in PARTS[part])]
         count[1] += 1
@@ -76,10 +76,10 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
         raise RunError(
             f"--init-from {run.init_from} has none of this run's leaves; it has "
             f"{', '.join(sorted(source)[:4])}, and the "
-            f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in wanted)[:4])}"
+            f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in fields)[:4])}"
         )
     shares = ", ".join(f"{count} of {of} of the {part}" for part, (count, of) in matched.items() if of)
-    lacking = [name for name in named if name.partition(".")[0] in wanted and name not in source]
+    lacking = [name for name in named if name.partition(".")[0] in fields and name not in source]
     if lacking:
         shares += f"; without {', '.join(lacking[:4])}" + (f" and {len(lacking) - 4} more" if lacking[4:] else "")
     tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), [values[name] for name in named])
@@ -110,12 +110,12 @@ def published(folder: Path, like: PyTree) -> PyTree:
         stored, named = _of_safetensors(folder / hub.POLICY), names(like, "params")
     except _UnreadableError as error:
         raise RunError(f"{error}: the file is damaged; download or install it again") from error
-    there, here = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (stored, named))
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
+    found, needed = ({name: f"{x.dtype}{list(x.shape)}" for name, x in each.items()} for each in (stored, named))
+    for name in sorted(found.keys() | needed.keys()):
+        if found.get(name) != needed.get(name):
             raise RunError(
                 f"{folder / hub.POLICY} is not the policy of the run.json beside it: {name} is "
-                f"{there.get(name, 'absent')}, and the network for its observation needs {here.get(name, 'none')}; "
+                f"{found.get(name, 'absent')}, and the network for its observation needs {needed.get(name, 'none')}; "
                 "push it again, or use the Longhaul that wrote it"
             )
     policy = jax.tree.unflatten(jax.tree.structure(like), [stored[name] for name in named])

@@ -109,8 +109,8 @@ class LanguageModel:
     ) -> str | list[str]:  # fmt: skip
         """Answer to a question, or the answers to several. The settings are those of `complete`."""
         single = isinstance(question, str)
-        asked = [self._read(each, self.tokeniser.ask) for each in _listed("question", question)]
-        rows = self._write(asked, 1, max_tokens, temperature, top_p, stop, seed)
+        prompts = [self._read(each, self.tokeniser.ask) for each in _listed("question", question)]
+        rows = self._write(prompts, 1, max_tokens, temperature, top_p, stop, seed)
         texts = [row.text for (row,) in rows]
         return texts[0] if single else texts
 
@@ -124,8 +124,8 @@ class LanguageModel:
         `top_p` together. `seed` makes it the same each time. A completion ends at the model's end, at the first of the
         texts `stop`, or after `max_tokens` (the run's length; 256 without a run). Raises RunError, one line.
         """
-        asked = [self._read(each, self.tokeniser.encode) for each in _listed("prompt", prompt)]
-        return self._write(asked, n, max_tokens, temperature, top_p, stop, seed)
+        prompts = [self._read(each, self.tokeniser.encode) for each in _listed("prompt", prompt)]
+        return self._write(prompts, n, max_tokens, temperature, top_p, stop, seed)
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None, temperature: float = 0.0,
@@ -141,10 +141,10 @@ class LanguageModel:
         ):
             raise RunError(f"messages is {messages!r:.100}; it must be a list of {{'role': ..., 'content': ...}}")
         try:
-            asked = conversation(messages)
+            prompt = conversation(messages)
         except HubError as error:
             raise RunError(str(error)) from error
-        ((row,),) = self._write([asked], 1, max_tokens, temperature, top_p, stop, seed)
+        ((row,),) = self._write([prompt], 1, max_tokens, temperature, top_p, stop, seed)
         return row.text
 
     def export(self, folder: str | Path) -> Path:
@@ -175,11 +175,11 @@ class LanguageModel:
         return numbers
 
     def _write(
-        self, asked: list[list[int]], n: int, max_tokens: int | None, temperature: float, top_p: float,
+        self, prompts: list[list[int]], n: int, max_tokens: int | None, temperature: float, top_p: float,
         stop: str | Sequence[str], seed: int,
     ) -> list[list[Completion]]:  # fmt: skip
         """`n` completions of each prompt."""
-        longest, context = max(map(len, asked), default=0), self.config.context
+        longest, context = max(map(len, prompts), default=0), self.config.context
         most = min(self._opened.length or TOKENS, context - longest) if max_tokens is None else max_tokens
         _check_whole("n", n, 1)
         _check_whole("seed", seed, 0)
@@ -202,10 +202,10 @@ class LanguageModel:
         stops = _listed("stop", stop)
         if not all(stops):
             raise RunError("stop has an empty text; leave it out")
-        if not asked:
+        if not prompts:
             return []
         job = completions.Job(
-            asked, most, math.inf, n, float(temperature), float(top_p), (*stops, *self._opened.stop), seed
+            prompts, most, math.inf, n, float(temperature), float(top_p), (*stops, *self._opened.stop), seed
         )
         self._engine.submit(job)
         try:

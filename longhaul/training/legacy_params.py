@@ -151,10 +151,10 @@ def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]})") from error
     _check_form(path, name, shape, dtype)
-    wanted = math.prod(shape) * dtype.itemsize
-    if wanted != size - file.tell():
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes != size - file.tell():
         raise LegacyError(f"{path}: {name} is said to be {shape}, and {size - file.tell():,} bytes follow")
-    data = np.frombuffer(file.read(wanted), dtype)
+    data = np.frombuffer(file.read(nbytes), dtype)
     return _checked(path, name, data.reshape(shape, order="F" if by_column else "C"))
 
 
@@ -189,9 +189,9 @@ def _weights(path: Path, arrays: dict[tuple[int, str], np.ndarray], inputs: int,
     sizes = [(inputs, width)] + [(width, width)] * (count - 3) + [(width, actions), (width, 1)]
     for number, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         for part, shape in (("kernel", size), ("bias", size[1:])):
-            there = getattr(layer, part).shape
-            if there != shape:
-                raise LegacyError(f"{path}: {_said((number, part))} is {there}; {shape} is needed")
+            found = getattr(layer, part).shape
+            if found != shape:
+                raise LegacyError(f"{path}: {_said((number, part))} is {found}; {shape} is needed")
     return Weights(tuple(layers[:-2]), layers[-2], layers[-1])
 
 

@@ -135,9 +135,9 @@ def evaluated(
     play = _player(run)
     rows: list[dict[str, Any]] = []
     for i, member in enumerate(members):
-        mine, untaught = (jax.tree.map(lambda x: x[i], each) for each in (policy, untrained))  # noqa: B023
-        scores = {"trained": play(mine, member.seed), "untrained": play(untaught, member.seed)}
-        digest = params_sha256(jax.device_get(mine.params))
+        trained, untaught = (jax.tree.map(lambda x: x[i], each) for each in (policy, untrained))  # noqa: B023
+        scores = {"trained": play(trained, member.seed), "untrained": play(untaught, member.seed)}
+        digest = params_sha256(jax.device_get(trained.params))
         rows.append(
             {
                 "member": i, "seed": member.seed, "hyperparameters": member.values, "params_sha256": digest,

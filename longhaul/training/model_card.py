@@ -147,14 +147,14 @@ def _interval(estimate: Estimate) -> str:
 
 def command(recipe: str, asked: Mapping[str, Any]) -> str:
     """Command line with the settings that the user gave."""
-    words = ["longhaul", "train", recipe]
+    arguments = ["longhaul", "train", recipe]
     for name, value in without_paths(asked).items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
+            arguments.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words += [flag, *map(str, value if isinstance(value, list) else [value])]
-    return shlex.join(words)
+            arguments += [flag, *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(arguments)
 
 
 def data(run: Run, stored: Mapping[str, Any], licence: str | None) -> str:

@@ -75,9 +75,9 @@ def _of_minari(path: str) -> list[tuple[str, dict[str, np.ndarray]]]:
     except ImportError as error:
         raise BadData(f"{path} needs minari: pip install 'longhaul-rl[minari]'") from error
     name = path.removeprefix(MINARI)
-    there = sorted(minari.list_local_datasets())
-    if name not in there:
-        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+    names = sorted(minari.list_local_datasets())
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"minari download {name} fetches a public one"
         raise BadData(f"{path}: there is no such data set on this machine; {hint}")
     try:
@@ -141,8 +141,8 @@ def _named(name: str) -> str:
 def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
     """Rows of one record. Raises BadData."""
     arrays = {_named(name): array for name, array in arrays.items()} | dict(arrays)
-    wanted = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
-    names = _leaves(wanted)
+    expected = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    names = _leaves(expected)
     shape, dtype = action_shape(spec.action)
     forms = {name: (leaf.shape, np.dtype(leaf.dtype)) for name, leaf in names.items()} | {"action": (shape, dtype)}
     if isinstance(spec.observation, Masked):
@@ -180,7 +180,7 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
     odd = np.flatnonzero(((action < least) | (action > most)).reshape(len(action), -1).any(-1))
     if len(odd):
         raise BadData(f"{where}: action {odd[0]} is {action[odd[0]].tolist()}; it must lie in {allowed}")
-    seen = jax.tree.unflatten(jax.tree.structure(wanted), [converted[name] for name in names])
+    seen = jax.tree.unflatten(jax.tree.structure(expected), [converted[name] for name in names])
     return Recorded(Masked(seen, converted["mask"]) if "mask" in forms else seen, converted["action"])
 
 

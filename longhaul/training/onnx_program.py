@@ -109,14 +109,14 @@ class Graph:
         return self.node("Reshape", x, self.shape(sizes))
 
     def cast(self, x: Value, dtype: Any) -> Value:
-        wanted = np.dtype(dtype)
-        if wanted == jnp.bfloat16:
+        target = np.dtype(dtype)
+        if target == jnp.bfloat16:
             return self.rounded(self.cast(x, np.float32))
         if isinstance(x, np.ndarray):
-            return x.astype(wanted)
+            return x.astype(target)
         from onnx import helper
 
-        return self.node("Cast", x, to=helper.np_dtype_to_tensor_dtype(wanted))
+        return self.node("Cast", x, to=helper.np_dtype_to_tensor_dtype(target))
 
     def rounded(self, x: Value) -> Value:
         """float32 with the precision of bfloat16."""
@@ -253,8 +253,8 @@ def _shift(graph: Graph, equation: Any, x: Value, by: Value) -> Value:
     if dtype.itemsize > 4 or (dtype.kind == "i" and dtype.itemsize < 4):
         raise RunError(f"this policy shifts the bits of {dtype}, which --to onnx does not translate; take --to jax")
     left = equation.primitive.name == "shift_left"
-    words = (graph.cast(value, np.uint32) for value in (x, by))
-    return graph.cast(graph.node("BitShift", *words, direction="LEFT" if left else "RIGHT"), dtype)
+    operands = (graph.cast(value, np.uint32) for value in (x, by))
+    return graph.cast(graph.node("BitShift", *operands, direction="LEFT" if left else "RIGHT"), dtype)
 
 
 def _shift_signed(graph: Graph, equation: Any, x: Value, by: Value) -> Value:
@@ -308,11 +308,11 @@ def _accumulate(graph: Graph, equation: Any, x: Value) -> Value:
 
 
 def _broadcast(graph: Graph, equation: Any, x: Value, *_: Value) -> Value:
-    given, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    shape, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     middle: list[Any] = [1] * len(sizes)
-    for axis, size in zip(equation.params["broadcast_dimensions"], given, strict=True):
+    for axis, size in zip(equation.params["broadcast_dimensions"], shape, strict=True):
         middle[axis] = size
-    x = x if tuple(middle) == tuple(given) else graph.reshape(x, middle)
+    x = x if tuple(middle) == tuple(shape) else graph.reshape(x, middle)
     return x if tuple(middle) == tuple(sizes) else graph.node("Expand", x, graph.shape(sizes))
 
 

@@ -174,12 +174,12 @@ def publishing(
     The yielded function is called after each call of the topology, before the state is donated, in all processes alike.
     At the end the last version is delivered to the receivers, with less patience where a signal has `stopped` the run.
     """
-    asked = load(folder)
-    if asked is None:
+    settings = load(folder)
+    if settings is None:
         yield lambda done, n, state: None
         return
-    form = form_of(run, policy, asked.precision)
-    every, snapshot = asked.every, copying(form.policy, mesh, asked.precision)
+    form = form_of(run, policy, settings.precision)
+    every, snapshot = settings.every, copying(form.policy, mesh, settings.precision)
 
     def take(copied: tuple[Params, jax.Array]) -> Mapping[str, Any]:
         params, finite = copied
@@ -190,13 +190,13 @@ def publishing(
     with ExitStack() as closed:
         producer, opened = None, []
         if process_group.index() == 0:
-            token = credentials.load(token_file=asked.token_file, environment=True).token
-            for word in asked.to:
+            token = credentials.load(token_file=settings.token_file, environment=True).token
+            for word in settings.to:
                 where = f"folder:{folder / FOLDER}" if word == "run" else word
                 kind, rest = transports.split(where)
                 in_folder = kind == "folder"
                 opened.append(
-                    FolderTransport(rest, anchor=asked.anchor, beside=form.beside)
+                    FolderTransport(rest, anchor=settings.anchor, beside=form.beside)
                     if in_folder
                     else transports.serve(where, token)
                 )

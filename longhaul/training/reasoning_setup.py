@@ -45,16 +45,16 @@ def loaded(run: Run, state: PyTree) -> PyTree:
         raise RunError(f"--model-folder: {error}") from error
 
     def placed(part: dict[str, Any], where: dict[str, Any]) -> Params:  # copied: an update donates its arguments
-        made: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name in list(part):
             array = part.pop(name)
-            made[name] = (
+            arrays[name] = (
                 placed(array, where[name])
                 if isinstance(array, dict)
                 else jax.device_put(jnp.array(array, where[name][0]), where[name][1])
             )
             del array
-        return made
+        return arrays
 
     params = transformer.joined(adapters, placed(stored, places)) if model.lora else placed(stored, places)
     return state._replace(params=params, reference=jax.tree.map(jnp.copy, params) if state.reference else ())
@@ -126,8 +126,8 @@ def marker(run: Run) -> Marking:
     """Verifier of a resolved run's completions, on the host."""
     task, config = both(run)
     assert run.evaluation_episodes is not None
-    asked = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
-    return marking(problem_sets.task(task), asked, tokeniser(run), config.group)
+    problems = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
+    return marking(problem_sets.task(task), problems, tokeniser(run), config.group)
 
 
 class Finisher(NamedTuple):
@@ -182,8 +182,8 @@ def resampling(collect: Collect, like: PyTree, group: int, times: int) -> Collec
         weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
         after, leaves, scores = collect(weights, state, key, ticket, version)
-        words = jax.random.key_data(jax.random.key(0)).size
-        own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), RESAMPLED)
+        key_size = jax.random.key_data(jax.random.key(0)).size
+        own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:key_size])), RESAMPLED)
         for turn in range(times):
             data: Completions = jax.tree.unflatten(jax.tree.structure(like), leaves)
             wanting = np.flatnonzero(dull(data))

@@ -341,10 +341,10 @@ def filled(
         token[row, :count], log_prob[row, :count] = answer.token[:count], answer.log_prob[:count]
         written[row, :count], version[row] = True, min(answer.version)
     nothing: Any = np.zeros(rows, np.float32)
-    asked: Any = np.repeat(prompt, group, axis=0)
+    prompts: Any = np.repeat(prompt, group, axis=0)
     lesson: Any = np.full(rows, SAMPLED, np.int32)
     problem: Any = np.repeat(which, group).astype(np.int32)
     return Completions(
-        asked, token, written, written.copy(), log_prob, log_prob.copy(), nothing, nothing.copy(), lesson, version,
+        prompts, token, written, written.copy(), log_prob, log_prob.copy(), nothing, nothing.copy(), lesson, version,
         problem, nothing.astype(bool),
     )  # fmt: skip

@@ -97,11 +97,11 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
             raise RunError(f"{run_id} lies in a run; give {within}")
         if path.is_file():
             raise RunError(f"{run_id} is a file, not a run; driving logs are given with --data {run_id}")
-    there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
-    for name in there:
+    names = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
+    for name in names:
         if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
             return runs_dir / name
-    near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
+    near = difflib.get_close_matches(run_id, names, n=3, cutoff=0.4) or names[-3:]
     hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
 
@@ -114,8 +114,10 @@ def find_or_fetch(runs_dir: Path, run_id: str, recipe: str, project: str | None,
     try:
         return find_folder(runs_dir, run_id)
     except RunError as error:
-        asked = store.address(runs_dir) is None and re.fullmatch(r"[\w-]+", run_id) and wandb.resolved(None) == "online"
-        if not asked or importlib.util.find_spec("wandb") is None:
+        online = (
+            store.address(runs_dir) is None and re.fullmatch(r"[\w-]+", run_id) and wandb.resolved(None) == "online"
+        )
+        if not online or importlib.util.find_spec("wandb") is None:
             raise
         project = project or os.environ.get("WANDB_PROJECT") or recipe
         try:
@@ -174,8 +176,8 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
 def load_asked(folder: Path) -> dict[str, Any]:
     """Settings that a run's user gave, by field; empty for a run that an older version wrote, or that has no folder."""
     path = folder / "run.json"
-    given: dict[str, Any] = bounded_json.read(path).get("asked", {}) if path.is_file() else {}
-    return given
+    asked: dict[str, Any] = bounded_json.read(path).get("asked", {}) if path.is_file() else {}
+    return asked
 
 
 def as_now(run: dict[str, Any]) -> dict[str, Any]:

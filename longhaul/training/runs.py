@@ -375,12 +375,12 @@ def local(where: str | os.PathLike[str]) -> Path:
     try:
         objects = store.Store(url)
         sizes = objects.sizes()
-        wanted = {
+        needed = {
             name: size
             for name, size in sizes.items()
             if name.count("/") == 1 and name.split("/")[1] in REMOTE and ".." not in name
         }
-        due = [name for name, size in wanted.items() if stamp(folder / name)[1] != size]
+        due = [name for name, size in needed.items() if stamp(folder / name)[1] != size]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda name: objects.get(name, folder / name), due))
     except (store.Unreachable, FileNotFoundError) as error:
@@ -388,7 +388,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     for name in sizes:  # of checkpoints their names alone
         if re.fullmatch(rf"[^/.][^/]*/checkpoints/{files.CHECKPOINT.pattern}/{files.MANIFEST}", name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    for name in set(names(folder)) - {path.split("/")[0] for path in wanted if path.endswith("/run.json")}:
+    for name in set(names(folder)) - {path.split("/")[0] for path in needed if path.endswith("/run.json")}:
         files.remove(folder / name)
     return folder
 

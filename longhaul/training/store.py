@@ -68,8 +68,8 @@ def address(path: str | os.PathLike[str]) -> str | None:
 
 def staging(url: str) -> Path:
     """Local folder in which the runs of the address `url` are trained: in $LONGHAUL_STAGING, or the cache."""
-    given = os.environ.get("LONGHAUL_STAGING")
-    base = Path(given).expanduser().absolute() if given else cache_dir.folder("runs")
+    folder = os.environ.get("LONGHAUL_STAGING")
+    base = Path(folder).expanduser().absolute() if folder else cache_dir.folder("runs")
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", url)[:80] + "-" + hashlib.sha256(url.encode()).hexdigest()[:8]
     return (base or Path(tempfile.gettempdir(), "longhaul-runs")) / name
 
@@ -229,9 +229,9 @@ class Store:
 
     def put(self, name: str, path: Path, size: int) -> None:
         with self._asking():
-            there = self._objects.put(name, path, size)
-        if there < size:
-            raise Unreachable(f"{self.url}/{name} has {there} bytes, and {size} were sent")
+            uploaded = self._objects.put(name, path, size)
+        if uploaded < size:
+            raise Unreachable(f"{self.url}/{name} has {uploaded} bytes, and {size} were sent")
 
     def get(self, name: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,18 +316,18 @@ def prepared(url: str, taken: Callable[[Path], Path]) -> Path:
 
 def local_folder(url: str, name: str) -> Path:
     """Staging folder of the run `name` of the address `url`, with what the store has of it."""
-    there: set[str] = set()
+    names: set[str] = set()
     try:
         store = Store(url)
         if store.has(f"{name}/run.json"):
             return fetched(store, name)
-        there = {path.split("/")[0] for path in store.sizes() if path.endswith("/run.json") and path.count("/") == 1}
+        names = {path.split("/")[0] for path in store.sizes() if path.endswith("/run.json") and path.count("/") == 1}
     except Unreachable as error:
         if (staging(url) / name / "run.json").is_file():
             _say(f"{error}; going on with what is in {staging(url) / name}")
             return staging(url) / name
         raise RunError(str(error)) from error
-    near = difflib.get_close_matches(name, sorted(there), n=3, cutoff=0.4) or sorted(there)[-3:]
+    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4) or sorted(names)[-3:]
     hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet"
     raise RunError(f"no run {name!r} in {url}; {hint}")
 
@@ -386,8 +386,8 @@ def _whole(path: Path) -> bool:
 def _intact(path: Path) -> bool:
     """True if each file of a checkpoint that was fetched has the size and digest of its manifest."""
     try:
-        wanted = bounded_json.read(path / MANIFEST)["contents"]["files"]
-        for name, (size, digest) in wanted.items():
+        files = bounded_json.read(path / MANIFEST)["contents"]["files"]
+        for name, (size, digest) in files.items():
             with open(path / name, "rb") as file:
                 if os.fstat(file.fileno()).st_size != size or hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return False

@@ -134,8 +134,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         for here in (True, False):
             with pytest.raises(HostsError, match=rf"port {port} can't be had on process 0 .*LONGHAUL_COORDINATOR"):
-                process_group._check_port(f"127.0.0.1:{port}", here=here)
-    process_group._check_port(f"127.0.0.1:{local.free_port()}", here=True)
+                process_group._check_port(f"127.0.0.1:{port}", local=here)
+    process_group._check_port(f"127.0.0.1:{local.free_port()}", local=True)
 
 
 def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,12 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     server.acts_with(policy)
 
     def work(_: Any) -> dict[str, float]:
-        before, theirs = server.meter, [p for p in processes() if p is not None]
-        own, of_actors = time.process_time(), cpu_of(theirs)
+        before, workers = server.meter, [p for p in processes() if p is not None]
+        own, of_actors = time.process_time(), cpu_of(workers)
         for _ in range(batches):
             server.gather()
             server.learnt(policy)
-        own, of_actors = time.process_time() - own, cpu_of(theirs) - of_actors
+        own, of_actors = time.process_time() - own, cpu_of(workers) - of_actors
         new = server.meter.since(before)
         batching = {"batch": new.steps / max(new.batches, 1), "fill": new.steps / max(new.rows, 1)}
         return batching | {

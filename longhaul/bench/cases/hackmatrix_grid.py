@@ -85,10 +85,10 @@ class Cell(NamedTuple):
 
 def cells(recipe: str, sizes: Iterable[tuple[int, int]], precisions: Iterable[str], devices: int | None) -> list[Cell]:
     """All cells, checked: what can't be run is said before the first is."""
-    made = [Cell(recipe, envs, steps, precision, devices) for envs, steps in sizes for precision in precisions]
-    for cell in made:
+    grid = [Cell(recipe, envs, steps, precision, devices) for envs, steps in sizes for precision in precisions]
+    for cell in grid:
         cell._replace(devices=devices or 1).run()  # to count them would take them from the workers
-    return made
+    return grid
 
 
 def figure(cell: Cell, *, repeats: int = harness.LEAST_REPEATS) -> dict[str, Any]:
@@ -227,10 +227,10 @@ def parts(ready: Ready) -> dict[str, float]:
             return meshes.mean_over_data(jnp.sum(jnp.stack(whole)))
 
         everywhere, split = PartitionSpec(), PartitionSpec(meshes.DATA)
-        given = (policy, progress.carry, progress.key)
-        made = jax.jit(meshes.per_shard(shard, assembly.mesh, (everywhere, split, everywhere), everywhere))
-        compiled = made.lower(*given).compile()
-        return lambda: jax.block_until_ready(compiled(*given))
+        arguments = (policy, progress.carry, progress.key)
+        jitted = jax.jit(meshes.per_shard(shard, assembly.mesh, (everywhere, split, everywhere), everywhere))
+        compiled = jitted.lower(*arguments).compile()
+        return lambda: jax.block_until_ready(compiled(*arguments))
 
     return {
         "environment": _median(program(by_chance)),

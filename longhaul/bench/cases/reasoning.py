@@ -31,13 +31,13 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
     prepare_devices(1)
     config = ModelConfig(width=width, layers=layers, heads=width // 32, kv_heads=width // 32, hidden=3 * width)
     rng = np.random.default_rng(0)
-    asked = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
+    prompts = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
     if what == "sample":
-        arguments: tuple[Any, ...] = transformer.init(jax.random.key(0), config), asked
+        arguments: tuple[Any, ...] = transformer.init(jax.random.key(0), config), prompts
         sample = sampler.sampler(config, sampler.Sampling(length, 1, wave=rows), ends=False)
 
-        def program(params: Any, asked: jax.Array, key: jax.Array) -> sampler.Drawn:
-            return sample(params, asked, prng.split(key, rows), jnp.int32(sampler.UNBOUNDED))
+        def program(params: Any, prompts: jax.Array, key: jax.Array) -> sampler.Drawn:
+            return sample(params, prompts, prng.split(key, rows), jnp.int32(sampler.UNBOUNDED))
     else:
         learner = grpo.grpo(
             None, GRPOConfig(model=config, num_minibatches=1), RunContext(updates=1, mean=meshes.identity)
@@ -46,7 +46,7 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
         written, nothing, zero = jnp.ones(token.shape, bool), jnp.zeros(token.shape), jnp.zeros(rows, jnp.int32)
         reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
         drawn = sampler.Drawn(token, written, written, nothing, nothing)
-        data = sampler.Completions(asked, *drawn, reward, reward, zero, zero, zero, zero > 0)
+        data = sampler.Completions(prompts, *drawn, reward, reward, zero, zero, zero, zero > 0)
         arguments = jax.jit(learner.init)(jax.random.key(0)), data
         program = learner.learn  # type: ignore[assignment]
     began = time.perf_counter()

@@ -303,16 +303,16 @@ def _all_objects(
     half, present = (body[0], body[1]), body[2] > 0.0
     motion = dynamics.advance(motion, acceleration, curvature, known.dt[scenario])
     cos, sin = jnp.cos(motion.heading), jnp.sin(motion.heading)
-    mine = (cos[:, None], sin[:, None])
+    axes = (cos[:, None], sin[:, None])
     dx, dy = motion.x[None, :] - motion.x[:, None], motion.y[None, :] - motion.y[:, None]
-    x, y = geometry.into(dx, dy, *mine)
-    relative = geometry.into(jnp.broadcast_to(cos[None, :], x.shape), jnp.broadcast_to(sin[None, :], x.shape), *mine)
+    x, y = geometry.into(dx, dy, *axes)
+    relative = geometry.into(jnp.broadcast_to(cos[None, :], x.shape), jnp.broadcast_to(sin[None, :], x.shape), *axes)
     own = (jnp.broadcast_to(half[0][:, None], x.shape), jnp.broadcast_to(half[1][:, None], x.shape))
     others = (jnp.broadcast_to(half[0][None, :], x.shape), jnp.broadcast_to(half[1][None, :], x.shape))
     gap = geometry.separation(geometry.Relative(x, y, *relative, own, others))
     pair = present[None, :] & present[:, None] & ~np.eye(x.shape[0], dtype=bool)
     corner_x, corner_y = jax.vmap(geometry.corners)(*half)
-    corner_x, corner_y = geometry.out_of(corner_x, corner_y, *mine)
+    corner_x, corner_y = geometry.out_of(corner_x, corner_y, *axes)
     road = geometry.clearance(
         device_bank.field(known, scenario), corner_x + motion.x[:, None], corner_y + motion.y[:, None]
     )
@@ -438,7 +438,7 @@ def _prepare(batch: int, devices: int | None) -> int:
     """Devices: as many as a training run with so many environments takes, if it is not said."""
     learner = PPOConfig(num_minibatches=1)
     run = Run("bench", Named(), learner, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
-    found = resolve(run).devices
-    assert found is not None
-    prepare_devices(found)
-    return found
+    count = resolve(run).devices
+    assert count is not None
+    prepare_devices(count)
+    return count

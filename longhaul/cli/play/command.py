@@ -42,10 +42,10 @@ PLAYED = (*GAMES, "hackmatrix-fixed")
 SHOW = ("auto", "boards", "steps", "table")
 
 
-def play(words: Sequence[str]) -> int:
+def play(argv: Sequence[str]) -> int:
     """`longhaul play hackmatrix [--run RUN | --params FILE | --latest] [--rules ...] [--json FILE] ...`."""
     about = "HackMatrix in the terminal: play it, or watch an agent. In the game, ? shows the keys."
-    parsed = flags.parse("play", about, _flags(), words)
+    parsed = flags.parse("play", about, _flags(), argv)
     values = parsed.values
     _check(values)
     name, environment, agent = _who(values, parsed.given)
@@ -95,7 +95,7 @@ def _check(values: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- who plays what
 
 
-def _who(values: dict[str, Any], given: frozenset[str]) -> tuple[str, Environment, Agent | None]:
+def _who(values: dict[str, Any], explicit: frozenset[str]) -> tuple[str, Environment, Agent | None]:
     """The game with its name, and the agent if one plays it."""
     name = RULES[values["rules"]] if values["rules"] is not None else values["GAME"]
     if values["run"] is not None or values["latest"]:
@@ -105,7 +105,7 @@ def _who(values: dict[str, Any], given: frozenset[str]) -> tuple[str, Environmen
         run, policy, _ = restore_policy(folder)
         assert isinstance(run.environment, Named)
         agent = Agent(folder.name, run.algorithm, policy)
-        if given & {"rules", "fixes"} or name != "hackmatrix":
+        if explicit & {"rules", "fixes"} or name != "hackmatrix":
             return name, _game(name, values, values["max-steps"]), agent
         return run.environment.env, named(run.environment), agent
     prepare_devices(1)
@@ -161,8 +161,8 @@ def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
         tables.progress("compiling the game ...")
     game = games.game(environment, values["seed"])
     if live:
-        with terminal.screen() as there:
-            return console.by_keys(game, look, there)
+        with terminal.screen() as window:
+            return console.by_keys(game, look, window)
     write = (lambda text: None) if values["json"] == "-" else _print_line  # stdout is for JSON
     return console.by_words(game, look, console.split(sys.stdin), write)
 
@@ -180,8 +180,8 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
     game = games.game(environment, values["seed"], agent, greedy=greedy)
     look = _look(values, f", {tables.clean(agent.label)}")
     if show == "boards" and live:
-        with terminal.screen() as there:
-            return console.watched(game, look, there, episodes=episodes, limit=limit, delay=values["delay"])
+        with terminal.screen() as window:
+            return console.watched(game, look, window, episodes=episodes, limit=limit, delay=values["delay"])
     return console.printed(game, look, episodes=episodes, limit=limit, boards=show == "boards", write=_print_line)
 
 

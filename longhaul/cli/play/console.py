@@ -60,15 +60,15 @@ def ended(playing: Playing) -> str:
 # ---------------------------------------------------------------------------------------------------------- by hand
 
 
-def by_keys(game: Game, look: Look, there: Screen) -> list[Record]:
+def by_keys(game: Game, look: Look, window: Screen) -> list[Record]:
     """Games played by single keys."""
     records: list[Record] = []
     playing, message, asked = game.begin(0), "", False
     while True:
         if playing.end:
             message = f"{ended(playing)}; n: a new game, q: quit"
-        there.draw(lines(playing, look, message=message, keys=KEYS))
-        key = there.key(None) or ""
+        window.draw(lines(playing, look, message=message, keys=KEYS))
+        key = window.key(None) or ""
         sure, asked, message = asked or bool(playing.end) or not playing.actions, False, ""
         if key in (END, "q", "Q"):
             return records + _left(playing)
@@ -80,8 +80,8 @@ def by_keys(game: Game, look: Look, there: Screen) -> list[Record]:
                 asked, message = True, "n again leaves this game and begins another"
         elif key == "?":
             for page in screen.pages(look.style):
-                there.draw(page)
-                there.key(None)
+                window.draw(page)
+                window.key(None)
         else:
             playing, message = _tried(game, playing, screen.ACTION_OF.get(key.lower()), key)
 
@@ -148,7 +148,7 @@ class Pace(NamedTuple):
     paused: bool = False
 
 
-def watched(game: Game, look: Look, there: Screen, *, episodes: int, limit: int, delay: float) -> list[Record]:
+def watched(game: Game, look: Look, window: Screen, *, episodes: int, limit: int, delay: float) -> list[Record]:
     """An agent's games on a screen, until all are played or a key ends it."""
     records: list[Record] = []
     pace, word = Pace(delay), "step"
@@ -157,25 +157,25 @@ def watched(game: Game, look: Look, there: Screen, *, episodes: int, limit: int,
         while not playing.end:
             choice = _choice(game, playing)
             message = f"{'paused; ' if pace.paused else ''}next: {w.NAMES[choice.action]}"
-            there.draw(lines(playing, look, choice=choice, message=message, keys=WATCHING))
-            word, pace = _wait(there, pace)
+            window.draw(lines(playing, look, choice=choice, message=message, keys=WATCHING))
+            word, pace = _wait(window, pace)
             if word != "step":
                 break
             playing = _followed(game, playing, choice, limit)
         records += _left(playing)
         if playing.end:
-            there.draw(lines(playing, look, message=ended(playing), keys=WATCHING))
-            word, pace = _wait(there, pace, times=HOLD)
+            window.draw(lines(playing, look, message=ended(playing), keys=WATCHING))
+            word, pace = _wait(window, pace, times=HOLD)
         if word == "quit":
             break
     return records
 
 
-def _wait(there: Screen, pace: Pace, times: int = 1) -> tuple[str, Pace]:
+def _wait(window: Screen, pace: Pace, times: int = 1) -> tuple[str, Pace]:
     """("step", "next" or "quit", the pace that keys have set) after the time of a step, or of several."""
     until = time.monotonic() + times * pace.delay
     while True:
-        key = there.key(None if pace.paused else max(0.0, until - time.monotonic()))
+        key = window.key(None if pace.paused else max(0.0, until - time.monotonic()))
         if key is None or key in (".", "right"):
             return "step", pace
         if key in (END, "q", "Q"):

@@ -76,11 +76,11 @@ def chooser(
     policy_of = distribution(environment.spec.action)
 
     def choose(policy: Policy, key: Key, t: jax.Array, moment: Moment) -> Decision:
-        one = jax.tree.map(lambda leaf: leaf[None], moment.observation)
-        logits, value, memory = network.apply(policy, moment.memory, one)
+        batch = jax.tree.map(lambda leaf: leaf[None], moment.observation)
+        logits, value, memory = network.apply(policy, moment.memory, batch)
         key_act = jax.random.fold_in(key, 2 * t + 2)
-        raw = policy_of.mode(logits, one.mask) if greedy else policy_of.sample(logits, one.mask, key_act)
-        chances = jax.nn.softmax(jnp.where(one.mask, logits, -jnp.inf))
+        raw = policy_of.mode(logits, batch.mask) if greedy else policy_of.sample(logits, batch.mask, key_act)
+        chances = jax.nn.softmax(jnp.where(batch.mask, logits, -jnp.inf))
         return Decision(raw[0], chances[0], value[0], memory)
 
     return lambda moment: moment._replace(memory=network.memory(1)), choose
@@ -180,15 +180,15 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
     begun, stepped = jax.jit(begin_on_device), jax.jit(step_on_device)
 
     def begun_game(number: int) -> Playing:
-        moment, there = begun(jnp.int32(number))
-        return Playing(number, moment, screen.view(*jax.device_get(there)))
+        moment, cells = begun(jnp.int32(number))
+        return Playing(number, moment, screen.view(*jax.device_get(cells)))
 
     def stepped_game(playing: Playing, action: int) -> Playing:
         t, before = jnp.int32(len(playing.actions)), playing.view
-        moment, there, gained, terminated, truncated = stepped(
+        moment, cells, gained, terminated, truncated = stepped(
             jnp.int32(playing.number), t, playing.moment, jnp.int32(action)
         )
-        view = screen.view(*jax.device_get(there))
+        view = screen.view(*jax.device_get(cells))
         parts = tuple(after - so_far for after, so_far in zip(view.parts, before.parts, strict=True))
         end = _end(view.parts, bool(terminated), bool(truncated))
         last = screen.Last(action, float(gained), parts)

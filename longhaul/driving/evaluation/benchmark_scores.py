@@ -62,10 +62,10 @@ def aggregates(columns: Columns) -> dict[str, Measure]:
         scores["nuplan_score"] = weighed(columns, NUPLAN_FAULTS, NUPLAN_WEIGHTS)
     if "goal" in columns:
         goal = columns["goal"]
-        there = np.where(goal.valid, np.asarray(goal.value, float), 0.0)
+        reached = np.where(goal.valid, np.asarray(goal.value, float), 0.0)
         clean = without(columns, ("collision", "offroad"))
-        scores["puffer_score"] = Measure(there * clean, known & goal.valid)
-        scores["completion"] = Measure(there, goal.valid)
+        scores["puffer_score"] = Measure(reached * clean, known & goal.valid)
+        scores["completion"] = Measure(reached, goal.valid)
     return scores
 
 

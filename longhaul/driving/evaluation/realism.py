@@ -94,11 +94,11 @@ def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
     turn = _rate(pose[..., 2], present, dt, angle=True)
     acceleration, angular = (_rate(m.value[..., own], m.valid[..., own], dt) for m in (speed, turn))
     later = np.arange(pose.shape[1]) > 0
-    there = present[..., own] & later[:, None]
+    counted = present[..., own] & later[:, None]
     distance, time = _neighbours(stage, pose, present, velocity)
     off = clearance(stage, pose)
-    edge = Measure(off, there & (stage.field.size > 0))
-    near = Measure(np.where(np.isfinite(distance), distance, 1e3), there & np.isfinite(distance))
+    edge = Measure(off, counted & (stage.field.size > 0))
+    near = Measure(np.where(np.isfinite(distance), distance, 1e3), counted & np.isfinite(distance))
     series = {
         "linear_speed": Measure(speed.value[..., own], speed.valid[..., own]),
         "linear_acceleration": acceleration,
@@ -108,9 +108,9 @@ def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
         "time_to_collision": Measure(time.value, time.valid & stage.vehicle & later[:, None]),
         "distance_to_road_edge": edge,
     }
-    played = np.any(there, axis=1)
+    played = np.any(counted, axis=1)
     events = {
-        "collision": Measure((there & (distance < 0.0)).any(1), played),
+        "collision": Measure((counted & (distance < 0.0)).any(1), played),
         "offroad": Measure((edge.valid & (off > 0.0)).any(1), edge.valid.any(1)),
         "red_light": _ran_red(stage, pose, present, played),
     }
@@ -158,7 +158,7 @@ def _ran_red(stage: Scene, pose: np.ndarray, present: np.ndarray, played: np.nda
     """[R, A]: whether the front bumper passed a stop line, red before and after; valid for vehicles that meet one."""
     passed = np.zeros(played.shape, bool)
     for a, agent in enumerate(stage.agents):
-        body, there = pose[:, :, agent], present[:, :, agent]
+        body, body_present = pose[:, :, agent], present[:, :, agent]
         forward = np.stack([np.cos(body[..., 2]), np.sin(body[..., 2])], -1)
         front = body[..., :2] + stage.size[agent, 0] / 2 * forward
         for (x, y, heading), lights in zip(stage.stops[a], stage.lights[a], strict=True):
@@ -170,7 +170,7 @@ def _ran_red(stage: Scene, pose: np.ndarray, present: np.ndarray, played: np.nda
             red = lights[: pose.shape[1]] == RED
             over = (along[:, :-1] < 0.0) & (along[:, 1:] >= 0.0) & (red[:-1] & red[1:])
             over &= (np.abs(beside[:, 1:]) <= BEYOND_LINE) & ((forward @ way)[:, 1:] > 0.0)
-            passed[:, a] |= np.any(over & there[:, :-1] & there[:, 1:], axis=1)
+            passed[:, a] |= np.any(over & body_present[:, :-1] & body_present[:, 1:], axis=1)
     meets = stage.vehicle & np.isfinite(stage.stops[..., 0]).any(1)
     return Measure(passed, played & meets)
 
@@ -182,12 +182,12 @@ def _neighbours(
     rollouts, frames, objects = present.shape
     agents = len(stage.agents)
     flat = rollouts * frames
-    poses, here = pose.reshape(flat, objects, 3), present.reshape(flat, objects)
+    poses, there = pose.reshape(flat, objects, 3), present.reshape(flat, objects)
     moves = velocity.value.reshape(flat, objects, 2)
     known = velocity.valid[..., 0].reshape(flat, objects)
     block = max(1, CHUNK // max(1, agents * objects))
     parts = [
-        _look_around(stage, poses[i : i + block], here[i : i + block], moves[i : i + block], known[i : i + block])
+        _look_around(stage, poses[i : i + block], there[i : i + block], moves[i : i + block], known[i : i + block])
         for i in range(0, flat, block)
     ]
     distance, time, valid = (
@@ -197,7 +197,7 @@ def _neighbours(
 
 
 def _look_around(
-    stage: Scene, pose: np.ndarray, here: np.ndarray, velocity: np.ndarray, known: np.ndarray
+    stage: Scene, pose: np.ndarray, present: np.ndarray, velocity: np.ndarray, known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(distance, time to collision, whether that is known) [F, A] of frames [F, N, ...]."""
     own, half = stage.agents, stage.size / 2
@@ -207,7 +207,7 @@ def _look_around(
     c0, s0 = cos[:, own, None], sin[:, own, None]
     x, y = dx * c0 + dy * s0, dy * c0 - dx * s0
     c, s = cos[:, None] * c0 + sin[:, None] * s0, sin[:, None] * c0 - cos[:, None] * s0
-    seen = here[:, None, :] & here[:, own, None] & (own[:, None] != np.arange(pose.shape[1]))
+    seen = present[:, None, :] & present[:, own, None] & (own[:, None] != np.arange(pose.shape[1]))
 
     # Boxes lie between their inner and outer circles: only who can be the nearest by these is measured exactly.
     centre, outer, inner = np.hypot(x, y), np.hypot(*half.T), half.min(-1)
@@ -227,7 +227,7 @@ def _look_around(
     closing = relative[..., 0] * cos[:, own] + relative[..., 1] * sin[:, own]
     nearing = np.isfinite(at) & (closing > 1e-6)
     time = np.where(nearing, np.maximum(np.where(nearing, at, 0.0), 0.0) / np.where(nearing, closing, 1.0), HORIZON)
-    valid = here[:, own] & known[:, own] & (~np.isfinite(at) | known[frame, leader])
+    valid = present[:, own] & known[:, own] & (~np.isfinite(at) | known[frame, leader])
     return distance.min(-1), np.minimum(time, HORIZON), valid
 
 
@@ -284,18 +284,18 @@ def realism(scenario: Scenario, pose: np.ndarray, present: np.ndarray) -> dict[s
     `WEIGHTS`, their weighted mean "realism", and "min_ade": of the rollouts' mean distances (m) to the log over all
     agents and steps, the least. Raises ValueError where shapes do not fit.
     """
-    logged, there = scenario.pose[None, : scenario.steps], scenario.present[None, : scenario.steps]
+    logged, logged_present = scenario.pose[None, : scenario.steps], scenario.present[None, : scenario.steps]
     if pose.ndim != 4 or pose.shape[1:] != logged.shape[1:] or present.shape != pose.shape[:3] or len(pose) == 0:
-        wanted = f"[R, {', '.join(map(str, logged.shape[1:]))}]"
-        raise ValueError(f"rollouts of {scenario.id!r} have shapes {pose.shape} and {present.shape}; expected {wanted}")
+        needed = f"[R, {', '.join(map(str, logged.shape[1:]))}]"
+        raise ValueError(f"rollouts of {scenario.id!r} have shapes {pose.shape} and {present.shape}; expected {needed}")
     stage = scene(scenario)
-    simulated, real = measure(stage, pose, present), measure(stage, logged, there)
+    simulated, real = measure(stage, pose, present), measure(stage, logged, logged_present)
     parts = {}
     for name, (low, high, bins) in BINS.items():
         parts[name] = _over_agents(histogram(simulated.series[name], real.series[name], low, high, bins))
     for name, event in simulated.events.items():
         parts[name] = _over_agents(bernoulli(event, real.events[name]))
-    return parts | {"realism": weighted(parts), "min_ade": _min_ade(stage, pose, present, logged, there)}
+    return parts | {"realism": weighted(parts), "min_ade": _min_ade(stage, pose, present, logged, logged_present)}
 
 
 def weighted(parts: dict[str, Measure]) -> Measure:
@@ -338,10 +338,10 @@ def _over_agents(measure: Measure) -> Measure:
 
 
 def _min_ade(
-    stage: Scene, pose: np.ndarray, present: np.ndarray, logged: np.ndarray, there: np.ndarray
+    stage: Scene, pose: np.ndarray, present: np.ndarray, logged: np.ndarray, logged_present: np.ndarray
 ) -> Measure:  # fmt: skip
     away = np.linalg.norm((pose - logged)[:, 1:, stage.agents, :2], axis=-1)
-    both = (present & there)[:, 1:, stage.agents]
+    both = (present & logged_present)[:, 1:, stage.agents]
     count = both.sum((1, 2))
     mean = np.where(both, away, 0.0).sum((1, 2)) / np.maximum(count, 1)
     return Measure(float(mean[count > 0].min()) if np.any(count > 0) else 0.0, bool(np.any(count > 0)))

@@ -140,23 +140,23 @@ def replay(scenario: Scenario, label: str = "log") -> Recording:
 
 def speeds(recording: Recording) -> np.ndarray:
     """float32 [T]: the ego's speed at each frame, m/s, from where it is next; NaN where it is not present."""
-    there = recording.present[:, recording.ego]
-    position = np.where(there[:, None], recording.pose[:, recording.ego, :2], np.nan)
+    present = recording.present[:, recording.ego]
+    position = np.where(present[:, None], recording.pose[:, recording.ego, :2], np.nan)
     speed = np.linalg.norm(np.diff(position, axis=0), axis=-1) / recording.dt
     speed = np.concatenate([speed, np.full(1, np.nan)])
     # the last frame before an end has no next one: it keeps the speed that it arrived with
     before = np.concatenate([np.full(1, np.nan), speed[:-1]])
     speed = np.where(np.isfinite(speed), speed, before)
-    return np.where(there, np.where(np.isfinite(speed), speed, 0.0), np.nan).astype(np.float32)
+    return np.where(present, np.where(np.isfinite(speed), speed, 0.0), np.nan).astype(np.float32)
 
 
 def camera(recording: Recording) -> np.ndarray:
     """float32 [T, 2]: where to look: at the ego, or where it was last (first, before it came)."""
-    there = np.flatnonzero(recording.present[:, recording.ego])
-    if len(there) == 0:
+    present_steps = np.flatnonzero(recording.present[:, recording.ego])
+    if len(present_steps) == 0:
         return np.zeros((len(recording.present), 2), np.float32)
-    latest = np.searchsorted(there, np.arange(len(recording.present)), side="right") - 1
-    return recording.pose[there[np.maximum(latest, 0)], recording.ego, :2]
+    latest = np.searchsorted(present_steps, np.arange(len(recording.present)), side="right") - 1
+    return recording.pose[present_steps[np.maximum(latest, 0)], recording.ego, :2]
 
 
 # ---------------------------------------------------------------------------- polylines [P, 2] and boxes of pictures

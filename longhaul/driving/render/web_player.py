@@ -209,12 +209,12 @@ def _pack_map(recording: Recording) -> dict[str, Any]:
 
 
 def _pack_episode(r: Recording) -> dict[str, Any]:
-    there = r.present & (r.kind > 0)
+    present = r.present & (r.kind > 0)
     distance = np.linalg.norm(r.pose[:, :, :2] - camera(r)[:, None], axis=-1)
-    near = np.any(there & ((distance < REACH) | r.controlled), axis=0)
+    near = np.any(present & ((distance < REACH) | r.controlled), axis=0)
     near[r.ego] = True
     place = np.cumsum(near) - 1  # of those that are kept
-    position = np.where(there[:, near, None], r.pose[:, near, :2], np.nan)
+    position = np.where(present[:, near, None], r.pose[:, near, :2], np.nan)
     return {
         "id": r.id,
         "label": r.label,

@@ -359,8 +359,8 @@ def _results(files: Sequence[Path], work: Callable[[Path], Packed], workers: int
                 processes.shutdown(wait=False, cancel_futures=True)
                 yield _apart(path, work)
                 processes = pool(workers)
-                for place, (each, one) in enumerate(running):
-                    if not one.done() or one.cancelled() or one.exception() is not None:
+                for place, (each, running_job) in enumerate(running):
+                    if not running_job.done() or running_job.cancelled() or running_job.exception() is not None:
                         running[place] = each, _submit(processes, work, each)
     finally:
         processes.shutdown(wait=False, cancel_futures=True)

@@ -97,21 +97,21 @@ class Library:
 
 def open(paths: Sequence[str]) -> Library:
     """The shards at `paths`: files, folders, patterns. `BadData` where there is none, or something else is named."""
-    found, entries, digest = [], [], hashlib.sha256()
+    files, entries, digest = [], [], hashlib.sha256()
     for path in readers.expand(paths):
         shard = shards.open(path)
         if len(shard):
-            found.append(path)
+            files.append(path)
             entries.append(shard.entries)
             digest.update(json.dumps([shard.ids, shard.entries["crc"].tolist()]).encode())
         shard.close()
-    if not found:
+    if not files:
         raise BadData(f"{', '.join(map(str, paths))}: the shards hold no scenario; convert some logs first")
     every = np.concatenate(entries)
     sizes = {letter: every["sizes"][:, i].astype(np.int64) for i, letter in enumerate(shards.LETTERS)}
     extents = {name: every["extents"][:, i].astype(np.int64) for i, name in enumerate(Extents._fields)}
     ends, control = np.cumsum([len(each) for each in entries]), every["control"].astype(np.int64)
-    return Library(tuple(found), ends, sizes, extents, control, every["dt"], digest.hexdigest())
+    return Library(tuple(files), ends, sizes, extents, control, every["dt"], digest.hexdigest())
 
 
 def permute(place: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -152,15 +152,15 @@ def picks(
 ) -> tuple[np.ndarray, Position]:
     """The scenarios of one batch of a host, int64 [size], where all hosts together are at `position`; and the position
     after it."""
-    epoch, given = position
+    epoch, start = position
     parts, left = [], size * share.hosts
     while left > 0:
-        take = min(left, count - given)
-        parts.append(permute(np.arange(given, given + take), count, seed, epoch))
-        left, given = left - take, given + take
-        if given == count:
-            epoch, given = epoch + 1, 0
-    return np.concatenate(parts)[share.host :: share.hosts], Position(epoch, given)
+        take = min(left, count - start)
+        parts.append(permute(np.arange(start, start + take), count, seed, epoch))
+        left, start = left - take, start + take
+        if start == count:
+            epoch, start = epoch + 1, 0
+    return np.concatenate(parts)[share.host :: share.hosts], Position(epoch, start)
 
 
 def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:

@@ -375,7 +375,7 @@ def make_actions(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
     if name == "continuous":
         ones = (1.0,) * len(grids)
         return Actions(
-            Box(tuple(-one for one in ones), ones),
+            Box(tuple(-limit for limit in ones), ones),
             lambda action: tuple(jnp.clip(action[..., i], -1.0, 1.0) for i in range(len(grids))),
             lambda shares: jnp.stack(shares, -1),
         )

@@ -212,32 +212,32 @@ class _Lights(NamedTuple):
     lit: jax.Array  # bool: the state of some light is known
 
 
-def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, here: Scene, agent: Agent) -> Features:
+def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, scene: Scene, agent: Agent) -> Features:
     """The features of one controlled agent at step t; its route is searched `search` metres ahead of where it was."""
     own = jnp.maximum(agent.object, 0)
-    half = here.half_length[own], here.half_width[own]
+    half = scene.half_length[own], scene.half_width[own]
     x, y, heading, _ = agent.drive.motion
     cos, sin = jnp.cos(heading), jnp.sin(heading)
-    others = _relative(here, own, half, (x, y, cos, sin))
-    seen = here.present & (here.slot != agent.slot)
+    others = _relative(scene, own, half, (x, y, cos, sin))
+    seen = scene.present & (scene.slot != agent.slot)
     edge = _edge_clearance(tables, scenario, half, (x, y, cos, sin))
 
     searched, first = device_bank.window(tables, scenario, agent.slot, agent.s, search)
     place = project(searched, first, x, y)
     route, first = device_bank.window(tables, scenario, agent.slot, place.s, device_bank.AHEAD)
 
-    near, leader, along = _leader(device_bank.ahead_of(route, first, place.s, CORRIDOR), here, half[1], seen)
+    near, leader, along = _leader(device_bank.ahead_of(route, first, place.s, CORRIDOR), scene, half[1], seen)
     lights = _lights(tables, scenario, t, agent, place.s, half[0])
     heading_error = wrap(heading - place.heading)
     on_route = (jnp.abs(place.lateral) <= BEYOND_LINE) & (jnp.abs(heading_error) < np.float32(np.pi / 2))
-    speed = here.vx[own] * cos + here.vy[own] * sin
+    speed = scene.vx[own] * cos + scene.vy[own] * sin
     gap = jnp.where(near[leader] < FREE, near[leader] - half[0], FREE)
-    leader_speed = here.vx[leader] * jnp.cos(along) + here.vy[leader] * jnp.sin(along)
+    leader_speed = scene.vx[leader] * jnp.cos(along) + scene.vy[leader] * jnp.sin(along)
     headway, closing, braking = _headway(gap, leader_speed, lights, speed)
 
-    kind, gaps = here.kind[own], separation(others)
+    kind, gaps = scene.kind[own], separation(others)
     lanes = on_lanes(lanes_at(tables.map, scenario, x, y), cos, sin, half, kind)
-    ttc, fault = contact(others, seen, seen & (gaps < 0.0), here.kind, speed, lanes.straddles)
+    ttc, fault = contact(others, seen, seen & (gaps < 0.0), scene.kind, speed, lanes.straddles)
     return Features(
         others=others,
         seen=seen,
@@ -266,13 +266,13 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
     )
 
 
-def _relative(here: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
+def _relative(scene: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
     """All [N] in the frame of number `own`, whose half length and width are `half`."""
     x, y, cos, sin = pose
-    position = into(here.x - x, here.y - y, cos, sin)
-    turn_cos, turn_sin = here.cos * cos + here.sin * sin, here.sin * cos - here.cos * sin
-    velocity = into(here.vx - here.vx[own], here.vy - here.vy[own], cos, sin)
-    return Relative(*position, turn_cos, turn_sin, half, (here.half_length, here.half_width), *velocity)
+    position = into(scene.x - x, scene.y - y, cos, sin)
+    turn_cos, turn_sin = scene.cos * cos + scene.sin * sin, scene.sin * cos - scene.cos * sin
+    velocity = into(scene.vx - scene.vx[own], scene.vy - scene.vy[own], cos, sin)
+    return Relative(*position, turn_cos, turn_sin, half, (scene.half_length, scene.half_width), *velocity)
 
 
 def _edge_clearance(tables: DeviceBank, scenario: jax.Array, half: Half, pose: Pose) -> jax.Array:
@@ -285,12 +285,12 @@ def _edge_clearance(tables: DeviceBank, scenario: jax.Array, half: Half, pose: P
 
 
 def _leader(
-    ahead: tuple[jax.Array, jax.Array, jax.Array], here: Scene, half_width: jax.Array, seen: jax.Array
+    ahead: tuple[jax.Array, jax.Array, jax.Array], scene: Scene, half_width: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(m [N] ahead of the agent's centre at which each blocks the corridor, or FREE; number of the leader, the nearest
     of these; the route's heading there), where `ahead` are x, y and heading [M] of the route at CORRIDOR."""
     x, y, heading = ahead
-    boxes, sizes = (here.x, here.y, here.cos, here.sin), (here.half_length, here.half_width)
+    boxes, sizes = (scene.x, scene.y, scene.cos, scene.sin), (scene.half_length, scene.half_width)
     margin, offset = half_width + MARGIN, jnp.asarray(CORRIDOR, jnp.float32)
     near = jnp.where(seen, blocked((x, y), offset, boxes, sizes, (margin, margin)), FREE)
     leader = nearest(near, 1)[0]

@@ -32,8 +32,8 @@ def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array, headway: ja
     """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION; `headway`
     is a factor of HEADWAY."""
     closing = speed * (speed - leader) / (2.0 * (ACCELERATION * BRAKING) ** 0.5)
-    wanted = STANDSTILL + jnp.maximum(speed * (HEADWAY * headway) + closing, 0.0)
-    return jnp.square(wanted / jnp.maximum(gap, 0.1))
+    desired_gap = STANDSTILL + jnp.maximum(speed * (HEADWAY * headway) + closing, 0.0)
+    return jnp.square(desired_gap / jnp.maximum(gap, 0.1))
 
 
 def acceleration(speed: jax.Array, desired: jax.Array, hindrance: jax.Array) -> jax.Array:

@@ -56,45 +56,45 @@ class Observation(NamedTuple):
     points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are asked for
 
 
-def perceive(config: Config, here: Scene, agent: Agent, key: Key | None) -> Scene:
+def perceive(config: Config, scene: Scene, agent: Agent, key: Key | None) -> Scene:
     """The scene as one agent perceives it; it knows itself exactly. `key` is of this step: None if nothing is drawn."""
-    own = here.slot == agent.slot
-    present, at = here.present, agent.drive.motion
-    x, y = into(here.x - at.x, here.y - at.y, jnp.cos(at.heading), jnp.sin(at.heading))
+    own = scene.slot == agent.slot
+    present, at = scene.present, agent.drive.motion
+    x, y = into(scene.x - at.x, scene.y - at.y, jnp.cos(at.heading), jnp.sin(at.heading))
     if config.limited:
         present = present & within(config, x, y)
     if config.view_occlusion:
-        present = present & ~hidden(here, at, here.present & ~own)
+        present = present & ~hidden(scene, at, scene.present & ~own)
     if config.observation_mask > 0.0:
         assert key is not None
-        present = present & (prng.uniform(jax.random.fold_in(key, 0), here.x.shape) >= config.observation_mask)
-    here = here._replace(present=present | (here.present & own))
+        present = present & (prng.uniform(jax.random.fold_in(key, 0), scene.x.shape) >= config.observation_mask)
+    scene = scene._replace(present=present | (scene.present & own))
     if not any(config.observation_noise):
-        return here
+        return scene
     assert key is not None
     metre, turn, speed = config.observation_noise
-    drawn = jnp.where(own, 0.0, prng.normal(jax.random.fold_in(key, 1), (5, *here.x.shape)))
-    heading = here.heading + turn * drawn[2]
-    return here._replace(
-        x=here.x + metre * drawn[0],
-        y=here.y + metre * drawn[1],
+    drawn = jnp.where(own, 0.0, prng.normal(jax.random.fold_in(key, 1), (5, *scene.x.shape)))
+    heading = scene.heading + turn * drawn[2]
+    return scene._replace(
+        x=scene.x + metre * drawn[0],
+        y=scene.y + metre * drawn[1],
         heading=heading,
         cos=jnp.cos(heading),
         sin=jnp.sin(heading),
-        vx=here.vx + speed * drawn[3],
-        vy=here.vy + speed * drawn[4],
+        vx=scene.vx + speed * drawn[3],
+        vy=scene.vy + speed * drawn[4],
     )
 
 
 def perceive_road(config: Config, pieces: Pieces, key: Key | None) -> Pieces:
     """The pieces of road that one agent perceives: those within its view and not missed."""
-    there = pieces.there
+    present = pieces.there
     if config.limited:
-        there = there & within(config, pieces.x, pieces.y)
+        present = present & within(config, pieces.x, pieces.y)
     if config.observation_mask > 0.0:
         assert key is not None
-        there = there & (prng.uniform(jax.random.fold_in(key, 2), there.shape) >= config.observation_mask)
-    return pieces._replace(there=there)
+        present = present & (prng.uniform(jax.random.fold_in(key, 2), present.shape) >= config.observation_mask)
+    return pieces._replace(there=present)
 
 
 def within(config: Config, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -106,27 +106,27 @@ def within(config: Config, x: jax.Array, y: jax.Array) -> jax.Array:
     return seen
 
 
-def hidden(here: Scene, at: Motion, solid: jax.Array) -> jax.Array:
+def hidden(scene: Scene, at: Motion, solid: jax.Array) -> jax.Array:
     """bool [N]: whose middle is not seen from the agent's, because one of the other `solid` [N] boxes stands between.
 
     Boxes in which the agent's middle lies hide nobody: who is in a collision would see nothing at all.
     """
     # the line of sight in each box's frame: row i is looked at, column j may hide it
-    u, v = into(at.x - here.x, at.y - here.y, here.cos, here.sin)
-    du, dv = into((here.x - at.x)[:, None], (here.y - at.y)[:, None], here.cos[None], here.sin[None])
-    enter_u, leave_u = _slab(u[None], du, here.half_length[None])
-    enter_v, leave_v = _slab(v[None], dv, here.half_width[None])
+    u, v = into(at.x - scene.x, at.y - scene.y, scene.cos, scene.sin)
+    du, dv = into((scene.x - at.x)[:, None], (scene.y - at.y)[:, None], scene.cos[None], scene.sin[None])
+    enter_u, leave_u = _slab(u[None], du, scene.half_length[None])
+    enter_v, leave_v = _slab(v[None], dv, scene.half_width[None])
     enter, leave = jnp.maximum(enter_u, enter_v), jnp.minimum(leave_u, leave_v)
     crosses = (enter < leave) & (enter > 0.0) & (enter < 1.0)
-    other = ~jnp.eye(here.x.shape[0], dtype=bool)
+    other = ~jnp.eye(scene.x.shape[0], dtype=bool)
     return jnp.any(crosses & other & solid[None], axis=1)
 
 
 def _slab(start: jax.Array, step: jax.Array, half: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The shares of a line's way at which it enters and leaves |coordinate| <= half."""
     slope = jnp.where(jnp.abs(step) < 1e-6, 1e-6, step)
-    one, other = (-half - start) / slope, (half - start) / slope
-    return jnp.minimum(one, other), jnp.maximum(one, other)
+    enter, leave = (-half - start) / slope, (half - start) / slope
+    return jnp.minimum(enter, leave), jnp.maximum(enter, leave)
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -161,7 +161,7 @@ def waypoint_offsets(count: int) -> np.ndarray:
 
 
 def observe(
-    features: Features, here: Scene, agent: Agent, left: jax.Array, neighbours: int, offsets: np.ndarray
+    features: Features, scene: Scene, agent: Agent, left: jax.Array, neighbours: int, offsets: np.ndarray
 ) -> Observation:
     """The observation of one agent, whose route goes on for `left` metres."""
     return Observation(
@@ -169,7 +169,7 @@ def observe(
         route=view_route(features, agent.drive.motion, offsets),
         road=jnp.clip(features.fan_clearance / 5.0, -1.0, 1.0),
         lights=view_lights(features, agent.drive.motion.speed),
-        agents=view_neighbours(features, here, neighbours),
+        agents=view_neighbours(features, scene, neighbours),
     )
 
 
@@ -245,12 +245,12 @@ def nearby(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
     return chosen, pick(near, chosen)
 
 
-def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
+def view_neighbours(features: Features, scene: Scene, count: int) -> jax.Array:
     """Float32 [K, NEIGHBOUR]: the `count` that are nearest, now and at their closest approach."""
     f, others = features, features.others
-    chosen, there = nearby(f, count)
+    chosen, present = nearby(f, count)
     # first choose, then count: most are not seen
-    known = (others.x, others.y, others.vx, others.vy, f.blocks, here.kind)
+    known = (others.x, others.y, others.vx, others.vy, f.blocks, scene.kind)
     x, y, vx, vy, blocks, kind = (pick(values, chosen) for values in known)
     then_x, then_y, when = approach(x, y, vx, vy)
     now = jnp.sqrt(x * x + y * y)
@@ -262,8 +262,8 @@ def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
         vx / 20.0,
         vy / 20.0,
         squash(pick(f.separation, chosen), 2.0),
-        pick(here.half_length, chosen) / 4.0,
-        pick(here.half_width, chosen) / 2.0,
+        pick(scene.half_length, chosen) / 4.0,
+        pick(scene.half_width, chosen) / 2.0,
         (kind == VEHICLE).astype(jnp.float32),
         (kind == PEDESTRIAN).astype(jnp.float32),
         (kind == CYCLIST).astype(jnp.float32),
@@ -275,5 +275,5 @@ def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
         jnp.ones_like(now),
     ]
     # stacked along the major axis: along the minor one it is several times as slow on a CPU
-    table = jnp.where(there[None], jnp.stack(values), 0.0).T
+    table = jnp.where(present[None], jnp.stack(values), 0.0).T
     return jnp.concatenate([table, jnp.zeros((count - table.shape[0], NEIGHBOUR), jnp.float32)])

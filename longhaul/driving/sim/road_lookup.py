@@ -83,13 +83,13 @@ def place(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> 
 
 def lanes_at(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> LanesHere:
     """The lanes around the point (x, y) of a scenario; scalars in, [K] out."""
-    here = place(roadmap, scenario, x, y)
-    rows = roadmap.lanes[here.block * (FINE * FINE) + here.cell].astype(jnp.int32)
+    cell = place(roadmap, scenario, x, y)
+    rows = roadmap.lanes[cell.block * (FINE * FINE) + cell.cell].astype(jnp.int32)
     known, rows = rows >= 0, jnp.maximum(rows, 0)
-    middle_x, middle_y = _middle(roadmap.place.at[here.head[0] + rows].get(mode="clip"))
-    half_x, half_y, kind = _half(roadmap.shape.at[here.head[0] + rows].get(mode="clip"))
-    about = roadmap.lane.at[here.head[1] + rows].get(mode="clip")
-    dx, dy = here.x - middle_x, here.y - middle_y
+    middle_x, middle_y = _middle(roadmap.place.at[cell.head[0] + rows].get(mode="clip"))
+    half_x, half_y, kind = _half(roadmap.shape.at[cell.head[0] + rows].get(mode="clip"))
+    about = roadmap.lane.at[cell.head[1] + rows].get(mode="clip")
+    dx, dy = cell.x - middle_x, cell.y - middle_y
     square = jnp.maximum(half_x * half_x + half_y * half_y, 1e-8)
     part = jnp.clip((dx * half_x + dy * half_y) / square, -1.0, 1.0)
     distance = jnp.hypot(dx - part * half_x, dy - part * half_y)
@@ -132,12 +132,12 @@ def pieces(
     roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array, count: int
 ) -> Pieces:
     """The first `count` (at most `scenario.CANDIDATES`) candidates around a pose; see there which these are."""
-    here = place(roadmap, scenario, x, y)
-    rows = lax.dynamic_slice(roadmap.points, (here.block, jnp.zeros_like(here.block)), (1, count))[0].astype(jnp.int32)
-    index = here.head[0] + jnp.maximum(rows, 0)
+    cell = place(roadmap, scenario, x, y)
+    rows = lax.dynamic_slice(roadmap.points, (cell.block, jnp.zeros_like(cell.block)), (1, count))[0].astype(jnp.int32)
+    index = cell.head[0] + jnp.maximum(rows, 0)
     middle_x, middle_y = _middle(roadmap.place.at[index].get(mode="clip"))
     half_x, half_y, kind = _half(roadmap.shape.at[index].get(mode="clip"))
-    u, v = into(middle_x - here.x, middle_y - here.y, cos, sin)
+    u, v = into(middle_x - cell.x, middle_y - cell.y, cos, sin)
     along, beside = into(half_x, half_y, cos, sin)
     return Pieces(u, v, along, beside, kind, rows >= 0)
 
@@ -146,15 +146,15 @@ def describe(pieces: Pieces) -> jax.Array:
     """Float32 [P, ROAD], each: x, y of the middle, squashed; the half of the piece as a vector / 5 m; what it is, in
     three numbers of 0 .. 1: lane (bicycles, street, freeway), barrier (broken line, solid line, edge), special
     (crosswalk, speed bump, stop sign); and 1 where there is a piece (else all are 0)."""
-    there = pieces.there.astype(jnp.float32)
-    third, unit = there * np.float32(1.0 / 3.0), there * np.float32(1.0 / HALF_SCALE)
+    present = pieces.there.astype(jnp.float32)
+    third, unit = present * np.float32(1.0 / 3.0), present * np.float32(1.0 / HALF_SCALE)
     values = [
-        there * pieces.x / (NEAR + jnp.abs(pieces.x)),
-        there * pieces.y / (NEAR + jnp.abs(pieces.y)),
+        present * pieces.x / (NEAR + jnp.abs(pieces.x)),
+        present * pieces.y / (NEAR + jnp.abs(pieces.y)),
         unit * pieces.half_x,
         unit * pieces.half_y,
         *(third * ((pieces.kind >> shift) & 3).astype(jnp.float32) for shift in (0, 2, 4)),
-        there,
+        present,
     ]
     return jnp.stack(values).T  # stacked along the minor axis it is several times as slow on a CPU
 

@@ -175,9 +175,9 @@ class Simulator:
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)
         t = jnp.zeros((), jnp.int32)
-        motion, there = self._logged(scenario, t)
+        motion, present = self._logged(scenario, t)
         if partners is not None:
-            there = there & partners.driven
+            present = present & partners.driven
         if moved is not None:
             motion = self._displaced(moved, motion)
         zeros = jnp.zeros(agents, jnp.float32)
@@ -188,21 +188,21 @@ class Simulator:
             acceleration=zeros.astype(jnp.float16),
             curvature=zeros.astype(jnp.float16),
             s=tables.start_s[scenario],
-            stage=jnp.where(there, PLAYING, GONE).astype(jnp.uint8),
+            stage=jnp.where(present, PLAYING, GONE).astype(jnp.uint8),
             reactive=traffic.begin(tables, scenario),
             tally=metrics.begin(agents, zeros),
             goals=jnp.zeros(agents, jnp.int8) if self.config.goal == "respawn" else None,
             episode=jnp.asarray(episode, jnp.uint32) if self.config.conditioning else None,
             partners=partners,
         )
-        here = self._scene(state)
-        features = self._features(state, here)
+        scene = self._scene(state)
+        features = self._features(state, scene)
         state = state._replace(s=features.s, tally=metrics.begin(agents, features.s))
         if self._evades:
-            state = state._replace(habits=evasion.begin(here))
+            state = state._replace(habits=evasion.begin(scene))
         if key is None and self.config.draws:
             key = jax.random.fold_in(jax.random.key(0), scenario)
-        return state, self._observe(state, here, features, key)
+        return state, self._observe(state, scene, features, key)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
         """Action: [A, ...] as `spec.action` says, by `Config.dynamics` and `actions`; ignored unless the policy
@@ -213,8 +213,8 @@ class Simulator:
         advance = self._advance(key, state, action, held, dt)
         drive = advance.drive
         after = state.moved(drive)._replace(t=state.t + 1, reactive=advance.reactive)
-        here = self._scene(after)
-        features = self._features(after, here)
+        scene = self._scene(after)
+        features = self._features(after, scene)
         over = after.t >= tables.steps[state.scenario] - 1
         logged, present = self._logged(state.scenario, after.t)
         events = reward.detect_events(features, length, over)
@@ -234,7 +234,7 @@ class Simulator:
         )
         if state.habits is not None:
             speed, real = drive.motion.speed, state.stage == PLAYING
-            after = after._replace(habits=evasion.watch(state.habits, here, features, speed, real, dt))
+            after = after._replace(habits=evasion.watch(state.habits, scene, features, speed, real, dt))
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):
@@ -242,7 +242,7 @@ class Simulator:
             after = after.moved(hold(after.stage == STANDING, halted, after.drive))
         terminated = ends.terminated & state.playing
         truncated = state.playing & ~terminated & over
-        observation = self._observe(after, here, features, key)
+        observation = self._observe(after, scene, features, key)
         return after, transition(observation, jnp.where(paid, pay, 0.0), terminated, truncated)
 
     def _advance(self, key: Key, state: State, action: jax.Array, held: jax.Array | None, dt: jax.Array) -> _Advance:
@@ -308,8 +308,8 @@ class Simulator:
             features = self._features(state, self._scene(state))
             aim, known = idm.follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
         else:
-            (logged, _), (aim, there) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
-            known = state.playing & there & dynamics.near_log(state.motion, logged)
+            (logged, _), (aim, present) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
+            known = state.playing & present & dynamics.near_log(state.motion, logged)
         limits = self._limits(scenario)
         return dynamics.nearest_action(state.drive, aim, limits, dt, config.dynamics, config.actions), known
 
@@ -332,17 +332,17 @@ class Simulator:
 
     def frame(self, state: State) -> Frame:
         """A picture of the world as it is now."""
-        tables, here = self.tables, self._scene(state)
+        tables, scene = self.tables, self._scene(state)
         logged, _ = self._logged(state.scenario, state.t)
         stop, lights = device_bank.lights_at(tables, state.scenario, state.t, jnp.int32(0))
         place = jnp.floor(jnp.where(jnp.isfinite(stop), stop, 0.0))
         line = jax.vmap(lambda s: device_bank.place_on(tables, state.scenario, jnp.int32(0), s))(place)[:, :2]
         return Frame(
-            pose=jnp.stack([here.x, here.y, here.heading], -1),
-            size=2.0 * jnp.stack([here.half_length, here.half_width], -1),
-            kind=here.kind.astype(jnp.int32),
-            present=here.present,
-            controlled=here.slot >= 0,
+            pose=jnp.stack([scene.x, scene.y, scene.heading], -1),
+            size=2.0 * jnp.stack([scene.half_length, scene.half_width], -1),
+            kind=scene.kind.astype(jnp.int32),
+            present=scene.present,
+            controlled=scene.slot >= 0,
             expert=jnp.stack([logged.x[0], logged.y[0], logged.heading[0]]),
             light_position=jnp.where(jnp.isfinite(stop)[:, None], line, jnp.nan),
             light_state=lights.astype(jnp.int32),
@@ -384,32 +384,32 @@ class Simulator:
         )
 
     def _scene(self, state: State) -> Scene:
-        there = (state.stage == PLAYING) | (state.stage == STANDING)
+        present = (state.stage == PLAYING) | (state.stage == STANDING)
         if self.config.driver == "log":
-            there = there & self._logged(state.scenario, state.t)[1]
+            present = present & self._logged(state.scenario, state.t)[1]
         drift = self.config.traffic == "constant"
         tables, reactive = self.tables, state.reactive
-        return traffic.scene(tables, state.scenario, state.t, state.motion, there, reactive, drift, state.partners)
+        return traffic.scene(tables, state.scenario, state.t, state.motion, present, reactive, drift, state.partners)
 
     def _agents(self, state: State) -> Agent:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)
         return Agent(state.drive, state.s, slots, self.tables.controlled[state.scenario])
 
-    def _features(self, state: State, here: Scene) -> Features:
+    def _features(self, state: State, scene: Scene) -> Features:
         def of_agent(agent: Agent) -> Features:
-            return extract(self.tables, self.search, state.scenario, state.t, here, agent)
+            return extract(self.tables, self.search, state.scenario, state.t, scene, agent)
 
         return jax.vmap(of_agent)(self._agents(state))
 
-    def _observe(self, state: State, here: Scene, features: Features, key: Key | None) -> Observation:
+    def _observe(self, state: State, scene: Scene, features: Features, key: Key | None) -> Observation:
         tables, config = self.tables, self.config
         offsets = waypoint_offsets(config.waypoints)
         left = tables.route_length[state.scenario] - features.s
 
         def view_of(features: Features, agent: Agent, left: jax.Array, key: Key | None) -> Observation:
-            seen = here
+            seen = scene
             if not config.perfect:
-                seen = perceive(config, here, agent, key)
+                seen = perceive(config, scene, agent, key)
                 features = extract(tables, self.search, state.scenario, state.t, seen, agent)
             view = observe(features, seen, agent, left, config.neighbours, offsets)
             if config.speed_limit:
@@ -428,22 +428,22 @@ class Simulator:
             return views
         return views._replace(ego=jnp.concatenate([views.ego, reward.weight_draws(state.episode, config.agents)], -1))
 
-    def _drive(self, state: State, here: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
-        """The next motion of the controlled agents; `here` for IDM alone."""
+    def _drive(self, state: State, scene: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
+        """The next motion of the controlled agents; `scene` for IDM alone."""
         config, now = self.config, state.drive
         if config.driver == "log":  # to where the log has them next, where it has them
             logged, present = self._logged(state.scenario, state.t + 1)
             motion = jax.tree.map(lambda new, old: jnp.where(present, new, old), logged, now.motion)
             return Drive(motion, *dynamics.invert(now.motion, motion, dt))
-        if here is not None:
-            return idm.follow(self.tables, state.scenario, now, self._features(state, here), dt)
+        if scene is not None:
+            return idm.follow(self.tables, state.scenario, now, self._features(state, scene), dt)
         if config.driver == "constant":
             zeros = jnp.zeros_like(now.motion.speed)
             return dynamics.arc(now, zeros, zeros, VEHICLE, dt)
         limits = self._limits(state.scenario)
         return dynamics.act(now, action, limits, dt, config.dynamics, config.actions)
 
-    def _check(self, state: State, here: Scene, drive: Drive, dt: jax.Array, key: Key) -> tuple[Drive, jax.Array]:
+    def _check(self, state: State, scene: Scene, drive: Drive, dt: jax.Array, key: Key) -> tuple[Drive, jax.Array]:
         """`drive` with unsafe commands replaced, by what each agent perceives before the step, and a flag that they
         were, bool [A]."""
         config = self.config
@@ -451,7 +451,7 @@ class Simulator:
         def checked(
             agent: Agent, drive: Drive, limits: Limits, gentle: Any, key: Key | None
         ) -> tuple[Drive, jax.Array]:
-            seen = here if config.perfect else perceive(config, here, agent, key)
+            seen = scene if config.perfect else perceive(config, scene, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
             view = safety.view_of(agent, features, seen, limits, road, dt, config.neighbours)
             return safety.keep_safe(view, drive, gentle)
@@ -462,7 +462,7 @@ class Simulator:
         check_all = jax.vmap(checked, in_axes=(0, 0, 0, 0, None if keys is None else 0))
         safe, unsafe = check_all(self._agents(state), drive, limits, metrics.gentle_range(state.tally, dt), keys)
         if state.habits is not None:
-            safe, unsafe = self._evade(state, here, safe, unsafe, limits, dt)
+            safe, unsafe = self._evade(state, scene, safe, unsafe, limits, dt)
         if state.partners is None:
             return safe, unsafe
         counts = state.partners.checked | (jnp.arange(config.agents) == 0)
@@ -474,7 +474,7 @@ class Simulator:
         return self.config.safety and self.config.driver == "policy" and self.config.perfect
 
     def _evade(
-        self, state: State, here: Scene, drive: Drive, unsafe: jax.Array, limits: Limits, dt: jax.Array
+        self, state: State, scene: Scene, drive: Drive, unsafe: jax.Array, limits: Limits, dt: jax.Array
     ) -> tuple[Drive, jax.Array]:
         """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades whoever does not react."""
         search, neighbours = self.search, self.config.neighbours
@@ -487,14 +487,14 @@ class Simulator:
             return drive, unsafe | evades
 
         assert state.habits is not None
-        blind = state.habits.blind & here.present
+        blind = state.habits.blind & scene.present
         agents = self._agents(state)
         at = agents.drive.motion
-        near = jnp.hypot(at.x[:, None] - here.x[None], at.y[:, None] - here.y[None]) < RANGE
-        needed = state.playing & jnp.any(near & blind[None] & (here.slot[None] != agents.slot[:, None]), axis=-1)
+        near = jnp.hypot(at.x[:, None] - scene.x[None], at.y[:, None] - scene.y[None]) < RANGE
+        needed = state.playing & jnp.any(near & blind[None] & (scene.slot[None] != agents.slot[:, None]), axis=-1)
         if state.partners is not None:
             needed = needed & (state.partners.checked | (agents.slot == 0))
-        world = state.scenario, state.t, here, state.habits, dt
+        world = state.scenario, state.t, scene, state.habits, dt
         return evasion.only_where(evaded)(needed, (drive, unsafe), (agents, drive, unsafe, limits), world, self.tables)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -112,13 +112,13 @@ def scene(
     scenario: jax.Array,
     t: jax.Array,
     motion: Motion,
-    there: jax.Array,
+    present_agents: jax.Array,
     reactive: Reactive | None,
     drift: bool = False,
     partners: Partners | None = None,
 ) -> Scene:
-    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else. With
-    partners, those are whom the policy drives."""
+    """Scene at step t, with the controlled agents at `motion` [A] where `present_agents` [A] says so, and nowhere else.
+    With partners, those are whom the policy drives."""
     logged, body = slice_at(tables, scenario, t), tables.body[scenario]
     x, y, heading, vx, vy, present = (logged[i] for i in range(6))
     slot = body[3].astype(jnp.int32)
@@ -142,8 +142,8 @@ def scene(
     driven = slot >= 0
 
     def put(agents: jax.Array, others: jax.Array) -> jax.Array:
-        theirs = jnp.broadcast_to(agents, slot.shape) if agents.shape[0] == 1 else agents[jnp.maximum(slot, 0)]
-        return jnp.where(driven, theirs, others)
+        of_agents = jnp.broadcast_to(agents, slot.shape) if agents.shape[0] == 1 else agents[jnp.maximum(slot, 0)]
+        return jnp.where(driven, of_agents, others)
 
     heading = put(motion.heading, heading)
     return Scene(
@@ -157,7 +157,7 @@ def scene(
         half_length=body[0],
         half_width=body[1],
         kind=body[2],
-        present=put(there, present > 0.5),
+        present=put(present_agents, present > 0.5),
         slot=slot,
     )
 
@@ -204,18 +204,18 @@ def begin(tables: DeviceBank, scenario: jax.Array) -> Reactive | None:
     if tables.paths is None:
         return None
     logged = slice_at(tables, scenario, jnp.zeros_like(scenario))
-    there = logged[5] > 0.5
-    return reacting(jnp.where(there, logged[6], OUTSIDE), jnp.hypot(logged[3], logged[4]))
+    present = logged[5] > 0.5
+    return reacting(jnp.where(present, logged[6], OUTSIDE), jnp.hypot(logged[3], logged[4]))
 
 
 def react(
-    tables: DeviceBank, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive,
+    tables: DeviceBank, scenario: jax.Array, t: jax.Array, scene: Scene, state: Reactive,
     partners: Partners | None = None,
 ) -> Reactive:  # fmt: skip
-    """Reactive vehicles one step on, from step t, where everybody is as in the scene `here`."""
+    """Reactive vehicles one step on, from step t, where everybody is as in `scene`."""
     paths = tables.paths
     assert paths is not None
-    acceleration = respond(paths, scenario, here, state, partners)
+    acceleration = respond(paths, scenario, scene, state, partners)
     after = slice_at(tables, scenario, t + 1)
     # who is past the place where its log waits has nothing more to wait for
     wall = jnp.where(state.s <= after[7] + STIR, after[7], paths.end[scenario])
@@ -224,28 +224,28 @@ def react(
     acceleration = jnp.maximum(jnp.minimum(acceleration, stop), -MAX_ACCELERATION)
     distance, speed = travel(state.speed, acceleration, tables.dt[scenario])
     waits = state.word == NOT_YET
-    appears = waits & (t + 1 >= tables.first[scenario]) & free_entrance(paths, scenario, here)
+    appears = waits & (t + 1 >= tables.first[scenario]) & free_entrance(paths, scenario, scene)
     return reacting(
         jnp.where(waits, jnp.where(appears, 0.0, OUTSIDE), jnp.minimum(state.s + distance, paths.end[scenario])),
         jnp.where(waits, jnp.where(appears, paths.begin[scenario], 0.0), speed),
     )
 
 
-def free_entrance(paths: Paths, scenario: jax.Array, here: Scene) -> jax.Array:
+def free_entrance(paths: Paths, scenario: jax.Array, scene: Scene) -> jax.Array:
     """bool [N]: whether nobody stands where a vehicle's way begins."""
-    x, y, heading = on_path(paths, scenario, jnp.zeros_like(here.x))
+    x, y, heading = on_path(paths, scenario, jnp.zeros_like(scene.x))
     cos, sin = jnp.cos(heading)[:, None], jnp.sin(heading)[:, None]
-    u, v = into(here.x[None, :] - x[:, None], here.y[None, :] - y[:, None], cos, sin)
-    turn_cos, turn_sin = into(here.cos[None, :], here.sin[None, :], cos, sin)
+    u, v = into(scene.x[None, :] - x[:, None], scene.y[None, :] - y[:, None], cos, sin)
+    turn_cos, turn_sin = into(scene.cos[None, :], scene.sin[None, :], cos, sin)
     c, s = jnp.abs(turn_cos), jnp.abs(turn_sin)
-    length, width = here.half_length[None, :], here.half_width[None, :]
-    long = here.half_length[:, None] + length * c + width * s + STANDSTILL
-    wide = here.half_width[:, None] + length * s + width * c + MARGIN
-    return ~jnp.any(here.present[None, :] & (jnp.abs(u) < long) & (jnp.abs(v) < wide), axis=1)
+    length, width = scene.half_length[None, :], scene.half_width[None, :]
+    long = scene.half_length[:, None] + length * c + width * s + STANDSTILL
+    wide = scene.half_width[:, None] + length * s + width * c + MARGIN
+    return ~jnp.any(scene.present[None, :] & (jnp.abs(u) < long) & (jnp.abs(v) < wide), axis=1)
 
 
 def respond(
-    paths: Paths, scenario: jax.Array, here: Scene, state: Reactive, partners: Partners | None = None
+    paths: Paths, scenario: jax.Array, scene: Scene, state: Reactive, partners: Partners | None = None
 ) -> jax.Array:
     """IDM's acceleration [N] of every vehicle towards everybody in its corridor, those who will cross it, and the bends
     of its way."""
@@ -253,19 +253,19 @@ def respond(
     points = read(paths, scenario, index, PATH_WINDOW)
     offset = PATH_SPACING * np.arange(PATH_WINDOW, dtype=np.float32)
     along = (PATH_SPACING * index.astype(jnp.float32) - state.s)[:, None] + offset[None, ::STRIDE]
-    speed, length, width = state.speed[:, None], here.half_length[:, None], here.half_width[:, None]
-    pace = jnp.hypot(here.vx, here.vy)
+    speed, length, width = state.speed[:, None], scene.half_length[:, None], scene.half_width[:, None]
+    pace = jnp.hypot(scene.vx, scene.vy)
     moves = paths.reactive[scenario]
-    stands = ~moves & (here.slot < 0) & (pace < STILL)
+    stands = ~moves & (scene.slot < 0) & (pace < STILL)
     margin = width + jnp.where(stands, TOUCH, MARGIN)[None, :]
-    conflicts = survey(points[:, :, ::STRIDE], along, here, pace, margin)
-    others = here.present[None, :] & ~np.eye(here.x.shape[0], dtype=bool)
-    theirs = here.vx[None, :] * here.cos[:, None] + here.vy[None, :] * here.sin[:, None]
+    conflicts = survey(points[:, :, ::STRIDE], along, scene, pace, margin)
+    others = scene.present[None, :] & ~np.eye(scene.x.shape[0], dtype=bool)
+    theirs = scene.vx[None, :] * scene.cos[:, None] + scene.vy[None, :] * scene.sin[:, None]
     headway = 1.0 if partners is None else partners.headway
     cost = interaction(speed, conflicts.near - length, jnp.maximum(theirs, 0.0), headway)
     cost = jnp.where(conflicts.near < FREE, cost, 0.0)
-    gap = conflicts.crossing - length - here.half_width[None, :] - MARGIN
-    yields = gives_way(conflicts, here, state.speed, pace, gap)
+    gap = conflicts.crossing - length - scene.half_width[None, :] - MARGIN
+    yields = gives_way(conflicts, scene, state.speed, pace, gap)
     if partners is not None:
         yields = yields & partners.yields
     cost = jnp.maximum(cost, jnp.where(yields, interaction(speed, gap, jnp.zeros_like(gap)), 0.0))
@@ -283,14 +283,14 @@ class Survey(NamedTuple):
     away: jax.Array  # [N, N]: how far the other has to go to there
 
 
-def survey(points: jax.Array, along: jax.Array, here: Scene, pace: jax.Array, margin: jax.Array) -> Survey:
+def survey(points: jax.Array, along: jax.Array, scene: Scene, pace: jax.Array, margin: jax.Array) -> Survey:
     """For ways of M points [N, 3, M], `along` [N, M] metres ahead: the first in each other's box, larger by
     PATH_SPACING and `margin` [N, N], and the first in the band that the other sweeps in HORIZON seconds at its `pace`
     [N], where the two are not almost parallel. Unrolled as `geometry.blocked` is, with one look at every point."""
-    cos, sin = here.cos[None, :], here.sin[None, :]
-    own_u, own_v = into(here.x[None, :], here.y[None, :], cos, sin)
-    long, wide = here.half_length[None, :] + PATH_SPACING, here.half_width[None, :] + margin
-    reach = here.half_length[None, :] + HORIZON * pace[None, :]
+    cos, sin = scene.cos[None, :], scene.sin[None, :]
+    own_u, own_v = into(scene.x[None, :], scene.y[None, :], cos, sin)
+    long, wide = scene.half_length[None, :] + PATH_SPACING, scene.half_width[None, :] + margin
+    reach = scene.half_length[None, :] + HORIZON * pace[None, :]
     way_cos, way_sin = jnp.cos(points[:, 2]), jnp.sin(points[:, 2])
     near = crossing = away = jnp.full(margin.shape, FREE)
     for j in reversed(range(along.shape[-1])):
@@ -305,20 +305,20 @@ def survey(points: jax.Array, along: jax.Array, here: Scene, pace: jax.Array, ma
     return Survey(near, crossing, away)
 
 
-def gives_way(conflicts: Survey, here: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
+def gives_way(conflicts: Survey, scene: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
     """bool [N, N]: whether a vehicle lets an other cross its corridor, `gap` [N, N] metres before that place.
 
     Both would be there at a time, and the other first; people on foot and on cycles always go first. Who stands lets
     those pass, too, who would come a little later. Nobody stops where he cannot any more, or within the crossing.
     """
-    length, width = here.half_length, here.half_width
-    mine, theirs = jnp.maximum(speed, 2.0)[:, None], jnp.maximum(pace, STILL)[None, :]
+    length, width = scene.half_length, scene.half_width
+    own_speed, other_speed = jnp.maximum(speed, 2.0)[:, None], jnp.maximum(pace, STILL)[None, :]
     far = length[:, None] + width[None, :]
-    begin, end = jnp.maximum(conflicts.crossing - far, 0.0) / mine, (conflicts.crossing + far) / mine
+    begin, end = jnp.maximum(conflicts.crossing - far, 0.0) / own_speed, (conflicts.crossing + far) / own_speed
     far = length[None, :] + width[:, None]
-    enters, leaves = jnp.maximum(conflicts.away - far, 0.0) / theirs, (conflicts.away + far) / theirs
+    enters, leaves = jnp.maximum(conflicts.away - far, 0.0) / other_speed, (conflicts.away + far) / other_speed
     meet = (enters < end + 0.5) & (begin < leaves + 0.5)
     patience = jnp.where(speed < 1.0, PATIENCE, 0.0)[:, None]
-    first = (enters < begin + patience) | (here.kind != VEHICLE)[None, :]
+    first = (enters < begin + patience) | (scene.kind != VEHICLE)[None, :]
     stops = (gap > 0.0) & (jnp.square(speed)[:, None] < 2.0 * MAX_ACCELERATION * gap)
     return (conflicts.crossing < FREE) & (pace > 2.0 * STILL)[None, :] & meet & first & stops

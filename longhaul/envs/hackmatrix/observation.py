@@ -83,9 +83,9 @@ def _life(state: State) -> jax.Array:
     cell = np.arange(CELLS)
     kinds, last, coming = (jnp.zeros(CELLS, jnp.int32) for _ in range(3))
     for slot in range(SLOTS):  # unrolled: every operation runs along the cells
-        here = cell == place[slot]
-        kinds = kinds | jnp.where(here, kind[slot], 0)
-        last = jnp.where(here, code[slot], last)
+        at_cell = cell == place[slot]
+        kinds = kinds | jnp.where(at_cell, kind[slot], 0)
+        last = jnp.where(at_cell, code[slot], last)
         coming = jnp.where(cell == sent[slot], turns[slot], coming)
     return (kinds | last | coming).astype(jnp.int16)
 

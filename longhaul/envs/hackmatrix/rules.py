@@ -45,12 +45,12 @@ def unpack(code: jax.Array, state: State) -> Cells:
     )
 
 
-def in_line(state: State, row: jax.Array, col: jax.Array, there: jax.Array) -> jax.Array:
+def in_line(state: State, row: jax.Array, col: jax.Array, present: jax.Array) -> jax.Array:
     """uint32 [SLOTS]: bit 5 * direction + distance - 1 of what stands in a line with the player; 0 otherwise."""
     up, right = row - state.row, col - state.col
     direction = jnp.where(right == 0, jnp.where(up > 0, w.UP, w.DOWN), jnp.where(right < 0, w.LEFT, w.RIGHT))
     distance = jnp.abs(up) + jnp.abs(right)
-    inline = there & ((up == 0) | (right == 0)) & (distance > 0)
+    inline = present & ((up == 0) | (right == 0)) & (distance > 0)
     return jnp.where(inline, jnp.uint32(1) << (5 * direction + distance - 1).astype(jnp.uint32), jnp.uint32(0))
 
 
@@ -189,13 +189,13 @@ def _walk(state: State, cells: Cells, action: jax.Array) -> State:
     goes = free & (row >= 0) & (row < SIDE) & (col >= 0) & (col < SIDE)
     cell = jnp.where(goes, SIDE * row + col, 0)
     goes &= ~w.has(cells.walls, cell)
-    here = (np.arange(w.CELLS) == cell) & goes
+    at_cell = (np.arange(w.CELLS) == cell) & goes
     entered = jnp.where(goes, w.bits(cell), jnp.uint32(0))
     return state._replace(
         row=jnp.where(goes, row, state.row),
         col=jnp.where(goes, col, state.col),
-        credits=state.credits + jnp.sum(jnp.where(here, cells.credits, 0)),
-        energy=state.energy + jnp.sum(jnp.where(here, cells.energy, 0)),
+        credits=state.credits + jnp.sum(jnp.where(at_cell, cells.credits, 0)),
+        energy=state.energy + jnp.sum(jnp.where(at_cell, cells.energy, 0)),
         siphons=state.siphons + jnp.any((state.pickup & entered) > 0),
         collected=state.collected | entered,
         pickup=state.pickup & ~entered,

@@ -311,15 +311,15 @@ def _length(spans: Sequence[Span]) -> int:
 
 def _who(view: View, row: int, col: int, style: Style, reveal: bool) -> list[Span]:
     """The upper line of a cell: the player, enemies, transmissions; at its right end what a block sends."""
-    there: list[Span] = [(style.player, "bold green")] if (view.row, view.col) == (row, col) else []
+    spans: list[Span] = [(style.player, "bold green")] if (view.row, view.col) == (row, col) else []
     for enemy in view.enemies:
         if (enemy.row, enemy.col) == (row, col) and (reveal or not enemy.hidden):
             text = f"{LETTERS[enemy.kind]}{enemy.hp}{'~' if enemy.stunned else ''}"
-            there.append((text, f"bold {KINDS[enemy.kind]}"))
-    there += [(f"{style.sent}{s.turns}", "blue") for s in view.sent if (s.row, s.col) == (row, col)]
+            spans.append((text, f"bold {KINDS[enemy.kind]}"))
+    spans += [(f"{style.sent}{s.turns}", "blue") for s in view.sent if (s.row, s.col) == (row, col)]
     cell = view.cells[w.SIDE * row + col]
     sends = f"x{cell.spawn}" if cell.kind != w.NONE and cell.spawn and not cell.siphoned else ""
-    shown = _fit(there, WIDTH - len(sends))
+    shown = _fit(spans, WIDTH - len(sends))
     gap = WIDTH - _length(shown) - len(sends)
     return [*shown, (" " * gap, ""), (sends, "dim")] if sends else shown
 

@@ -162,11 +162,11 @@ def spread_bits(words: jax.Array) -> jax.Array:
     return ((words[:, None] >> shift[None]) & 1).astype(bool).reshape(CELLS)
 
 
-def occupied(row: jax.Array, col: jax.Array, there: jax.Array) -> jax.Array:
+def occupied(row: jax.Array, col: jax.Array, present: jax.Array) -> jax.Array:
     """uint32 [2]: the set of the cells of slots [SLOTS], as far as something is there."""
     upper = row >= 3
     bit = jnp.uint32(1) << (SIDE * (row - jnp.where(upper, 3, 0)) + col).astype(jnp.uint32)
-    halves = (jnp.where(there & ~upper, bit, jnp.uint32(0)), jnp.where(there & upper, bit, jnp.uint32(0)))
+    halves = (jnp.where(present & ~upper, bit, jnp.uint32(0)), jnp.where(present & upper, bit, jnp.uint32(0)))
     return join([jnp.bitwise_or.reduce(half) for half in halves])
 
 

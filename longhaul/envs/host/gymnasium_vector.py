@@ -367,8 +367,8 @@ def _check_first(name: str, inner: Any, spaces: Form) -> None:
     ):  # fmt: skip
         array = np.asarray(value)
         if array.shape != () or array.dtype.kind not in kinds:
-            wanted = "a bool" if kinds == "b" else "a number"
-            raise ValueError(f"{name}: {part} is {array.dtype}{list(array.shape)}; it must be {wanted}")
+            expected = "a bool" if kinds == "b" else "a number"
+            raise ValueError(f"{name}: {part} is {array.dtype}{list(array.shape)}; it must be {expected}")
 
 
 def check_observation(name: str, spaces: Form, observation: Any, infos: dict[str, Any]) -> None:

@@ -159,8 +159,8 @@ class JaxVector:
 
     def restore(self, state: Tree) -> None:
         """Snapshot of any vector of the same environment and size; ValueError where it is of another."""
-        wanted, form = jax.tree.flatten(self.programs.likeness)
-        stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in wanted]
+        leaves, form = jax.tree.flatten(self.programs.likeness)
+        stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in leaves]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:
             raise ValueError("the state is of another environment, or of another number of worlds")
 
@@ -169,7 +169,7 @@ class JaxVector:
             fresh = jnp.array(value)
             return jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(like)) if _is_key(like) else fresh
 
-        self._running = jax.tree.unflatten(form, map(again, state, wanted))
+        self._running = jax.tree.unflatten(form, map(again, state, leaves))
 
     def close(self) -> None:
         self._running = None

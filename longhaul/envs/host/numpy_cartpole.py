@@ -138,8 +138,8 @@ class CartPole:
 
     def restore(self, state: Tree) -> None:
         if state["physics"].shape != self._physics.T.shape:
-            given = len(state["physics"])
-            raise ValueError(f"a state of {given} worlds for {len(self._worlds)}; sizes must be equal")
+            count = len(state["physics"])
+            raise ValueError(f"a state of {count} worlds for {len(self._worlds)}; sizes must be equal")
         self._physics[:], self._steps[:], self._episode[:] = state["physics"].T, state["steps"], state["episode"]
         self._seen[:] = state["physics"]
         self._seed, self._starts = int(state["seed"]), self._starts[:, :0]

@@ -110,10 +110,10 @@ def parallel(
     agents = list(first.possible_agents)
     for agent in agents[1:]:
         for space in ("observation_space", "action_space"):
-            one, other = getattr(first, space)(agents[0]), getattr(first, space)(agent)
-            if one != other:
+            leading, other = getattr(first, space)(agents[0]), getattr(first, space)(agent)
+            if leading != other:
                 raise ValueError(
-                    f"{name}: the {space} of {agent} is {other}, and that of {agents[0]} is {one}; agents must be "
+                    f"{name}: the {space} of {agent} is {other}, and that of {agents[0]} is {leading}; agents must be "
                     "alike: pad them (SuperSuit does)"
                 )
     spaces = form(

@@ -82,8 +82,8 @@ class Snapshots:
             if each[0] is None:
                 return None
             self._blank = {name: np.zeros_like(value) for name, value in each[0].items()}
-        exact = [one is not None and _forms(one) == _forms(self._blank) for one in each]
-        rows = [one if good and one is not None else self._blank for one, good in zip(each, exact, strict=True)]
+        exact = [state is not None and _forms(state) == _forms(self._blank) for state in each]
+        rows = [state if good and state is not None else self._blank for state, good in zip(each, exact, strict=True)]
         return {EXACT: np.array(exact)} | {name: np.stack([row[name] for row in rows]) for name in self._blank}
 
     def restore(self, environments: Sequence[Any], state: Tree) -> None:

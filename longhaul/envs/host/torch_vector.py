@@ -64,8 +64,8 @@ class TorchVector:
 
         chosen = self._form.act(check_action(self.spec, self.columns, action))
         # DLPack gives nothing away that must not be written.
-        given = torch.from_dlpack(chosen if chosen.flags.writeable else chosen.copy())
-        observation, reward, terminated, truncated, extras = self._inner.step(given.to(self._inner.device))
+        actions = torch.from_dlpack(chosen if chosen.flags.writeable else chosen.copy())
+        observation, reward, terminated, truncated, extras = self._inner.step(actions.to(self._inner.device))
         out = slot(self.spec, self.columns) if out is None else out
         write(out[1:4], tuple(_numpy(tensor) for tensor in (reward, terminated, truncated)))
         out.valid[:] = True
@@ -91,8 +91,8 @@ class TorchVector:
         """
         import torch
 
-        given = _acted(torch.from_dlpack(action), self._space)
-        observation, reward, terminated, truncated, extras = self._inner.step(given)
+        tensor = _acted(torch.from_dlpack(action), self._space)
+        observation, reward, terminated, truncated, extras = self._inner.step(tensor)
         final = self._shared(_final(extras)) if self.spec.true_successors else None
         paid, flag = np.dtype(np.float32), np.dtype(bool)
         return DeviceStep(
@@ -161,11 +161,11 @@ def _array(tensor: Any, dtype: np.dtype) -> Any:
     return jax.dlpack.from_dlpack(tensor.detach().to(getattr(torch, str(dtype))).contiguous())
 
 
-def _acted(given: Any, space: Any) -> Any:
+def _acted(action: Any, space: Any) -> Any:
     """Our actions, a tensor [B, ...], as the environment's `space` has them, on their device."""
     import torch
 
-    shaped, start = given.reshape(len(given), *space.shape), np.asarray(vars(space).get("start", 0))
+    shaped, start = action.reshape(len(action), *space.shape), np.asarray(vars(space).get("start", 0))
     if start.any():
-        shaped = shaped + torch.as_tensor(start, device=given.device)
+        shaped = shaped + torch.as_tensor(start, device=action.device)
     return shaped.to(getattr(torch, str(np.dtype(space.dtype))))

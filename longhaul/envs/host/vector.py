@@ -180,10 +180,10 @@ def seeds(seed: int, worlds: int) -> list[int]:
 def check_action(spec: HostSpec, columns: int, action: Any) -> np.ndarray:
     """`action` as an array of the right form; ValueError naming both forms."""
     shape, dtype = action_shape(spec.action)
-    given = np.asarray(action)
-    if given.shape != (columns, *shape) or given.dtype.kind != dtype.kind:
-        raise ValueError(f"actions are {given.dtype} {given.shape}; {columns} columns take {dtype} {(columns, *shape)}")
-    return given
+    array = np.asarray(action)
+    if array.shape != (columns, *shape) or array.dtype.kind != dtype.kind:
+        raise ValueError(f"actions are {array.dtype} {array.shape}; {columns} columns take {dtype} {(columns, *shape)}")
+    return array
 
 
 def typed(spec: HostSpec, observation: Tree) -> Tree:

@@ -44,7 +44,7 @@ class Local:
 
     pause = LOOK
 
-    def __init__(self, words: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> None:
+    def __init__(self, arguments: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> None:
         self.members: list[TrainingProcess] = []
         self._folder = tempfile.mkdtemp(prefix="longhaul-launch-")
         place = os.path.join(self._folder, "socket")
@@ -52,7 +52,7 @@ class Local:
             for i in range(count):
                 out = printed.out if i == 0 else None
                 variables = environment(os.environ, i, count, place, devices)
-                member = TrainingProcess([*PROGRAM, *words], variables, out=out, error=printed.error(i))
+                member = TrainingProcess([*PROGRAM, *arguments], variables, out=out, error=printed.error(i))
                 self.members.append(member)
         except BaseException:
             self.end()

@@ -54,10 +54,10 @@ class Process:
         process, once it calls `end_with_parent`."""
         self._session, self._tied = session, tied
         lifeline, self._line = os.pipe() if tied else (-1, -1)
-        given = dict(os.environ if variables is None else variables) | ({LIFELINE: str(lifeline)} if tied else {})
+        environment = dict(os.environ if variables is None else variables) | ({LIFELINE: str(lifeline)} if tied else {})
         try:
             self._process = process = subprocess.Popen(
-                list(command), env=given, cwd=folder, start_new_session=session,
+                list(command), env=environment, cwd=folder, start_new_session=session,
                 pass_fds=(*descriptors, *([lifeline] if tied else [])),
                 stdin=PIPE if talks or payload is not None else DROP,
                 stdout=PIPE if callable(out) else out, stderr=PIPE if callable(error) else error,
@@ -94,12 +94,12 @@ class Process:
         """True while it is stopped, for example by SIGSTOP."""
         return self.code is None and heartbeat.stopped(self.id)
 
-    def say(self, words: bytes) -> bool:
+    def say(self, data: bytes) -> bool:
         """Words to its standard input, without waiting; -> False if it is gone. A full pipe drops the words: thousands
         are unread."""
         assert self._process.stdin is not None
         try:
-            os.write(self._process.stdin.fileno(), words)
+            os.write(self._process.stdin.fileno(), data)
         except BlockingIOError:
             pass
         except OSError:

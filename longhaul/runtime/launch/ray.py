@@ -95,9 +95,9 @@ def layout(nodes: Sequence[Node], wanted: Wanted, devices: int) -> Layout | None
     return Layout(count, devices, bundle, strategy)
 
 
-def variables(count: int, devices: int, address: str, given: Mapping[str, str]) -> list[dict[str, str]]:
-    """Variables of each process beside its node's; `address` is process 0's, `given` are the launcher's."""
-    passed = {name: value for name, value in given.items() if name.startswith(PASSED)}
+def variables(count: int, devices: int, address: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Variables of each process beside its node's; `address` is process 0's, `environment` the launcher's."""
+    passed = {name: value for name, value in environment.items() if name.startswith(PASSED)}
     about = {process_group.COORDINATOR: address, process_group.COUNT: str(count), process_group.DEVICES: str(devices)}
     return [passed | about | {process_group.INDEX: str(i)} for i in range(count)]
 
@@ -121,11 +121,11 @@ class Host:
 
     def begin(self, program: Sequence[str], variables: dict[str, str], folder: str) -> None:
         """Start of `program` with this node's Python in `folder`, if that exists here."""
-        given = {**os.environ, **variables}
+        environment = {**os.environ, **variables}
         python = local.PROGRAM[0]
-        there = folder if os.path.isdir(folder) else None
+        cwd = folder if os.path.isdir(folder) else None
         self._member = local.TrainingProcess(
-            [python, *program], given, out=self._take(out=True), error=self._take(out=False), folder=there
+            [python, *program], environment, out=self._take(out=True), error=self._take(out=False), folder=cwd
         )
 
     def _take(self, *, out: bool) -> Take:
@@ -162,7 +162,7 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
     wanted."""
     devices = wanted.devices
 
-    def start(words: Sequence[str], printed: Printed) -> Gang:
+    def start(command: Sequence[str], printed: Printed) -> Gang:
         nonlocal devices
         until, waits = time.monotonic() + wanted.patience, False
         while True:
@@ -177,7 +177,7 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
                         say(f"goes on with {planned.number} of {wanted.number} processes: there are no nodes for more")
                     each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
                     for actor, its in zip(placed.actors, each_variables, strict=True):
-                        actor.begin.remote([*local.PROGRAM[1:], *words], its, os.getcwd())  # `look` reports a failure
+                        actor.begin.remote([*local.PROGRAM[1:], *command], its, os.getcwd())  # `look` reports a failure
                     return OnRay(placed, printed)
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
@@ -228,9 +228,9 @@ def _place(planned: Layout) -> Placed | None:
         if not group.wait(ANSWER):
             raise TimeoutError
         for i in range(planned.number):
-            there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             has = {"num_cpus": planned.bundle["CPU"], "num_gpus": planned.bundle.get("GPU", 0.0)}
-            actors.append(ray.remote(Host).options(scheduling_strategy=there, max_restarts=0, **has).remote())
+            actors.append(ray.remote(Host).options(scheduling_strategy=strategy, max_restarts=0, **has).remote())
         where = ray.get([actor.where.remote() for actor in actors], timeout=ANSWER)
     except (TimeoutError, ray.exceptions.RayError):
         for actor in actors:

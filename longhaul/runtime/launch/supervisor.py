@@ -124,8 +124,8 @@ class Printed:
         return take
 
 
-def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
-    """Wait for the end of all: signals in `asked` are forwarded, and the rest is ended after one has ended.
+def watch(gang: Gang, signals: Sequence[int], deadline: float) -> Ended:
+    """Wait for the end of all: `signals` are forwarded, and the rest is ended after one has ended.
 
     `deadline` is the limit in seconds of phases other than updates.
     """
@@ -152,9 +152,9 @@ def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
                 until = time.monotonic() + wait
             if until is not None and time.monotonic() > until:
                 break
-            for number in asked[passed:]:
+            for number in signals[passed:]:
                 gang.send(number)
-            passed = len(asked)
+            passed = len(signals)
             time.sleep(gang.pause)
         codes = [look.code for look in gang.look()]
     finally:
@@ -197,46 +197,46 @@ Start = Callable[[Sequence[str], Printed], Gang]
 
 def supervise(command: Sequence[str], start: Start, restarts: int, deadline: float = DEADLINE) -> int:
     """Run of `longhaul COMMAND` in all processes to its end; -> its exit code."""
-    asked: list[int] = []  # signals that came
+    signals: list[int] = []  # signals that came
     printed = Printed()
-    history, before, words = Restarts(restarts, *PAUSES), -1, list(command)
-    with _listening(asked):
+    history, before, arguments = Restarts(restarts, *PAUSES), -1, list(command)
+    with _listening(signals):
         while True:
             printed.begin()
             try:
-                started = start(words, printed)
+                started = start(arguments, printed)
             except HostsError as error:
                 if not history.failures:
                     raise
                 say(str(error))
                 return FAILED
-            ended = watch(started, asked, deadline)
+            ended = watch(started, signals, deadline)
             folder = printed.folder
-            there = folder is not None and (folder / "run.json").is_file()
-            code = verdict(ended, asked, there)
+            began = folder is not None and (folder / "run.json").is_file()
+            code = verdict(ended, signals, began)
             if code != FAILED:
                 return code
-            newest = newest_step(folder) if folder is not None and there else -1
+            newest = newest_step(folder) if folder is not None and began else -1
             history = history.failed(progress=newest > before)
             before = newest
             say(report(ended))
             end = time.monotonic() + (0.0 if history.exhausted else history.pause)
-            while not asked and time.monotonic() < end:  # a signal ends the pause
+            while not signals and time.monotonic() < end:  # a signal ends the pause
                 time.sleep(LOOK)
-            if asked or history.exhausted:
+            if signals or history.exhausted:
                 return code
-            words = again(command, folder) if folder is not None and there else list(command)
+            arguments = again(command, folder) if folder is not None and began else list(command)
             say(f"starts again ({history.failures} of {restarts}), from update {max(newest, 0)}")
 
 
-def verdict(ended: Ended, asked: Sequence[int], there: bool) -> int:
+def verdict(ended: Ended, signals: Sequence[int], began: bool) -> int:
     """Exit code of all: 0 done, 75 stopped by a signal, 2 bad input, 1 something died.
 
-    `asked` are signals that came, `there` says whether there is a run to go on with.
+    `signals` are those that came, `began` says whether there is a run to go on with.
     """
     if ended.first is None:
         return STOPPED if STOPPED in ended.codes else FAILED if None in ended.codes else 0
-    if there and -ended.first.code in asked:  # it had not begun to listen
+    if began and -ended.first.code in signals:  # it had not begun to listen
         return STOPPED
     refused = ended.first.code == BAD_INPUT and not ended.first.why
     return BAD_INPUT if refused and ended.codes[0] == BAD_INPUT else FAILED  # whoever refused first: process 0 did, too
@@ -259,12 +259,12 @@ def again(command: Sequence[str], folder: Path) -> list[str]:
     """Command that resumes the run in `folder`."""
     if any(word == "--resume" or word.startswith("--resume=") for word in command):
         return list(command)
-    words, skip = [], False
+    arguments, skip = [], False
     for word in command:
         if not skip and word != "--run-name" and not word.startswith("--run-name="):
-            words.append(word)
+            arguments.append(word)
         skip = not skip and word == "--run-name"
-    return [*words, "--resume", str(folder)]
+    return [*arguments, "--resume", str(folder)]
 
 
 def newest_step(folder: Path) -> int:
@@ -273,10 +273,10 @@ def newest_step(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _listening(asked: list[int]) -> Any:
-    """Context in which SIGINT and SIGTERM are noted in `asked`."""
+def _listening(signals: list[int]) -> Any:
+    """Context in which SIGINT and SIGTERM are noted in `signals`."""
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers}
     try:
         yield
     finally:

@@ -58,8 +58,8 @@ def begin(session: Session) -> Tracker:
     about = bounded_json.read(folder / "run.json")
     experiment = client.get_experiment_by_name(tracked.project)
     place = experiment.experiment_id if experiment else client.create_experiment(tracked.project)
-    there = client.search_runs([place], f"tags.`{TAG}` = '{tracked.id}'", max_results=1)
-    run = there[0] if there else client.create_run(place, run_name=folder.name, tags={TAG: tracked.id})
+    found = client.search_runs([place], f"tags.`{TAG}` = '{tracked.id}'", max_results=1)
+    run = found[0] if found else client.create_run(place, run_name=folder.name, tags={TAG: tracked.id})
     key, start, known = run.info.run_id, run.info.start_time, run.data.params
     client.update_run(key, status="RUNNING")
     settings = [Param(name, value) for name, value in flat(about.get("run", {})) if name not in known]

@@ -110,11 +110,11 @@ def renamed(record: Record, before: Record | None = None) -> dict[str, Any]:
     """
     metrics = {name: value for name, value in record.items() if value is not None}
     length, returned = metrics.get("episode/length"), metrics.get("episode/return")
-    mine, theirs = PARTS
+    own_prefix, their_prefix = PARTS
     fields: dict[str, Any] = {}
     for name, value in metrics.items():
-        if name.startswith(mine) and length:
-            fields[theirs + name.removeprefix(mine)] = value / length
+        if name.startswith(own_prefix) and length:
+            fields[their_prefix + name.removeprefix(own_prefix)] = value / length
         elif name != "episode/count":
             fields[NAMES.get(name) or LEARNING.get(of_learning(name) or "", name)] = value
     updates = record["update"] - (before["update"] if before else 0)
@@ -135,8 +135,8 @@ def config(about: Mapping[str, Any]) -> dict[str, Any]:
     run = about.get("run", {})
     algorithm = run.get("algorithm", {})
     algorithm = {**algorithm, **algorithm.get("network", {})}
-    flat = {name: run[mine] for mine, name in SETTINGS.items() if mine in run}
-    return {**about, **flat, **{name: algorithm[mine] for mine, name in ALGORITHM.items() if mine in algorithm}}
+    flat = {name: run[field] for field, name in SETTINGS.items() if field in run}
+    return {**about, **flat, **{name: algorithm[field] for field, name in ALGORITHM.items() if field in algorithm}}
 
 
 # ------------------------------------------------------------------------------------------------------------ session

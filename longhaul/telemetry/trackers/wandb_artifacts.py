@@ -44,8 +44,8 @@ def sender(session: Session, run: Any, online: bool) -> Callable[[], None]:
 
     from longhaul.telemetry.follower import first_line, public
 
-    folder, wanted = session.folder, session.tracked.artifact
-    if not (online if wanted is None else wanted):
+    folder, uploads = session.folder, session.tracked.artifact
+    if not (online if uploads is None else uploads):
         return lambda: None
     sent = set[str]()
     with suppress(OSError, ValueError):

@@ -98,10 +98,10 @@ class ActorThread:
 class Remote:
     """Environment and policy of an actor, on a node."""
 
-    def begin(self, made: bytes, shapes: Shapes, actor: int) -> int:
+    def begin(self, make_bytes: bytes, shapes: Shapes, actor: int) -> int:
         """Start of actor `actor`, whose rollout function a pickled maker creates; -> process id."""
         os.environ |= FEW  # before anything imports JAX
-        make: Callable[[int], Collect] = pickle.loads(made)
+        make: Callable[[int], Collect] = pickle.loads(make_bytes)
         self._collect, self._shapes = make(actor), shapes
         self._version = -1
         self._weights: list[np.ndarray] = []
@@ -185,8 +185,8 @@ class RayActor:
         """An `actor.Collect` that runs on the node."""
         sent = None if state is self._after else list(state)  # the node still has this state
         reference = [self._board.references[version]]  # in a list: else Ray would fetch it with each call
-        after, made = self._remote.collect.options(num_returns=2).remote(version, reference, sent, key, ticket)
-        data, scores = self._answer(made)
+        after, result = self._remote.collect.options(num_returns=2).remote(version, reference, sent, key, ticket)
+        data, scores = self._answer(result)
         self._after = self._answer(after)
         return self._after, data, scores
 
@@ -194,9 +194,9 @@ class RayActor:
         """Result of a call. Raises `ray_cluster.Lost`, also once the pool gives the actor up."""
         import ray
 
-        there = False
-        while not there and not self._given_up.is_set():
-            there = bool(ray.wait([coming], timeout=LOOK)[0])
+        arrived = False
+        while not arrived and not self._given_up.is_set():
+            arrived = bool(ray.wait([coming], timeout=LOOK)[0])
         if self._given_up.is_set():
             raise ray_cluster.Lost("it was given up")
         return ray_cluster.fetched(coming)
@@ -271,9 +271,9 @@ class ActorPool:
                 self._watch(now)
         self.waited += time.perf_counter() - began
         number = self.book.version
-        mine = sorted((t for t in self._heads if t.batch == number), key=lambda t: t.place)
+        tickets = sorted((t for t in self._heads if t.batch == number), key=lambda t: t.place)
         data, scores = self.shared.batch(number)
-        return Batch(data, scores, [self._heads.pop(ticket) for ticket in mine])
+        return Batch(data, scores, [self._heads.pop(ticket) for ticket in tickets])
 
     def learnt(self, weights: np.ndarray) -> None:
         """Note of a finished update, whose batch nothing reads any more; `weights` are the new ones."""
@@ -402,7 +402,7 @@ class ActorPool:
         """Start actors that are due, and end those that hang."""
         self._looked = now
         for actor, reason in self._actors.look(now):
-            self._failed(actor, f"{reason}: {words}" if (words := self.shared.last_error(actor)) else reason)
+            self._failed(actor, f"{reason}: {message}" if (message := self.shared.last_error(actor)) else reason)
         for actor, handle in enumerate(self._actors.handles()):
             if handle is not None and (why := self._hang(actor, handle, now)) is not None:
                 self._actors.end(actor)

@@ -56,8 +56,8 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
         each = []
         for actor in learner.own_places(count):
             with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
-                words = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
-                each.append(_begun(vector, algorithm, int(words.ravel()[-1]) >> 1))
+                key_data = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
+                each.append(_begun(vector, algorithm, int(key_data.ravel()[-1]) >> 1))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
     return enter
@@ -92,7 +92,7 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Com
         shaped(jax.ShapeDtypeStruct((), jnp.int32)),
     )  # fmt: skip
     scores: Any = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in SCORES}
-    made = learner.shapes(policy, likeness, data, scores)
+    shapes = learner.shapes(policy, likeness, data, scores)
 
     @jax.jit
     def act(weights: Leaves, memory: PyTree, observation: PyTree, key: jax.Array, where: Any) -> Any:
@@ -100,7 +100,7 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Com
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
         return algorithm.act(learner.tree(policy, weights), memory, observation, jax.random.fold_in(drawn, t))
 
-    return CompiledActor(_Collector(name, algorithm, sizes, likeness, data, act), made, data, scores)
+    return CompiledActor(_Collector(name, algorithm, sizes, likeness, data, act), shapes, data, scores)
 
 
 def seed_of(key: np.ndarray, ticket: Ticket) -> int:

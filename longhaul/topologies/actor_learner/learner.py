@@ -62,8 +62,8 @@ class Parted(NamedTuple):
 
     def join(self, changing: Sequence[Any], fixed: Sequence[Any]) -> PyTree:
         """Inverse of `split`."""
-        one, other = iter(changing), iter(fixed)
-        return jax.tree.unflatten(self.structure, [next(other if each else one) for each in self.fixed])
+        moving, still = iter(changing), iter(fixed)
+        return jax.tree.unflatten(self.structure, [next(still if each else moving) for each in self.fixed])
 
 
 def parted(tree: PyTree, algorithm: Algorithm, *, shared: bool) -> Parted:
@@ -126,17 +126,17 @@ def acting(
         after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
         return _raw(after), _raw(data), _raw(scores)
 
-    words = jax.random.key_data(jax.random.key(0)).size
+    key_size = jax.random.key_data(jax.random.key(0)).size
 
     def collect(
         weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
         where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
         every = jax.tree.leaves(parts.join(weights, own))
-        after, *results = jax.block_until_ready(run(every, list(state), key[:words], where))
+        after, *results = jax.block_until_ready(run(every, list(state), key[:key_size], where))
         rollout, sums = ([np.asarray(x) for x in leaves] for leaves in results)
         if finish is not None:
-            finishing_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+            finishing_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:key_size])), ticket.batch)
             finishing_key = jax.random.fold_in(jax.random.fold_in(finishing_key, ticket.place), FINISHING)
             finished = finish(tree(policy, every), finishing_key, tree(data, rollout), tree(scores, sums))
             rollout, sums = map(jax.tree.leaves, finished)
@@ -148,7 +148,7 @@ def acting(
         return CompiledActor(collect, travelling, data, scores)
     like = jax.eval_shape(lambda: (_raw(_zeros(policy)), _raw(_zeros(carry))))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = program.lower(*like, jax.ShapeDtypeStruct((words,), jnp.uint32), (number,) * 3).compile()
+    compiled = program.lower(*like, jax.ShapeDtypeStruct((key_size,), jnp.uint32), (number,) * 3).compile()
     run = compiled
     return CompiledActor(collect, travelling, data, scores, True, compiled)
 
@@ -159,8 +159,8 @@ def _zeros(shapes: PyTree) -> PyTree:
 
 def key_of(key: np.ndarray, ticket: Ticket) -> Key:
     """Key of a ticket's rollout, from that of the run: the one with which `acting` collects."""
-    words = jax.random.key_data(jax.random.key(0)).size
-    own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:words])), ticket.batch)
+    key_size = jax.random.key_data(jax.random.key(0)).size
+    own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:key_size])), ticket.batch)
     return jax.random.split(jax.random.fold_in(own, ticket.place))[0]
 
 
@@ -219,8 +219,8 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
 
     def enter(key: Key, context: PyTree) -> PyTree:
         start = collector_in(context).start
-        one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
-        each = [jax.device_get(one(key, jnp.int32(place))) for place in own_places(actors)]
+        begin = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
+        each = [jax.device_get(begin(key, jnp.int32(place))) for place in own_places(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
         return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
 
@@ -298,8 +298,8 @@ def compiled(
     lies = (parts.split(partition.shardings(progress.state, mesh))[0], copies, copies, ()) if apart else None
 
     def program(changing: Leaves, fixed: Leaves, *rest: Any) -> Any:
-        state, *made = inner(parts.join(changing, fixed), *rest)
-        return parts.split(state)[0], *made
+        state, *outputs = inner(parts.join(changing, fixed), *rest)
+        return parts.split(state)[0], *outputs
 
     flat = [
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]

@@ -117,8 +117,8 @@ class WeightRing:
 
     def at(self, version: int) -> tuple[int, np.ndarray]:
         """(version, bytes) of a version, or of the newest if it is negative."""
-        wanted = self.newest if version < 0 else version
-        if wanted < 0 or wanted != self._read:
+        target = self.newest if version < 0 else version
+        if target < 0 or target != self._read:
             if not len(self._buffer):
                 self._buffer = np.empty(self._weights.shape[1], np.uint8)
             self._read = -1  # invalid until the read is complete
@@ -139,17 +139,17 @@ class WeightRing:
         LookupError if it was never published, has been overwritten, or is damaged.
         """
         for _ in range(PATIENCE):
-            wanted = self.newest if version < 0 else version
-            if wanted < 0:
+            target = self.newest if version < 0 else version
+            if target < 0:
                 raise LookupError("no weights were published yet")
-            place = wanted % len(self._weights)
+            place = target % len(self._weights)
             before, held, checksum = (int(word) for word in self._marks[place, :3])
-            if not before & 1 and held == wanted:
+            if not before & 1 and held == target:
                 out[...] = self._weights[place]
                 if int(self._marks[place, 0]) == before:
                     if _checksum(out) != checksum:
-                        raise LookupError(f"version {wanted} of the weights is damaged: its checksum is another")
-                    return wanted
+                        raise LookupError(f"version {target} of the weights is damaged: its checksum is another")
+                    return target
             elif not before & 1 and version >= 0:
                 raise LookupError(f"version {version} of the weights is not there; the newest is {self.newest}")
         raise LookupError("the weights change faster than they can be read")
@@ -268,9 +268,9 @@ class SharedBuffers:
         head[WRITTEN] = number
         self.finished[actor] += 1
 
-    def say(self, actor: int, words: str) -> None:
+    def say(self, actor: int, message: str) -> None:
         """Store the error of an actor."""
-        encoded = words.encode()[: self._words.shape[1]]
+        encoded = message.encode()[: self._words.shape[1]]
         self._words[actor] = 0
         self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 

@@ -154,7 +154,7 @@ def starter(credentials: Credentials) -> Callable[[int, Orders], RayActor]:
     return lambda actor, orders: RayActor(orders.about | {"actor": actor}, shown, next(turns))
 
 
-def reachable(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
+def reachable(bind: str | None, credentials: Credentials) -> tuple[str, Credentials]:
     """(address, credentials) at which all nodes of the joined cluster reach the server.
 
     A cluster of one machine uses loopback without TLS. Otherwise this node's address is used with TLS, and a
@@ -162,10 +162,10 @@ def reachable(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
     """
     import ray
 
-    here = ray.util.get_node_ip_address()
+    address = ray.util.get_node_ip_address()
     if bind is None:
-        others = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here}
-        bind = f"{here if others else '127.0.0.1'}:0"
+        others = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {address}
+        bind = f"{address if others else '127.0.0.1'}:0"
     host, _ = split(bind)
-    held = given if given.certificate or is_loopback(host) else self_signed(host)
-    return bind, held._replace(token=given.token or secrets.token_urlsafe(32))
+    held = credentials if credentials.certificate or is_loopback(host) else self_signed(host)
+    return bind, held._replace(token=credentials.token or secrets.token_urlsafe(32))

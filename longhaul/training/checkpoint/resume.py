@@ -165,18 +165,18 @@ def dropped(now: Standing, source: Feed) -> list[str]:
     return [BEGIN_ANEW] * begins_anew(now, source) + [PERIOD] * counts
 
 
-def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
+def fewer(shards: int, devices_of: Sequence[int], envs: int, model: int = 1) -> int:
     """Largest number up to `shards`, of `model` devices each, that share `envs` worlds evenly.
 
-    `there` is the number of devices of each process; each gives equally many. Raises RunError if there is none.
+    `devices_of` is the number of devices of each process; each gives equally many. Raises RunError if there is none.
     """
     devices = shards * model
-    for own in range(min(*there, devices // len(there)), 0, -1):
-        left, rest = divmod(own * len(there), model)
+    for own in range(min(*devices_of, devices // len(devices_of)), 0, -1):
+        left, rest = divmod(own * len(devices_of), model)
         if not rest and envs % left == 0:
             return left
     work = f"{envs} worlds" if model == 1 else f"{envs} worlds and {model} parts of the parameters"
-    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {work}; give a --num-envs"
+    raise RunError(f"of {devices} devices {sum(devices_of)} are there, which can't share {work}; give a --num-envs"
                    + " or --mesh" * (model > 1))  # fmt: skip
 
 
@@ -234,9 +234,9 @@ def record(
     """
     changed, lost = {**edited, **changes(load_run(folder), run)}, dropped(now, source)
     if changed or now.resized:
-        words = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
+        edits = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
         print(
-            f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {words}: "
+            f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {edits}: "
             f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on"
             f"{_longer(run, now) if 'total_steps' in changed else ''}",
             file=sys.stderr, flush=True,

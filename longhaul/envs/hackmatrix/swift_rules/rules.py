@@ -438,7 +438,7 @@ def way(blocks: Cells, start: Cells, exit_: Cells) -> jax.Array:
             reached = grown & ~blocks | exit_
         return reached, steps, arrived, ~arrived & _differs(before, reached)
 
-    there = (start & exit_).any()
+    reachable = (start & exit_).any()
     zero = jnp.zeros((), jnp.int32)
-    _, steps, arrived, _ = lax.while_loop(lambda carried: carried[3], spread, (exit_, zero, there, ~there))
+    _, steps, arrived, _ = lax.while_loop(lambda carried: carried[3], spread, (exit_, zero, reachable, ~reachable))
     return jnp.where(arrived, steps, 0)

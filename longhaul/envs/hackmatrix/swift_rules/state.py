@@ -256,15 +256,15 @@ def ground(code: jax.Array, blocks: jax.Array, state: State) -> Ground:
     """The cells of a board's row of the bank: codes [CELLS] and the set of its blocks, uint32 [2]."""
     siphoned = cells(state.siphoned)
     standing = cells(blocks) & ~cells(state.removed)
-    there, taken = standing.flags(), siphoned.flags()
-    block = jnp.where(there, code & 3, w.NONE)
+    present, taken = standing.flags(), siphoned.flags()
+    block = jnp.where(present, code & 3, w.NONE)
     points = (code >> 2) & 15
     return Ground(
         kind=jnp.where(block == w.QUESTION, jnp.where(points > 0, w.DATA, w.PROGRAM), block),
         hidden=(block == w.QUESTION) & ~taken,
-        points=jnp.where(there, points, 0),
+        points=jnp.where(present, points, 0),
         program=(code >> 6) & 31,
-        spawn=jnp.where(there & ~taken, jnp.maximum(((code >> 11) & 15) - state.reduced, 0), 0),
+        spawn=jnp.where(present & ~taken, jnp.maximum(((code >> 11) & 15) - state.reduced, 0), 0),
         credits=jnp.where(taken, 0, (code >> 15) & 3),
         energy=jnp.where(taken, 0, (code >> 17) & 3),
         blocks=standing,
@@ -293,9 +293,9 @@ def compact(codes: jax.Array, which: jax.Array, first: jax.Array | int = 0) -> j
     return jnp.sum(jnp.where(moves, codes[:, None], 0), axis=0)
 
 
-def follows(codes: jax.Array, there: jax.Array) -> jax.Array:
-    """bool [SLOTS]: whether an earlier slot is in the same cell, by codes whose `there` is true."""
-    place = once(jnp.where(there, codes & 0xFC, 256 + np.arange(w.SLOTS)))
+def follows(codes: jax.Array, present: jax.Array) -> jax.Array:
+    """bool [SLOTS]: whether an earlier slot is in the same cell, by codes that are `present`."""
+    place = once(jnp.where(present, codes & 0xFC, 256 + np.arange(w.SLOTS)))
     earlier = np.tri(w.SLOTS, k=-1, dtype=bool)
     return jnp.any((place[:, None] == place[None]) & earlier, axis=1)
 
@@ -327,10 +327,10 @@ def remember(state: State, happens: jax.Array) -> History:
     numbers = w.join([small, programs, *(getattr(state, name) for name in _NUMBERS)])
     sets = w.join([getattr(state, name)[i] for name in _SETS for i in range(2)])
     top = jnp.where(happens, (past.top + 1) % DEPTH, past.top)
-    here = ((np.arange(DEPTH) == top) & happens)[:, None]
+    at_top = ((np.arange(DEPTH) == top) & happens)[:, None]
 
     def put(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(here, new[None], old)
+        return jnp.where(at_top, new[None], old)
 
     return History(
         jnp.where(happens, jnp.minimum(past.depth + 1, DEPTH), past.depth),
@@ -345,10 +345,10 @@ def remember(state: State, happens: jax.Array) -> History:
 def restore(state: State, happens: jax.Array) -> State:
     """The state after UNDO, if it happens; the entry is taken off the history."""
     past = state.history
-    here = (np.arange(DEPTH) == past.top)[:, None]
+    at_top = (np.arange(DEPTH) == past.top)[:, None]
 
     def get(entries: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(here, entries, jnp.zeros((), entries.dtype)), axis=0, dtype=entries.dtype)
+        return jnp.sum(jnp.where(at_top, entries, jnp.zeros((), entries.dtype)), axis=0, dtype=entries.dtype)
 
     numbers, sets = get(past.numbers), get(past.sets)
     values = {name: numbers[2 + i] for i, name in enumerate(_NUMBERS)}
