@@ -22,6 +22,14 @@ a stretch shared with another path."""
 
 
 @jit
+def put(out, at, points, begin, end):
+    """Copies points[begin:end] [P, 2] to `out` from row `at` on. Numba compiles for each assignment of an array to a
+    slice what would be said if their shapes differed, with Python's strings: two seconds and more."""
+    for i in range(begin, end):
+        out[at + i - begin, 0], out[at + i - begin, 1] = points[i, 0], points[i, 1]
+
+
+@jit
 def ray(angle, near, far, left, count):
     """`roads.ray` of `count` points."""
     x, y, out = np.cos(angle), np.sin(angle), np.empty((count, 2))
@@ -77,10 +85,10 @@ def joined(line, other):
     curve = bend(
         line[-1, 0], line[-1, 1], x / size, y / size, other[0, 0], other[0, 1], end_x / end_size, end_y / end_size
     )
-    inner, out = len(curve) - 2, np.empty((len(line) + len(curve) - 2 + len(other), 2))
-    out[: len(line)] = line
-    out[len(line) : len(line) + inner] = curve[1:-1]
-    out[len(line) + inner :] = other
+    out = np.empty((len(line) + len(curve) - 2 + len(other), 2))
+    put(out, 0, line, 0, len(line))
+    put(out, len(line), curve, 1, len(curve) - 1)
+    put(out, len(out) - len(other), other, 0, len(other))
     return out
 
 
@@ -91,7 +99,8 @@ def through(approach, leaving, room):
     end_x, end_y = leaving[1, 0] - leaving[0, 0], leaving[1, 1] - leaving[0, 1]
     size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
     first, last = np.empty((2, 2)), np.empty((2, 2))
-    first[0], last[1] = approach[-1], leaving[0]
+    put(first, 0, approach, len(approach) - 1, len(approach))
+    put(last, 1, leaving, 0, 1)
     first[1, 0], first[1, 1] = approach[-1, 0] + room * (x / size), approach[-1, 1] + room * (y / size)
     last[0, 0], last[0, 1] = leaving[0, 0] - room * (end_x / end_size), leaving[0, 1] - room * (end_y / end_size)
     return joined(first, last)
@@ -106,7 +115,9 @@ def island(line, half):
     begin_x, begin_y = line[1, 0] - line[0, 0], line[1, 1] - line[0, 1]
     size, begin_size = np.hypot(x, y), np.hypot(begin_x, begin_y)
     out[0, 0], out[0, 1] = line[0, 0] - half * (begin_x / begin_size), line[0, 1] - half * (begin_y / begin_size)
-    out[1 : count + 1], out[count + 2 : -1], out[-1] = left, right[::-1], out[0]
+    put(out, 1, left, 0, count)
+    put(out, count + 2, right[::-1], 0, count)
+    put(out, len(out) - 1, out, 0, 1)
     out[count + 1, 0], out[count + 1, 1] = line[-1, 0] + half * (x / size), line[-1, 1] + half * (y / size)
     return out
 

@@ -20,6 +20,14 @@ SLACK = 1e-6
 
 
 @jit
+def put(out, i, points, k):
+    """Copies row points[k] to out[i]. Numba compiles for each assignment of an array to a slice what would be said if
+    their shapes differed, with Python's strings: two seconds and more."""
+    for column in range(out.shape[1]):
+        out[i, column] = points[k, column]
+
+
+@jit
 def thin(points, begin, last, tolerance, keep, stack):
     """Marks in `keep` the points of a line, `begin` to `last`, that stay; none is farther than `tolerance` m from what
     is left. `stack` [P + 1, 2] is room.
@@ -157,16 +165,18 @@ def rows(points, ends, how, longest, tolerance):
         first, begin = begin, ends[line]
         number = begin - first
         if how[line] == SIGN and number:
-            start[size], end[size], of[size] = points[first], points[first], line
+            put(start, size, points, first)
+            put(end, size, points, first)
+            of[size] = line
             size += 1
         if how[line] != OPEN and how[line] != OUTLINE:
             continue
         closed = how[line] == OUTLINE and number > 2
         own = np.empty((number + closed, 3))
         for i in range(number):
-            own[i] = points[first + i]
+            put(own, i, points, first + i)
         if closed:
-            own[number] = points[first]
+            put(own, number, points, first)
         number += closed
         if number < 2:
             continue
@@ -186,7 +196,9 @@ def rows(points, ends, how, longest, tolerance):
         last = 0
         for i in range(1, number):
             if keep[i]:
-                start[size], end[size], of[size] = own[last], own[i], line
+                put(start, size, own, last)
+                put(end, size, own, i)
+                of[size] = line
                 size, last = size + 1, i
     return start[:size], end[:size], of[:size]
 
@@ -202,7 +214,9 @@ def pieces(start, end, of, how, longest, shortest, most):
     for i in range(len(of)):
         length = np.hypot(end[i, 0] - start[i, 0], end[i, 1] - start[i, 1])
         if length > shortest or how[of[i]] == SIGN:
-            start[kept], end[kept], of[kept] = start[i], end[i], of[i]
+            put(start, kept, start, i)
+            put(end, kept, end, i)
+            of[kept] = of[i]
             parts[kept] = np.ceil(length / longest) if length > 1.5 * longest else 1
             total += parts[kept]
             kept += 1
@@ -509,9 +523,10 @@ def arcs(line):
 @jit
 def arcs_of(points, ends):
     """Arc lengths [P] along each of several lines in turn."""
-    s, begin = np.empty(len(points)), 0
+    s, begin = np.zeros(len(points)), 0
     for end in ends:
-        s[begin:end] = arcs(points[begin:end])
+        for i in range(begin + 1, end):
+            s[i] = s[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
         begin = end
     return s
 
@@ -598,7 +613,7 @@ def traced(position, heading, valid, noise):
             size += 1
     knots = np.empty((size, 3))
     for k in range(size):
-        knots[k] = position[steps[kept[k]]]
+        put(knots, k, position, steps[kept[k]])
     s, reached, knot, most = arcs(knots), np.empty(count), 0, -np.inf
     for i in range(count):
         while knot + 1 < size and kept[knot + 1] <= i:
@@ -625,14 +640,17 @@ def laid(line, length, beyond, spacing):
     s = arcs(line)
     missing = length + beyond + 2.0 - s[-1]
     if missing > 0.0:
-        more = np.empty((len(line) + 1, 3))
-        more[: len(line)] = line
+        more, s_more = np.empty((len(line) + 1, 3)), np.empty(len(line) + 1)
+        for i in range(len(line)):
+            put(more, i, line, i)
+            s_more[i] = s[i]
         x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
         size = max(np.hypot(x, y), 1e-9)
         more[-1, 0], more[-1, 1], more[-1, 2] = (
             line[-1, 0] + missing * x / size, line[-1, 1] + missing * y / size, line[-1, 2]
         )  # fmt: skip
-        line, s = more, np.append(s, s[-1] + missing)
+        s_more[-1] = s[-1] + missing
+        line, s = more, s_more
     count = int(np.ceil((length + beyond) / spacing)) + 1
     out, a, b, c = np.empty((count, 4)), 0, 0, 0
     for r in range(count):
@@ -716,10 +734,11 @@ def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn,
             count = 1
         for i in range(a, b):
             if s[i] > marks[w] + 1e-6:
-                ahead[count] = points[i]
+                put(ahead, count, points, i)
                 count += 1
     line, size, along = np.empty((count + 2, 3)), 1, 0.0
-    line[0] = end
+    for column in range(3):
+        line[0, column] = end[column]
     for i in range(count):
         if i:
             along += np.hypot(ahead[i, 0] - ahead[i - 1, 0], ahead[i, 1] - ahead[i - 1, 1])
@@ -972,7 +991,8 @@ def nearest_lanes(
             count = first_ones(gap, count, most_rows, some)
             for k in range(count):
                 own[k] = rows[some[k]]
-            rows[:count] = own[:count]
+            for k in range(count):
+                rows[k] = own[k]
         number[:], counts[:], rank[:count] = -1, -1, unranked
         gather(every, rows, count, near)
         for k in range(count):

@@ -297,7 +297,8 @@ def _ending(base, here, full, masks, bounds, out, apart):
         masks[full], masks[BATCH + full] = m0 >> skip, m1 >> skip
         masks[2 * BATCH + full], masks[3 * BATCH + full] = m2 >> skip, m3 >> skip
         if apart:
-            out[here:] = base[here:]
+            for i in range(here, base.size):
+                out[i] = base[i]
 
 
 @jit
@@ -314,9 +315,10 @@ def _patch(base, out, bounds, counts, gaps, steps, apart):
     # For each class: the masks of a batch's chunks, and the number of members before each chunk and in all.
     masks, seen = np.empty(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
     coming, totals = np.empty(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
-    ends = counts.cumsum()
-    cursors = ends - counts
+    ends, cursors, end = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64), np.int64(0)
     for k in range(CLASSES):
+        cursors[k], end = end, end + counts[k]
+        ends[k] = end
         coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
     for start in range(0, size, BATCH * LANES):
         until = min(start + BATCH * LANES, size)
@@ -349,7 +351,10 @@ def _patch(base, out, bounds, counts, gaps, steps, apart):
                 c += 1
                 rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
             cursors[k], coming[k] = c, rank if rank == NEVER else rank - total
-    return (cursors == ends).all()
+    used = True
+    for k in range(CLASSES):
+        used = used and cursors[k] == ends[k]
+    return used
 
 
 @jit
