@@ -202,11 +202,13 @@ def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, 
         cuts=(ring.cuts + jnp.sum(cut, axis=0, dtype=jnp.int32)) % places,
     )
     if isinstance(ring.tree, Tree):
-        ring = ring._replace(tree=_worth(of, ring, ring.tree, at, after, data.valid, jnp.where(broken, before, after)))
+        ring = ring._replace(
+            tree=_with_priorities(of, ring, ring.tree, at, after, data.valid, jnp.where(broken, before, after))
+        )
     return ring, Cursor(after, jnp.minimum(cursor.filled + steps, rows - 1))
 
 
-def _worth(
+def _with_priorities(
     of: _Layout, ring: Ring, tree: Tree, at: jax.Array, after: jax.Array, valid: jax.Array, lost: jax.Array
 ) -> Tree:
     """Tree with the priorities of new rows. The row at the cursor holds the newest step's successor and cannot be
@@ -223,8 +225,8 @@ def _choose(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax
         least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
         return Chosen(index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0))
     drawn = prng.bits(key, (2, n))
-    row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
-    return Chosen(row * of.columns + _below(drawn[1], of.columns), jnp.ones(n, jnp.float32))
+    row = (_bounded(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
+    return Chosen(row * of.columns + _bounded(drawn[1], of.columns), jnp.ones(n, jnp.float32))
 
 
 def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
@@ -291,6 +293,6 @@ def _differ(left: PyTree, right: PyTree) -> jax.Array:
     return jnp.any(jnp.stack(jax.tree.leaves(jax.tree.map(leaf, left, right))), axis=0)
 
 
-def _below(bits: jax.Array, bound: Any) -> jax.Array:
+def _bounded(bits: jax.Array, bound: Any) -> jax.Array:
     """Random bits as int32 below `bound`; biased by less than bound / 2^32."""
     return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)

@@ -81,7 +81,7 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
             raise FieldError(name, None, "it must be at least 1")
     assert config.num_minibatches is not None
     unit = config.group if grouped(config) else 1
-    if columns % (config.num_minibatches * unit) or not _divided(
+    if columns % (config.num_minibatches * unit) or not _divides_evenly(
         columns // config.num_minibatches, config.accumulate, unit
     ):
         units = "completions" if unit == 1 else "groups"
@@ -101,7 +101,7 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
         raise error.within("model_") from error
 
 
-def _divided(rows: int, pieces: int, group: int) -> bool:
+def _divides_evenly(rows: int, pieces: int, group: int) -> bool:
     """True if so many rows, in whole groups, fall into equal pieces that are whole groups or equal parts of groups."""
     size = rows // pieces
     return rows % pieces == 0 and size > 0 and (size % group == 0 or group % size == 0)
@@ -345,7 +345,7 @@ def _reference_log_probs(config: GRPOConfig, data: Completions, counts: jax.Arra
     return of_piece(data) if pieces == 1 else jax.lax.map(of_piece, parts).reshape(data.token.shape)
 
 
-def _gate_after(
+def _next_gate(
     config: GRPOConfig, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
 ) -> tuple[gates.Gate, jax.Array]:
     """(gate after these completions, flag that nothing is learnt from them: a look at a closed gate, or too few own
@@ -362,7 +362,7 @@ def _gate_after(
     return after, ((count > 0.0) & ~after.open) | lacking
 
 
-def _orders(config: GRPOConfig, rows: int, key: Key) -> jax.Array:
+def _shuffled_rows(config: GRPOConfig, rows: int, key: Key) -> jax.Array:
     """Numbers of completions, int32 [steps, rows of a minibatch], shuffled, by whole groups where they lie in such."""
     assert config.num_minibatches is not None and config.update_epochs is not None
     unit = config.group if grouped(config) else 1
@@ -432,10 +432,10 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
             params = jax.tree.map(lambda p, d: p - lr * d, params, directions)
             return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
 
-        orders = _orders(config, batch.advantage.shape[0], key)
+        orders = _shuffled_rows(config, batch.advantage.shape[0], key)
         before = own_params, state.opt_state
         learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
-        gate, held = _gate_after(config, state, data, mean)
+        gate, held = _next_gate(config, state, data, mean)
         if not grouped(config):  # else nothing is ever held, and the old parameters need no memory
             learnt = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
         params, opt_state = transformer.joined(learnt[0], rest), learnt[1]

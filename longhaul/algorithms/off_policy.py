@@ -182,21 +182,21 @@ class _Learnt(NamedTuple):
     opt_state: dict[str, optax.OptState]
 
 
-def _stepped(
+def _optimiser_step(
     config: OffPolicy, parts: Parts, optimiser: optax.GradientTransformation, before: _Learnt, grads: dict[str, Params],
     updates: jax.Array, i: jax.Array,
 ) -> _Learnt:  # fmt: skip
     """Parameters after step `i` of the optimiser in an update; targets follow."""
-    opt_state = _scheduled(before.opt_state, updates)
+    opt_state = _with_update_count(before.opt_state, updates)
     changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in before.params.items()}
     params = {name: optax.apply_updates(old, changes[name][0]) for name, old in before.params.items()}
     opt_state = {name: after for name, (_, after) in changes.items()}
     target = {name: optax.incremental_update(params[name], old, config.tau) for name, old in before.target.items()}
     after = _Learnt(params, target, opt_state)
-    return _rarely(parts, after, before, i) if parts.interval > 1 else after
+    return _hold_rare_parts(parts, after, before, i) if parts.interval > 1 else after
 
 
-def _rarely(parts: Parts, after: _Learnt, before: _Learnt, i: jax.Array) -> _Learnt:
+def _hold_rare_parts(parts: Parts, after: _Learnt, before: _Learnt, i: jax.Array) -> _Learnt:
     """Result `after` a step, with the rare parts and all targets as `before` unless they join this step."""
     joins = i % parts.interval == parts.interval - 1
 
@@ -211,7 +211,7 @@ def _rarely(parts: Parts, after: _Learnt, before: _Learnt, i: jax.Array) -> _Lea
     return _Learnt(params, where_joins(after.target, before.target), opt_state)
 
 
-def _scheduled(opt_state: PyTree, updates: jax.Array) -> PyTree:
+def _with_update_count(opt_state: PyTree, updates: jax.Array) -> PyTree:
     """State whose rate is that of an update. Optax's count is of the optimiser's steps: it ends at 2^31 - 1, begins at
     `learning_starts`, and of a rare network it has the own steps alone."""
 
@@ -234,7 +234,7 @@ def algorithm(
         spec, parts.stored, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",
         prioritised=config.priority_exponent is not None,
     )  # fmt: skip
-    optimise = None if store is None or sizes is None else _steps(config, parts, context, store, optimiser)
+    optimise = None if store is None or sizes is None else _optimiser_steps(config, parts, context, store, optimiser)
 
     def init(key: Key) -> State:
         params = parts.init(key)
@@ -269,7 +269,7 @@ def _optimiser(config: OffPolicy, context: RunContext) -> optax.GradientTransfor
     return optax.chain(cut, optax.adam(rate, eps=config.adam_eps))
 
 
-def _steps(
+def _optimiser_steps(
     config: OffPolicy, parts: Parts, context: RunContext, store: replay.Replay, optimiser: optax.GradientTransformation
 ) -> Callable[[State, Ring, jax.Array, Key], tuple[State, Metrics]]:
     """Function (state, its ring, steps in the replay, key) -> (state, metrics) after all steps of the optimiser that an
@@ -304,7 +304,7 @@ def _steps(
             gradient = context.isolated(functools.partial(_gradient, parts))
             grads, metrics, error = gradient(learnt.params, learnt.target, batch, noise)
             grads, metrics = mean((grads, metrics))
-            learnt = _stepped(config, parts, optimiser, learnt, grads, state.updates, i)
+            learnt = _optimiser_step(config, parts, optimiser, learnt, grads, state.updates, i)
             if config.priority_exponent is not None:
                 ring = store.prioritise(ring, batch, (jnp.abs(error) + PRIORITY_FLOOR) ** config.priority_exponent)
             return learnt, ring, {name: sums.get(name, 0.0) + x for name, x in metrics.items()}

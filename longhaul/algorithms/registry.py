@@ -36,7 +36,7 @@ class Learner(NamedTuple):
     network: Callable[[Spec, Any], networks.ActorCritic]  # its `apply` takes a policy for parameters
 
 
-def _any(config: APGConfig, *, columns: int, steps: int) -> None:
+def _check_nothing(config: APGConfig, *, columns: int, steps: int) -> None:
     """Every size is possible."""
 
 
@@ -45,7 +45,7 @@ LEARNERS: dict[str, Learner] = {
     "impala": Learner(impala.impala, actor_critic.check, actor_critic.network),
     "pqn": Learner(pqn.pqn, actor_critic.check, pqn.network),
     "bc": Learner(bc.bc, bc.check, actor_critic.network),
-    "apg": Learner(apg.apg, _any, actor_critic.network),
+    "apg": Learner(apg.apg, _check_nothing, actor_critic.network),
     "dqn": Learner(dqn.dqn, off_policy.check, dqn.network),
     "sac": Learner(sac.sac, sac.check, sac.network),
     "td3": Learner(td3.td3, td3.check, td3.network),

@@ -107,7 +107,7 @@ def _imitation(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Ar
     return config.imitation * scaled, {"imitation_loss": scaled, "expert": expert.astype(jnp.float32)}
 
 
-def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
+def _box_losses(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
     """Losses of Haarnoja et al., summed: with a, a' drawn by the policy for s, s',
 
         critics      1/2 sum_i (Q_i(s, a_stored) - r - gamma (min_i Q'_i(s', a') - alpha log pi(a' | s')))^2
@@ -153,8 +153,8 @@ def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
     return loss
 
 
-def _of_choices(config: SACConfig, networks: _Networks) -> RowLoss:
-    """Losses of Christodoulou: those of `_of_vectors` with expectations over the legal choices in place of draws."""
+def _discrete_losses(config: SACConfig, networks: _Networks) -> RowLoss:
+    """Losses of Christodoulou: those of `_box_losses` with expectations over the legal choices in place of draws."""
     look = networks.sight.look
 
     def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -205,24 +205,24 @@ def sac(spec: Spec, config: SACConfig, context: RunContext) -> Algorithm:
             return prng.normal(key_now, (rows, size)), prng.normal(key_next, (rows, size))
 
         parts = Parts(
-            init=init, targets=("critics",), loss=_of_vectors(config, networks, box),
+            init=init, targets=("critics",), loss=_box_losses(config, networks, box),
             store=lambda action: off_policy.to_unit(box, action), stored=jax.ShapeDtypeStruct((size,), jnp.float32),
             actor="actor", noise=noise,
         )  # fmt: skip
         if config.imitation:
-            parts = parts._replace(stored=jax.ShapeDtypeStruct((size + 1,), jnp.float32), mark=_mark)
+            parts = parts._replace(stored=jax.ShapeDtypeStruct((size + 1,), jnp.float32), mark=_with_expert_flag)
     elif config.imitation:
         raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
     else:
         assert isinstance(spec.action, Discrete)
         parts = Parts(
-            init=init, targets=("critics",), loss=_of_choices(config, networks),
+            init=init, targets=("critics",), loss=_discrete_losses(config, networks),
             store=lambda action: action, stored=off_policy.choice_type(spec.action), actor="actor",
         )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, _acting(spec, networks), context)
 
 
-def _mark(stored: jax.Array, data: Rollout) -> jax.Array:
+def _with_expert_flag(stored: jax.Array, data: Rollout) -> jax.Array:
     """Vectors with one more number: 1 if the action was the expert's."""
     assert isinstance(data.extras, Guided), "imitation without an expert: the collector has no guide"
     return jnp.concatenate([stored, data.extras.followed[..., None].astype(stored.dtype)], axis=-1)

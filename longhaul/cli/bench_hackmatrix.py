@@ -143,15 +143,15 @@ def page(figures: Sequence[dict[str, Any]]) -> str:
     soon = sum(figure["hours"] <= goals["hours"] for figure in shown)
     warm = [figure["warm_shares"]["ready_cpu_seconds"] for figure in shown]
     loads = [load for figure in figures for load in figure["load"] if load is not None]
-    threads = _all(f"{figure['config']['threads']} threads" for figure in shown)
-    versions = _all(f"JAX {figure['versions']['jax']}" for figure in figures)
+    threads = _distinct_text(f"{figure['config']['threads']} threads" for figure in shown)
+    versions = _distinct_text(f"JAX {figure['versions']['jax']}" for figure in figures)
     lines = [
         f"At least {goals['per_second']:,.0f} steps a second: {fast} of {len(shown)}. "
         f"{goals['steps']:,} steps in at most {goals['hours']:g} hours: {soon} of {len(shown)}.",
         f"Until its program is ready, a warm start takes {min(warm):.0%} to {max(warm):.0%} of a cold one's CPU time.",
-        f"Measured on {_all(figure['device'] for figure in shown)}, {threads}, {versions}, at commit "
-        f"{_all(short(figure['commit']) for figure in figures)}; medians of "
-        f"{_all(str(figure['repeats']) for figure in figures)} updates."
+        f"Measured on {_distinct_text(figure['device'] for figure in shown)}, {threads}, {versions}, at commit "
+        f"{_distinct_text(short(figure['commit']) for figure in figures)}; medians of "
+        f"{_distinct_text(str(figure['repeats']) for figure in figures)} updates."
         + (f" Load of the machine: {min(loads):g} to {max(loads):g}." if loads else ""),
     ]
     changes = compared(figures)
@@ -178,11 +178,11 @@ def compared(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
     for name, before, after in pairs:
         if before is not None and after is not None:
             wall, cpu = (after[key] / before[key] for key in ("per_second", "per_cpu_second"))
-            rows.append([name, _said(before), _said(after), f"{wall:.2f}", f"{cpu:.2f}"])
+            rows.append([name, _figure_text(before), _figure_text(after), f"{wall:.2f}", f"{cpu:.2f}"])
     return rows
 
 
-def _said(figure: dict[str, Any]) -> str:
+def _figure_text(figure: dict[str, Any]) -> str:
     config = figure["config"]
     return f"{config['num_envs']} x {config['num_steps']}, {config['precision']}, {figure['device']}"
 
@@ -198,7 +198,7 @@ def short(commit: str | None) -> str:
     return "unknown" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
 
 
-def _all(values: Any) -> str:
+def _distinct_text(values: Any) -> str:
     return ", ".join(dict.fromkeys(values))
 
 

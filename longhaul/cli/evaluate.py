@@ -135,12 +135,12 @@ def evaluate(argv: Sequence[str]) -> int:
         run = checked(run, name, parsed[name], folder)
     if parsed["cross-play"]:
         return _cross_play(folder, parsed, run, acting)
-    if (result := _scored(folder, parsed, run, acting)) is None:
+    if (result := _score_policy(folder, parsed, run, acting)) is None:
         return 0
     if "-" not in (parsed["json"], parsed["csv"]):
         _print(result)
     if parsed["csv"] is not None:
-        rows, text = _entries(result), io.StringIO()
+        rows, text = _episode_rows(result), io.StringIO()
         writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(files.finite(row) for row in rows)
@@ -186,7 +186,7 @@ def _check_flags(parsed: dict[str, Any], explicit: frozenset[str]) -> None:
             )
 
 
-def _scored(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Result | None:
+def _score_policy(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> Result | None:
     """Scores of the policy `acting`; None in a process other than the first one, which has those of all."""
     drives = real = None
     if isinstance(run.environment, Driving):
@@ -368,7 +368,7 @@ def _print_infractions(rates: dict[str, Rate]) -> None:
         tables.table(["infraction", "count", "km driven", "km between", "2.5 %", "97.5 %"], rows)
 
 
-def _entries(result: Result) -> list[dict[str, Any]]:
+def _episode_rows(result: Result) -> list[dict[str, Any]]:
     """A row an episode: where it was, who it was, and each metric, None where it is not told."""
     scores, drives = result.scores, result.drives
     values = {name: values_or_none(measure) for name, measure in scores.metrics.items()}
@@ -400,7 +400,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
         "interval": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
         "told": {name: estimate.episodes for name, estimate in estimates.items()},
         "infractions": {name: rate._asdict() for name, rate in infractions.rates(result.scores.metrics).items()},
-        "scenarios": [entry for entry in _entries(result) if entry["id"]],
+        "scenarios": [entry for entry in _episode_rows(result) if entry["id"]],
     }
     if result.realism is None:
         return report
@@ -410,7 +410,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
             "rollouts": parsed["rollouts"],
             "mean": {name: estimate.mean for name, estimate in real.items()},
             "interval": {name: [estimate.low, estimate.high] for name, estimate in real.items()},
-            "scenarios": _entries(Result(result.realism, real)),
+            "scenarios": _episode_rows(Result(result.realism, real)),
         }
     }
 

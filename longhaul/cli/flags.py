@@ -176,7 +176,7 @@ def parse(
             values[flag.name] = read if flag.many else read[0]
         rest = rest[len(taken) :]
     if rest:
-        raise FlagError(f"{rest[0]!r} is one word too many; {_meant(flags, rest[0], command)}")
+        raise FlagError(f"{rest[0]!r} is one word too many; {_setting_hint(flags, rest[0], command)}")
     return Parsed(values | {name: value for name, (_, value) in given.items()}, frozenset(given))
 
 
@@ -314,7 +314,7 @@ def _without_value(flag: Flag, name: str) -> str:
     return f"{name} has no value; it must be {flag.kind.allowed}"
 
 
-def _meant(flags: Sequence[Flag], word: str, command: str) -> str:
+def _setting_hint(flags: Sequence[Flag], word: str, command: str) -> str:
     """Remedy for a word too many: the flag that lr=0.001 or algorithm.lr=0.001 means."""
     setting, equals, value = word.partition("=")
     name = setting.rpartition(".")[2].replace("_", "-")

@@ -42,7 +42,7 @@ RAY = (
 )  # fmt: skip
 
 
-def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     """(flags of launch, the command behind them); -- between the two may be left out."""
     cut = argv.index("--") if "--" in argv else argv.index("train") if "train" in argv else len(argv)
     return argv[:cut], argv[cut:][argv[cut : cut + 1] == ["--"] :]
@@ -50,7 +50,7 @@ def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def launch(argv: Sequence[str]) -> int:
     """`longhaul launch [--hosts N] [--devices-per-host M] [--restarts K] [--on ray] -- train RECIPE ...`."""
-    own, command = _apart(list(argv))
+    own, command = _split_argv(list(argv))
     groups = {"": list(FLAGS), "ray: With --on ray, which needs longhaul-rl[cluster].": list(RAY)}
     given = flags.parse("launch", ABOUT, groups, own)
     values = given.values

@@ -47,25 +47,29 @@ def runs(argv: Sequence[str]) -> int:
     most = Flag("most", INT, None, "rows", shown="all", least=1)
     parsed = flags.parse("runs", "The runs of a folder.", {"": [some, order, most, RUNS_DIR, JSON, DEBUG]}, argv).values
     folder = folder_runs.local(parsed["runs-dir"])
-    shown = [run for run in folder_runs.summaries(folder) if all(_fits(folder, run, word) for word in parsed["FILTER"])]
+    shown = [
+        run
+        for run in folder_runs.summaries(folder)
+        if all(_matches_filter(folder, run, word) for word in parsed["FILTER"])
+    ]
     shown = sorted(shown, key=SORTS[parsed["sort"]])[: parsed["most"]]
     rows, where, filters = [run._asdict() for run in shown], parsed["runs-dir"], parsed["FILTER"]
     tables.report(parsed["json"], rows, lambda: _print(shown, where, filters))
     return 0
 
 
-def _fits(folder: Path, run: Summary, word: str) -> bool:
+def _matches_filter(folder: Path, run: Summary, word: str) -> bool:
     """True if a run is what one word of a filter asks for."""
     field, equals, value = word.partition("=")
     if equals:
         settings = folder_runs.config(folder / run.name)
         named = [held for name, held in settings.items() if field.replace("-", "_") in (name, name.rpartition(".")[2])]
-        return any(_typed(held) == _typed(value) for held in named)
+        return any(_comparable(held) == _comparable(value) for held in named)
     texts = (run.name, run.recipe, run.environment, run.algorithm, run.status)
     return any(word in text or fnmatchcase(text, word) for text in texts)
 
 
-def _typed(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """A value for a comparison: numbers as numbers, whatever their form."""
     with suppress(TypeError, ValueError):
         return float(value)
@@ -106,7 +110,7 @@ def compare(argv: Sequence[str]) -> int:
         "Differences of runs in settings, and their final metrics; runs that differ in the seed alone are one group."
     )
     parsed = flags.parse("compare", about, {"": [some, which, RUNS_DIR, JSON, DEBUG]}, argv).values
-    folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
+    folders = _named_folders(parsed["RUN"], Path(parsed["runs-dir"]))
     if len(folders) < 2:
         raise FlagError("which runs? longhaul compare RUN RUN... [--metric NAME...]")
     curves, groups, differences = comparison.compare(folders)
@@ -148,7 +152,7 @@ def _finite(value: float) -> str:
     return "-" if value != value else f"{value:,.4g}"
 
 
-def _chosen(names: Sequence[str], runs_dir: Path) -> dict[str, Path]:
+def _named_folders(names: Sequence[str], runs_dir: Path) -> dict[str, Path]:
     """Folders by the names of the runs that words name, patterns among them."""
     folder = folder_runs.local(runs_dir)
     paths: dict[str, Path] = {}
@@ -246,7 +250,7 @@ def rm(argv: Sequence[str]) -> int:
         raise FlagError(f"--runs-dir is {parsed['runs-dir']}; runs of a store are removed by its own tools")
     if not parsed["RUN"]:
         raise FlagError("which runs? longhaul rm RUN...")
-    folders = _chosen(parsed["RUN"], Path(parsed["runs-dir"]))
+    folders = _named_folders(parsed["RUN"], Path(parsed["runs-dir"]))
     sources = _sources(Path(parsed["runs-dir"]), folders)
     gone = []
     for name, folder in folders.items():

@@ -125,9 +125,9 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
     bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
     path = Path(values["RUN"])
     if language_model.is_model_folder(path):
-        return _of_model(path, values, bounds)
+        return _model_texts(path, values, bounds)
     folder = find_folder(Path(values["runs-dir"]), values["RUN"])
-    where, token = _followed(values, folder)
+    where, token = _weight_source(values, folder)
     steps = files.checkpoint_steps(folder)
     version = str(steps[-1] if steps else 0) if values["step"] is None else str(values["step"])
     if values["follow"] is not None and (values["member"], values["step"]) != (None, None):
@@ -146,9 +146,9 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
     return folder.name, texts, follow(live_weights.language_model(algorithm.model, params.params))
 
 
-def _of_model(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts, Follow]:
+def _model_texts(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts, Follow]:
     """Answers of a language model in Hugging Face's files, which belongs to no run."""
-    where, token = _followed(values, folder)
+    where, token = _weight_source(values, folder)
     opened = language_model.of_files(folder)
     texts = _texts(opened, values, bounds, "0")
     convert = live_weights.language_model(opened.config, opened.params)
@@ -162,7 +162,7 @@ def _texts(opened: language_model.Opened, values: Mapping[str, Any], bounds: htt
     return http.Texts(engine, opened.tokeniser, opened.name, bounds, stop=opened.stop, chat=opened.chat)
 
 
-def _followed(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
+def _weight_source(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
     """(address that weights come from, its token)."""
     if values["follow"] is None:
         return "", None

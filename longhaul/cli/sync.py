@@ -76,7 +76,7 @@ def serve(argv: Sequence[str]) -> int:
         tables.progress(f"version {version} is served")
 
     with (
-        _stopped() as stop,
+        _stop_event() as stop,
         Relay(
             lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say, budget=_budget(values)
         ) as relay,
@@ -113,21 +113,24 @@ def pull(argv: Sequence[str]) -> int:
         raise FlagError(f"--out is {values['out']}; it must be a writable folder: {error.strerror}") from error
     folder = FolderTransport(values["out"], keep=values["keep"])
     budget = _budget(values)
-    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder], budget=budget) as relay:
+    with (
+        _stop_event() as stop,
+        Relay(lambda: _connect(where, token, "pull"), transports=[folder], budget=budget) as relay,
+    ):
         shown = None
         while not stop.is_set():
 
             def settled(shown: Path | None = shown) -> bool:
-                return relay.failed is not None or _fetched(relay, folder) not in (None, shown)
+                return relay.failed is not None or _fetched_folder(relay, folder) not in (None, shown)
 
-            if not _until(settled, stop, values["timeout"]):
+            if not _wait_until(settled, stop, values["timeout"]):
                 if stop.is_set() or (values["follow"] and shown is not None):
                     continue
                 why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
                 return tables.say(f"no version came from {where} in {values['timeout']:g} s{why and ': '}{why}", FAILED)
             if relay.failed is not None:
                 return tables.say(f"{values['out']} can't take what {where} serves: {relay.failed}", FAILED)
-            shown = _fetched(relay, folder)
+            shown = _fetched_folder(relay, folder)
             print(shown, flush=True)
             if not values["follow"]:
                 break
@@ -143,7 +146,7 @@ def _budget(values: Mapping[str, Any]) -> int | None:
     return int(1e9 * values["budget"])
 
 
-def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
+def _fetched_folder(relay: Relay, folder: FolderTransport) -> Path | None:
     """Folder of the version that the relay serves; None where it is not complete there."""
     held, latest = relay.receiver.held, folder.latest
     if latest is None or latest.name != folder_name(held.epoch, held.version):
@@ -288,7 +291,7 @@ def _token(path: str | None) -> str | None:
 
 
 @contextmanager
-def _stopped() -> Iterator[threading.Event]:
+def _stop_event() -> Iterator[threading.Event]:
     """Event that Ctrl-C and SIGTERM set."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
@@ -302,7 +305,7 @@ def _stopped() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _until(condition: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
     """True once `condition` holds; False after `seconds`, or when stopped."""
     until = time.monotonic() + seconds
     while not condition():

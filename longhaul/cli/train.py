@@ -80,9 +80,9 @@ def _train(argv: Sequence[str]) -> int:
     recipe = run_flags.learning(recipes.recipe(argv[0]), argv)
     parsed = _parsed(recipe, argv[1:])
     if parsed.values["print-config"]:
-        print(files.render(_asked(recipe, parsed)[0]), end="")
+        print(files.render(_requested_run(recipe, parsed)[0]), end="")
         return 0
-    return _dry(recipe, parsed) if parsed.values["dry-run"] else _run(recipe, parsed)
+    return _dry_run(recipe, parsed) if parsed.values["dry-run"] else _run(recipe, parsed)
 
 
 def _beginning_with_recipe(argv: Sequence[str]) -> Sequence[str]:
@@ -128,7 +128,7 @@ def _run(recipe: Run, parsed: flags.Parsed) -> int:
     with screen.stage("importing", plain=False):
         from longhaul.training import api, loop, publish, store
 
-        run, folder = _asked(recipe, parsed)
+        run, folder = _requested_run(recipe, parsed)
     before = tracking.load_all(folder) if folder else None
     tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, before)
     published = publish.chosen(parsed.values, parsed.given, publish.load(folder) if folder else None)
@@ -181,7 +181,7 @@ def _start_together(argv: Sequence[str]) -> None:
     jax.devices()
 
 
-def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
+def _requested_run(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
     """(the resolved Run that is asked for, its folder where one is gone on with)."""
     from longhaul.config.resolve import resolve
     from longhaul.training import init_from
@@ -193,10 +193,10 @@ def _asked(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
             run = dataclasses.replace(run, init_from=source)
         return resolve(run), None
     folder = find_folder(Path(parsed.values["runs-dir"]), parsed.values["resume"])
-    return resolve(run_flags.resumed(folder, recipe, _fitting(parsed, folder))), folder
+    return resolve(run_flags.resumed(folder, recipe, _fit_to_devices(parsed, folder))), folder
 
 
-def _dry(recipe: Run, parsed: flags.Parsed) -> int:
+def _dry_run(recipe: Run, parsed: flags.Parsed) -> int:
     """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
     from longhaul.config.resolve import named
     from longhaul.diagnostics.compiled_run import compiled
@@ -205,9 +205,9 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
 
     if process_group.together():
         raise FlagError("--dry-run is of one process; leave longhaul launch out")
-    if parsed.values["resume"] is None and (shaped := _of_shapes(run_flags.chosen(recipe, parsed))) is not None:
-        return _planned(shaped)
-    run, _ = _asked(recipe, parsed)
+    if parsed.values["resume"] is None and (shaped := _with_known_shapes(run_flags.chosen(recipe, parsed))) is not None:
+        return _print_memory_plans(shaped)
+    run, _ = _requested_run(recipe, parsed)
     prepare_devices(run.shown_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
@@ -228,7 +228,7 @@ def _dry(recipe: Run, parsed: flags.Parsed) -> int:
     return 0
 
 
-def _of_shapes(run: Run) -> Run | None:
+def _with_known_shapes(run: Run) -> Run | None:
     """`run`, not resolved, with a model whose shapes are known by name or from a config.json that has no weights beside
     it; None for other runs."""
     from longhaul.config.resolve import computing_as
@@ -251,7 +251,7 @@ PROMPT = 256
 """Tokens of a prompt where no tokeniser is there to count them."""
 
 
-def _planned(run: Run) -> int:
+def _print_memory_plans(run: Run) -> int:
     """Prints what a run of these shapes takes on devices of several sizes."""
     from longhaul.diagnostics import memory_plan
     from longhaul.reasoning import transformer
@@ -275,7 +275,7 @@ def _planned(run: Run) -> int:
     return 0
 
 
-def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
+def _fit_to_devices(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     """`parsed`, on fewer devices where some are gone. Under a launcher alone, which starts again with nobody there."""
     if heartbeat.DESCRIPTOR not in os.environ or on_cpu():
         return parsed

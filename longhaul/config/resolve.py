@@ -64,14 +64,14 @@ def _resolved(run: Run) -> Run:
     if isinstance(run.environment, Driving):
         _check_driving(run.environment)
     _check_reasoning(run)
-    run = _fitted(run)
+    run = _with_model_files(run)
     _check_expert(run)
     siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
     _check_shares(run, devices, runs)
     run = _imported(run, devices, fused=run.topology == "fused")
-    acting = _acting(run, devices)
+    acting = _actors(run, devices)
     _check_layout(run, devices)
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _checked_algorithm(run, devices, siblings)
@@ -79,7 +79,7 @@ def _resolved(run: Run) -> Run:
     log_interval, block = _intervals(run, updates, steps * runs)
     together = run.population.together or (1 if on_cpu() else runs // devices)
     many = dataclasses.replace(run.population, together=together) if run.many else run.population
-    task = _found_again(run, siblings)
+    task = _relocated(run, siblings)
     episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
@@ -161,7 +161,7 @@ def _checked_algorithm(run: Run, devices: int, siblings: Sequence[Member]) -> Al
     return algorithm
 
 
-def _found_again(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reasoning:
+def _relocated(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reasoning:
     """Task of a run, whose data are found again from wherever the run is gone on with."""
     task = run.environment
     if not isinstance(task, Driving):
@@ -233,7 +233,9 @@ def typed(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
             fields[name] = from_dict(hint, _plain(value, hint))
         except TypeError as error:
             flag = f"--{name.replace('_', '-')}"
-            raise RunError(f"{flag} is {value!r:.200}; it must be {_allowed(hint)}{_several(name, hint)}") from error
+            raise RunError(
+                f"{flag} is {value!r:.200}; it must be {_allowed(hint)}{_sweep_remedy(name, hint)}"
+            ) from error
     return fields
 
 
@@ -264,7 +266,7 @@ def _allowed(hint: Any) -> str:
     return f"{named}, or None" if type(None) in typing.get_args(hint) else named
 
 
-def _several(name: str, hint: Any) -> str:
+def _sweep_remedy(name: str, hint: Any) -> str:
     """Remedy for a number that is given several values."""
     if name == "seed":
         return "; runs with several seeds are seeds=N"
@@ -436,7 +438,7 @@ def _check_fsdp(run: Run, devices: int) -> None:
         raise RunError("--fsdp needs --topology fused or actors; the learner of central has whole parameters")
 
 
-def _acting(run: Run, devices: int) -> ActorConfig:
+def _actors(run: Run, devices: int) -> ActorConfig:
     """Actors of the run, checked against its topology, environment and devices."""
     if run.topology == "fused":
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):
@@ -451,7 +453,7 @@ def _acting(run: Run, devices: int) -> ActorConfig:
     if process_group.together() and run.acting.actor_kind == "ray":
         raise RunError("--actor-kind ray does not go with longhaul launch; choose process or thread")
     if run.topology == "central":
-        return _served(run, devices)
+        return _inference_actors(run, devices)
     if run.acting.actor_kind == "device":
         _check_on_device(run, devices)
     if isinstance(run.environment, Driving):
@@ -479,7 +481,7 @@ def _check_on_device(run: Run, devices: int) -> None:
         )
 
 
-def _served(run: Run, devices: int) -> ActorConfig:
+def _inference_actors(run: Run, devices: int) -> ActorConfig:
     """Actors of central inference, checked."""
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
@@ -622,7 +624,7 @@ def both(run: Run) -> tuple[Reasoning, GRPOConfig]:
     return run.environment, run.algorithm
 
 
-def _fitted(run: Run) -> Run:
+def _with_model_files(run: Run) -> Run:
     """`run` with the paths of its questions and its model made absolute, and with the model that its files tell of.
 
     Raises RunError, one line, where they can't be read or don't fit each other. Of a run that was fitted before no file

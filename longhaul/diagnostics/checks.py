@@ -126,7 +126,9 @@ def sizes(run: Run) -> tuple[Check, Run | None]:
     assert resolved.devices is not None
     steps = batch(resolved)
     work = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if _works(run, n)]
-    value = f"{steps:,} steps an update, {resolved.total_steps // steps:,} updates; works on {_listed(work)} devices"
+    value = (
+        f"{steps:,} steps an update, {resolved.total_steps // steps:,} updates; works on {_ranges_text(work)} devices"
+    )
     return Check("sizes", PASS, value, figures={"steps": steps, "devices": work}), resolved
 
 
@@ -138,7 +140,7 @@ def _works(run: Run, devices: int) -> bool:
     return True
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _ranges_text(numbers: Sequence[int]) -> str:
     """ "1, 2, 4": powers of two without gaps as "1 to 64"."""
     if len(numbers) > 2 and all(b == 2 * a for a, b in itertools.pairwise(numbers)):
         return f"{numbers[0]} to {numbers[-1]}"
@@ -184,7 +186,7 @@ def still(run: Run) -> Check:
     assert run.devices is not None
     program = compiled(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
     progress = program.start(run.seed)
-    _, rows = program.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
+    _, rows = program.updates(progress._replace(state=_random_state(progress.state, run.seed)), SHORT)
     kl = float(abs(rows[f"{run.algorithm.name}/approx_kl"]).max())
     bound = STILL if precision(run.algorithm) == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
@@ -194,7 +196,7 @@ def still(run: Run) -> Check:
     return judged("lr 0", verdict, f"approx_kl {kl:.1e}", f"< {bound:g}", remedy, approx_kl=kl)
 
 
-def _scattered(state: Any, seed: int) -> Any:
+def _random_state(state: Any, seed: int) -> Any:
     """An algorithm's state with random parameters, scaled such that activations keep their size."""
     rng = np.random.default_rng(seed)
 
@@ -411,7 +413,7 @@ def stalls(program: Program, update_seconds: float, *, calls: int = 6) -> Check:
     value = f"{share:.1%} between calls of {block} updates"
     if program.source.period is not None:
         train = program.source.period * update_seconds
-        turn = _turn(program, min(train, PATIENCE))
+        turn = _chunk_gap(program, min(train, PATIENCE))
         figures |= {"turn_seconds": turn, "turn_share": turn / (turn + train)}
         share += turn / (turn + train)
         value += f", {turn:.2g} s for the next chunk each {program.source.period} updates"
@@ -450,7 +452,7 @@ def _between_calls(program: Program, calls: int) -> tuple[float, float]:
     return waited, ready[-1] - sent[0]
 
 
-def _turn(program: Program, train: float) -> float:
+def _chunk_gap(program: Program, train: float) -> float:
     """Seconds from the end of a chunk to the start of the next, prepared during `train` seconds."""
     assert program.source.period is not None
     with closing(Feeding(program.source)) as feeding:

@@ -274,7 +274,9 @@ def read(text: str) -> dict[str, Instruction]:
             if line.opcode in ("fusion", "call"):
                 shapes = {name: each.result for name, each in called.items()}
                 operations = sum(_operations(each, shapes) for each in called.values())
-            moved = 0.0 if line.opcode in CONTROL else _moved(line, types, called if line.opcode == "fusion" else {})
+            moved = (
+                0.0 if line.opcode in CONTROL else _bytes_moved(line, types, called if line.opcode == "fusion" else {})
+            )
             scopes = [scope for each in called.values() if (scope := each.first(_SCOPE))]
             scope = line.first(_SCOPE) or max(scopes, key=scopes.count, default="")  # the most frequent inside
             instructions[line.name] = Instruction(line.name, line.opcode, scope, line.result, operations, moved)
@@ -306,21 +308,21 @@ def _shape(result: str) -> list[int]:
     return _sizes(arrays[0][1]) if arrays else []
 
 
-def _moved(line: Line, types: Mapping[str, str], called: Mapping[str, Line]) -> float:
+def _bytes_moved(line: Line, types: Mapping[str, str], called: Mapping[str, Line]) -> float:
     """Bytes that an instruction reads and writes; `called` is the inside of a fusion."""
     if line.opcode in SLICES:
         return 2.0 * size(line.result)
     if line.opcode in IN_PLACE:
         return 2.0 * sum(size(types.get(name, "")) for name in _updates(line))
     parameters = {each.number: name for name, each in called.items() if each.opcode == "parameter"}
-    total = _written(line, called)
+    total = _result_bytes(line, called)
     for i, operand in enumerate(line.operands):
         whole = size(types.get(operand, ""))
-        total += min(whole, _taken(parameters[i], called)) if i in parameters else whole
+        total += min(whole, _parameter_bytes(parameters[i], called)) if i in parameters else whole
     return total
 
 
-def _changed(line: Line) -> tuple[str, ...]:
+def _operands_in_place(line: Line) -> tuple[str, ...]:
     """Operands that an instruction of `IN_PLACE` changes; a scatter may have several."""
     return line.operands[: len(line.operands) // 2 if line.opcode == "scatter" else 1]
 
@@ -330,19 +332,19 @@ def _updates(line: Line) -> tuple[str, ...]:
     return line.operands[len(line.operands) // 2 + 1 :] if line.opcode == "scatter" else line.operands[1:2]
 
 
-def _taken(parameter: str, called: Mapping[str, Line]) -> float:
+def _parameter_bytes(parameter: str, called: Mapping[str, Line]) -> float:
     """Bytes read of a fusion's parameter, if it is only sliced, or changed in place; else infinity."""
     taken = 0.0
     users = [each for each in called.values() if parameter in each.operands]
     for each in users:
         if each.opcode in SLICES and each.operands[0] == parameter:
             taken += size(each.result)
-        elif each.opcode not in IN_PLACE or parameter not in _changed(each):
+        elif each.opcode not in IN_PLACE or parameter not in _operands_in_place(each):
             return math.inf
     return taken if users else math.inf
 
 
-def _written(line: Line, called: Mapping[str, Line]) -> float:
+def _result_bytes(line: Line, called: Mapping[str, Line]) -> float:
     """Bytes of the result, or of the parts of it that a fusion writes in place."""
     inside = {name: each.result for name, each in called.items()}
     in_place = [each for each in called.values() if each.opcode in IN_PLACE]

@@ -157,12 +157,12 @@ def run_grid(folder: Path, grid: Grid, at_once: int = 1) -> int:
     """Training of what is unfinished, `at_once` jobs at a time; results are written as each ends. -> The exit code."""
     with alone(folder):
         todo = [job for job in jobs(grid) if not (folder / job.name / "result.json").exists()]
-        code = _one_by_one(folder, grid, todo) if at_once == 1 else _side_by_side(folder, grid, todo, at_once)
+        code = _run_in_turn(folder, grid, todo) if at_once == 1 else _run_in_processes(folder, grid, todo, at_once)
         write(folder, grid)
     return code
 
 
-def _one_by_one(folder: Path, grid: Grid, todo: Sequence[Job]) -> int:
+def _run_in_turn(folder: Path, grid: Grid, todo: Sequence[Job]) -> int:
     for i, job in enumerate(todo):
         say(f"{i + 1} of {len(todo)}: {folder / job.name}")
         code = _train(folder, grid, job)
@@ -181,7 +181,7 @@ def _train(folder: Path, grid: Grid, job: Job, *, sole: bool = False) -> int:
     return loop.train(run, where, resumed=resumed, sole=sole).code
 
 
-def _side_by_side(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -> int:
+def _run_in_processes(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -> int:
     """Jobs in processes of their own, the dearest first. A signal is passed on; what a job says is in its folder."""
     if todo:
         _fill_store(grid)
@@ -193,7 +193,7 @@ def _side_by_side(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -
             while waiting and not stop.asked and not code and len(running) < at_once:
                 job = waiting.pop()
                 (folder / job.name).mkdir(exist_ok=True)
-                process: BaseProcess = spawn.Process(target=_apart, args=(folder, job), name=job.name)
+                process: BaseProcess = spawn.Process(target=_job_process, args=(folder, job), name=job.name)
                 process.start()
                 running[job] = process
                 say(f"{job.name} began: {folder / job.name / LOG}")
@@ -214,7 +214,7 @@ def _side_by_side(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -
     return loop.STOPPED if stop.asked and (waiting or code) else code
 
 
-def _apart(folder: Path, job: Job) -> None:
+def _job_process(folder: Path, job: Job) -> None:
     """Process of one job of the grid in `folder`."""
     os.setsid()  # the parent passes signals on; those of its terminal would come twice
     with open(folder / job.name / LOG, "a") as log:

@@ -66,7 +66,7 @@ def inspect(paths: Sequence[str], seen_each: Callable[[Path, Log | Scenario], No
             continue
         fresh = [path for path in logs if path.resolve() not in seen]
         seen.update(path.resolve() for path in fresh)
-        files += [_file(path, seen_each) for path in fresh]
+        files += [_inspect_file(path, seen_each) for path in fresh]
     return {
         "files": files,
         "scenarios": sum(len(file["scenarios"]) for file in files),
@@ -74,7 +74,7 @@ def inspect(paths: Sequence[str], seen_each: Callable[[Path, Log | Scenario], No
     }
 
 
-def _file(path: Path, seen_each: Callable[[Path, Log | Scenario], None] | None) -> dict[str, Any]:
+def _inspect_file(path: Path, seen_each: Callable[[Path, Log | Scenario], None] | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"path": str(path), "format": None, "scenarios": [], "error": None}
     try:
         with readers.limited(path):

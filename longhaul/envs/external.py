@@ -296,21 +296,21 @@ def check(name: str, environment: Environment) -> None:
     shape, dtype = action_shape(spec.action)
     action = jax.ShapeDtypeStruct((*agents, *shape), dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state, first = _traced(f"{name}: reset", environment.reset, key)
-    _alike(f"{name}: the observation of reset", first, spec.observation, agents)
-    following, led_to = _traced(f"{name}: step", environment.step, key, state, action)
+    state, first = _trace(f"{name}: reset", environment.reset, key)
+    _check_against_spec(f"{name}: the observation of reset", first, spec.observation, agents)
+    following, led_to = _trace(f"{name}: step", environment.step, key, state, action)
     if not isinstance(led_to, TimeStep):
         raise ValueError(f"{name}: step returns {type(led_to).__name__} second; it must be a longhaul TimeStep")
-    _alike(f"{name}: the observation of step", led_to.observation, spec.observation, agents)
+    _check_against_spec(f"{name}: the observation of step", led_to.observation, spec.observation, agents)
     for part, expected, kind in (("reward", "float32", jnp.number), ("terminated", "bool", jnp.bool_),
                                ("truncated", "bool", jnp.bool_)):  # fmt: skip
         value = getattr(led_to, part)
         if value.shape != agents or not jnp.issubdtype(value.dtype, kind):
             raise ValueError(f"{name}: {part} is {_form(value)}; it must be {expected}{list(agents)}")
-    _same(f"{name}: the state after step", following, state)
+    _check_same_form(f"{name}: the state after step", following, state)
 
 
-def _traced(name: str, function: Any, *given: Any) -> Any:
+def _trace(name: str, function: Any, *given: Any) -> Any:
     try:
         result = jax.eval_shape(function, *given)
     except Exception as error:
@@ -326,12 +326,12 @@ def _form(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}"
 
 
-def _alike(name: str, found: PyTree, expected: PyTree, agents: tuple[int, ...]) -> None:
+def _check_against_spec(name: str, found: PyTree, expected: PyTree, agents: tuple[int, ...]) -> None:
     whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*agents, *leaf.shape), leaf.dtype), expected)
-    _same(name, found, whole, "the spec says")
+    _check_same_form(name, found, whole, "the spec says")
 
 
-def _same(name: str, found: PyTree, expected: PyTree, says: str = "reset's is") -> None:
+def _check_same_form(name: str, found: PyTree, expected: PyTree, says: str = "reset's is") -> None:
     structure, other = jax.tree.structure(found), jax.tree.structure(expected)
     if bool(structure != other):  # type: ignore[operator]  # JAX says nothing of their types
         raise ValueError(f"{name} is {structure}; {says} {other}")

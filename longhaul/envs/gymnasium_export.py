@@ -82,7 +82,7 @@ def as_spaces(tree: Tree) -> Any:
             return {key: as_spaces(part) for key, part in _parts(tree)}
 
 
-def _seen(vector: HostVector) -> tuple[Tree, Any]:
+def _network_input(vector: HostVector) -> tuple[Tree, Any]:
     """(the form of what a network takes of an observation, the function that gives it)."""
     import jax
 
@@ -113,7 +113,7 @@ def vector(name: str, num_envs: int = 1, **options: Any) -> gymnasium.vector.Vec
     from gymnasium.vector.utils import batch_space
 
     inner = host.make(describe(name, **options), num_envs)
-    form, seen = _seen(inner)
+    form, seen = _network_input(inner)
 
     class Exported(VectorEnv[Any, Any, Any]):
         def __init__(self) -> None:
@@ -133,7 +133,7 @@ def vector(name: str, num_envs: int = 1, **options: Any) -> gymnasium.vector.Vec
             return seen(observation), _mask(observation)
 
         def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-            step = inner.step(_narrow(actions))
+            step = inner.step(_to_32_bits(actions))
             infos: dict[str, Any] = {"valid": step.valid, **_mask(step.observation)}
             columns = step.finals.columns
             if len(columns):
@@ -159,7 +159,7 @@ def _mask(observation: Tree) -> dict[str, np.ndarray]:
     return {"action_mask": observation.mask.astype(np.int8)} if isinstance(observation, Masked) else {}
 
 
-def _narrow(actions: Any) -> np.ndarray:
+def _to_32_bits(actions: Any) -> np.ndarray:
     array = np.asarray(actions)
     return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
 
@@ -171,7 +171,7 @@ def single(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
     inner = host.make(describe(name, **options), 1)
     if inner.columns != 1:
         raise ValueError(f"{name} has {inner.columns} agents; gymnasium.Env has one: use vector, a column each")
-    form, seen = _seen(inner)
+    form, seen = _network_input(inner)
 
     class Single(gym.Env[Any, Any]):
         def __init__(self) -> None:
@@ -185,7 +185,7 @@ def single(name: str, **options: Any) -> gymnasium.Env[Any, Any]:
             return _row(seen(observation)), _row(_mask(observation))
 
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-            step = inner.step(_narrow(action)[None])
+            step = inner.step(_to_32_bits(action)[None])
             infos = dict(_row(_mask(step.observation)))
             observation = step.observation
             if len(step.finals.columns):

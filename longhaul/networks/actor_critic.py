@@ -93,7 +93,7 @@ def _dense(key: NamedKey, inputs: int, outputs: int, scale: float, init: str) ->
     return layers.init_dense(key.draw(), (inputs, outputs), layers.kernel_init(init, scale))
 
 
-def _lead(observation: PyTree, ranks: Sequence[int]) -> tuple[int, ...]:
+def _leading_axes(observation: PyTree, ranks: Sequence[int]) -> tuple[int, ...]:
     """Leading axes of an observation whose leaves have these ranks without them."""
     first = jax.tree.leaves(observation)[0]
     return first.shape[: first.ndim - ranks[0]]
@@ -106,11 +106,13 @@ def _torso(
     if kind in CONVOLUTIONS:
         kernels = layers.kernel_init(init, HIDDEN_SCALE)
         image = conv.encoder(observation, kind, kernels, dtype=dtype, remat=remat, norm=norm)
-        return _encoding(image, conv.FEATURES[kind])
+        return _encoder_torso(image, conv.FEATURES[kind])
     if is_named(kind):
-        return _encoding(user_network.encoder(observation, kind, sizes[0]), sizes[0])
+        return _encoder_torso(user_network.encoder(observation, kind, sizes[0]), sizes[0])
     if kind in ENCODERS:
-        return _encoding(attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0])
+        return _encoder_torso(
+            attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0]
+        )
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(observation)]
     ranks = [len(shape) for shape in shapes]
     pooled = [kind == "deepset" and rank == 2 for rank in ranks]
@@ -144,7 +146,7 @@ def _torso(
         def through(part: Callable[..., jax.Array], name: str, x: jax.Array) -> jax.Array:
             return rematerialised(part, remat)(params[name], params[f"{name}_norm"] if norm else None, x)
 
-        lead, parts = _lead(observed, ranks), []
+        lead, parts = _leading_axes(observed, ranks), []
         for i, leaf in enumerate(jax.tree.leaves(observed)):
             x = leaf.astype(jnp.float32)
             parts.append(through(pool, f"item_{i}", x) if pooled[i] else x.reshape(*lead, -1).astype(dtype))
@@ -156,7 +158,7 @@ def _torso(
     return _Torso(init_params, apply, sizes[-1])
 
 
-def _encoding(encoder: attention.Encoder | conv.Encoder, width: int) -> _Torso:
+def _encoder_torso(encoder: attention.Encoder | conv.Encoder, width: int) -> _Torso:
     """The torso that an encoder is."""
     return _Torso(
         lambda key: {"encoder": encoder.init(key.draw())},
@@ -216,7 +218,7 @@ def _mixed_tower(
     through = rematerialised(layer, remat)
 
     def apply(params: Params, observation: PyTree) -> jax.Array:
-        lead = _lead(observation, ranks)
+        lead = _leading_axes(observation, ranks)
         parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in jax.tree.leaves(observation)]
         x = jnp.concatenate(parts, axis=-1)
         x = x.reshape(-1, x.shape[-1])

@@ -127,7 +127,7 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
         if latents:
             value = block(params["reduce"], queries("latents", latents), value, seen.present[..., None, None, :])
         else:
-            near, turn = _near(seen)[..., None, :, :], _turns(seen.position)
+            near, turn = _neighbour_mask(seen)[..., None, :, :], _rope_cos_sin(seen.position)
 
         def body(carried: jax.Array, own: Params) -> tuple[jax.Array, None]:
             return _block(own, carried, None, near, turn), None
@@ -170,7 +170,7 @@ def _embed(own: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     return x + along_last(own["kind"].astype(x.dtype), x)
 
 
-def _near(seen: Tokens) -> jax.Array:
+def _neighbour_mask(seen: Tokens) -> jax.Array:
     """Mask bool [..., S, S]: token j is present and among the NEIGHBOURS nearest of token i, or as near as the last."""
     x, y = seen.position[..., 0], seen.position[..., 1]
     square = jnp.square(x[..., :, None] - x[..., None, :]) + jnp.square(y[..., :, None] - y[..., None, :])
@@ -183,14 +183,14 @@ def _near(seen: Tokens) -> jax.Array:
     return present & (square <= last * (1.0 + 1e-6))
 
 
-def _turns(position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rope_cos_sin(position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine, float32 [..., S, 1, HEAD / 2], of the rotation of a head's pairs."""
     angles = position[..., None] * jnp.broadcast_to(FREQUENCIES, (*position.shape, len(FREQUENCIES)))
     angles = angles.reshape(*position.shape[:-1], 1, HEAD // 2)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _rotated(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Heads [..., S, H, HEAD] with each pair (i, i + HEAD / 2) rotated by its token's angle."""
     cos, sin = (part.astype(x.dtype) for part in turn)
     first, second = x[..., : HEAD // 2], x[..., HEAD // 2 :]
@@ -222,7 +222,7 @@ def _attend(
         for source, name in ((queries, "query"), (keys, "key"), (keys, "value"))
     )
     if turn is not None:
-        q, k = _turned(q, turn), _turned(k, turn)
+        q, k = _rotated(q, turn), _rotated(k, turn)
     logits = jnp.einsum("...qhd,...khd->...hqk", q, k, preferred_element_type=jnp.float32) / math.sqrt(HEAD)
     if mask is None:
         weights = jax.nn.softmax(logits, axis=-1)

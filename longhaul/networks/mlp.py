@@ -54,7 +54,7 @@ def _affine_back(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.A
 affine.defvjp(_affine, _affine_back)
 
 
-def _cut(places: Sequence[int], size: int) -> Callable[[jax.Array], jax.Array]:
+def _kernel_rows(places: Sequence[int], size: int) -> Callable[[jax.Array], jax.Array]:
     """Function of a kernel [size, n] to its rows at `places`. Its gradient is a look-up, not a scatter."""
     place = np.asarray(places, np.int32)
     back = np.full(size, len(place), np.int32)
@@ -89,7 +89,7 @@ def perceptron(
     `outputs` policy parameters depend on the observation, and `free` more do not. With `live` an observation has one
     leaf: the inputs at these places. `remat`, one of config.REMATS: parts of a layer that are computed again.
     """
-    cut = (lambda kernel: kernel) if live is None else _cut(live, inputs)
+    cut = (lambda kernel: kernel) if live is None else _kernel_rows(live, inputs)
     count = inputs if live is None else len(live)
     widths = (inputs, *sizes)
     names = [f"layer_{i}" for i in range(len(sizes))]

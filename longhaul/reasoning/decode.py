@@ -138,7 +138,7 @@ def of_rows(cache: Cache, rows: jax.Array) -> Cache:
     return of_each
 
 
-class _Used(NamedTuple):
+class _AttendedSlots(NamedTuple):
     """Slots that the next tokens attend to."""
 
     seen: jax.Array  # bool [P + R, B]
@@ -146,12 +146,12 @@ class _Used(NamedTuple):
     pieces: jax.Array  # int32: number of these
 
 
-def _used(cache: Cache) -> _Used:
+def _attended_slots(cache: Cache) -> _AttendedSlots:
     prompt_room, own = len(cache.asked), len(cache.key[0]) - len(cache.asked)
     age = (cache.place - jnp.arange(own)) % own
     seen = jnp.concatenate([cache.asked, age[:, None] <= cache.own[None]])
     if prompt_room + own <= PIECE:
-        return _Used(seen, jnp.zeros(1, jnp.int32), jnp.int32(1))
+        return _AttendedSlots(seen, jnp.zeros(1, jnp.int32), jnp.int32(1))
     piece = min(PIECE, own)
     pieces, ring = prompt_room // piece, own // piece
     begun: Any = 0
@@ -161,7 +161,7 @@ def _used(cache: Cache) -> _Used:
     number = jnp.arange(pieces + ring)
     of_ring = pieces + (last - (number - (pieces - begun))) % ring
     first = jnp.where(number < pieces - begun, begun + number, of_ring) * piece
-    return _Used(seen, first.astype(jnp.int32), pieces - begun + jnp.minimum(last - oldest + 1, ring))
+    return _AttendedSlots(seen, first.astype(jnp.int32), pieces - begun + jnp.minimum(last - oldest + 1, ring))
 
 
 def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -170,7 +170,7 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     A row that has ended may have any token; its logits mean nothing.
     """
     turn = tuple(part[cache.lengths].T[None] for part in kernels.turns)  # [1, head_dim / 2, B]
-    used, position = _used(cache), len(cache.asked) + cache.place
+    used, position = _attended_slots(cache), len(cache.asked) + cache.place
     x = kernels.embedding[token].T
     keys, values = [], []
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
@@ -207,7 +207,7 @@ def _heads(
     return transformer.turned(query, turn, 1), transformer.turned(key, turn, 1), value
 
 
-def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used) -> jax.Array:
+def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
     """Attention [kv_heads, group, head_dim, B] of one token of each row: a query of that shape to the slots that are
     `used`, by batched products over all of them; key and value [P + R, kv_heads, head_dim, B]."""
     scores = jnp.einsum("kgdb,skdb->skgb", query, key, preferred_element_type=jnp.float32)
@@ -215,7 +215,7 @@ def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used) 
     return jnp.einsum("skgb,skdb->kgdb", jax.nn.softmax(scores, axis=0).astype(value.dtype), value)
 
 
-def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _Used) -> jax.Array:
+def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
     """Attention like `multiplied`, to the used pieces alone, by sums written out term by term.
 
     On a CPU XLA does not multiply or add along an outer axis for all rows at once by itself; written out, each of these

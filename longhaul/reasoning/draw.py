@@ -76,12 +76,12 @@ def drawn(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
     """Tokens int32 [B] with probabilities in proportion to `mass` [V, B]; one of mass 0 never."""
     size = 1 << math.ceil(math.log2(mass.shape[0]) / 2)
     blocks = jnp.pad(mass, ((0, -mass.shape[0] % size), (0, 0))).reshape(-1, size, mass.shape[1])
-    block = _place(jnp.sum(blocks, axis=1), uniforms[:, 0])
+    block = _first_exceeding(jnp.sum(blocks, axis=1), uniforms[:, 0])
     within = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
-    return block * size + _place(within, uniforms[:, 1])
+    return block * size + _first_exceeding(within, uniforms[:, 1])
 
 
-def _place(mass: jax.Array, uniform: jax.Array) -> jax.Array:
+def _first_exceeding(mass: jax.Array, uniform: jax.Array) -> jax.Array:
     """First places int32 [B] at which the sums of `mass` [N, B] exceed the share `uniform` [B] of all."""
     below = jnp.tril(jnp.ones((len(mass), len(mass)), mass.dtype))
     sums = jnp.where(mass > 0.0, jnp.matmul(below, mass, precision=jax.lax.Precision.HIGHEST), 0.0)
@@ -91,10 +91,10 @@ def _place(mass: jax.Array, uniform: jax.Array) -> jax.Array:
 def truncated(mass: jax.Array, rule: Rule) -> jax.Array:
     """Masses [V, B] of the tokens that `rule` keeps, 0 for the others; the largest of a row is 1."""
     if rule.top_k > 0:
-        mass = _from(mass, _least(mass, lambda kept: jnp.sum(kept, axis=0, dtype=jnp.int32) >= rule.top_k))
+        mass = _from(mass, _threshold(mass, lambda kept: jnp.sum(kept, axis=0, dtype=jnp.int32) >= rule.top_k))
     if rule.top_p < 1.0:
         most = rule.top_p * jnp.sum(mass, axis=0)
-        mass = _from(mass, _least(mass, lambda kept: jnp.sum(jnp.where(kept, mass, 0.0), axis=0) >= most))
+        mass = _from(mass, _threshold(mass, lambda kept: jnp.sum(jnp.where(kept, mass, 0.0), axis=0) >= most))
     return _from(mass, jnp.full(mass.shape[1], rule.min_p, mass.dtype)) if rule.min_p > 0.0 else mass
 
 
@@ -102,7 +102,7 @@ def _from(mass: jax.Array, least: jax.Array) -> jax.Array:
     return jnp.where(mass >= least[None], mass, 0.0)
 
 
-def _least(mass: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _threshold(mass: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Largest numbers float32 [B] such that the masses [V, B] of at least that much are `enough`; masses are in [0, 1].
 
     `enough`: flags [V, B] -> bool [B].

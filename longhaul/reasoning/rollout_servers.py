@@ -103,7 +103,7 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "pre
 """Settings under which a token is drawn from the model's own distribution; a server's defaults may differ."""
 
 
-def _of_vllm(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
+def _vllm_request(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
     """Body without a seed: with one, vLLM 0.32 on a CPU ends at a prompt that it reads in parts ("CPU Generator does
     not use offset")."""
     sampling = PLAIN | {
@@ -113,7 +113,7 @@ def _of_vllm(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
     return {"token_ids": list(ask.prompt), "sampling_params": sampling}
 
 
-def _from_vllm(payload: Any) -> list[Choice]:
+def _vllm_choices(payload: Any) -> list[Choice]:
     def read(choice: Any) -> Choice:
         content = choice["logprobs"]["content"]
         spans = choice["weight_versions"]
@@ -125,14 +125,14 @@ def _from_vllm(payload: Any) -> list[Choice]:
     return [read(choice) for choice in sorted(payload["choices"], key=lambda choice: choice["index"])]
 
 
-def _of_completions(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
+def _completions_request(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
     return PLAIN | {
         "model": model, "prompt": list(ask.prompt), "n": ask.group, "seed": ask.seed, "max_tokens": rules.length,
         "temperature": rules.temperature, "logprobs": 0, "return_token_ids": True, "stop": list(rules.stops),
     }  # fmt: skip
 
 
-def _from_completions(payload: Any) -> list[Choice]:
+def _completions_choices(payload: Any) -> list[Choice]:
     def read(choice: Any) -> Choice:
         label = choice.get("weight_version", payload.get("weight_version"))
         count = len(choice["token_ids"])
@@ -145,7 +145,7 @@ def _from_completions(payload: Any) -> list[Choice]:
     return [read(choice) for choice in sorted(payload["choices"], key=lambda choice: choice["index"])]
 
 
-def _of_sglang(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
+def _sglang_request(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
     sampling = PLAIN | {
         "n": ask.group, "max_new_tokens": rules.length, "temperature": rules.temperature, "top_k": -1,
         "sampling_seed": ask.seed, "stop": list(rules.stops), "stop_token_ids": list(rules.ends),
@@ -153,7 +153,7 @@ def _of_sglang(ask: Ask, rules: Rules, model: str) -> dict[str, Any]:
     return {"input_ids": list(ask.prompt), "sampling_params": sampling, "return_logprob": True}
 
 
-def _from_sglang(payload: Any) -> list[Choice]:
+def _sglang_choices(payload: Any) -> list[Choice]:
     def read(choice: Any) -> Choice:
         about = choice["meta_info"]
         pairs = about["output_token_logprobs"]
@@ -166,9 +166,9 @@ def _from_sglang(payload: Any) -> list[Choice]:
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "vllm": Dialect("/inference/v1/generate", _of_vllm, _from_vllm, "/weight_info"),
-    "completions": Dialect("/v1/completions", _of_completions, _from_completions, "/health"),
-    "sglang": Dialect("/generate", _of_sglang, _from_sglang, "/get_model_info", says=False),
+    "vllm": Dialect("/inference/v1/generate", _vllm_request, _vllm_choices, "/weight_info"),
+    "completions": Dialect("/v1/completions", _completions_request, _completions_choices, "/health"),
+    "sglang": Dialect("/generate", _sglang_request, _sglang_choices, "/get_model_info", says=False),
 }
 
 
@@ -335,7 +335,7 @@ class Servers:
     def _serve(self, server: Server, asks: Sequence[Ask], oldest: int, work: _Work) -> None:
         """Takes requests of `work` to one server until all are answered."""
         while True:
-            place = self._taken(server, work)
+            place = self._next_request(server, work)
             if place is None:
                 return
             if place < 0:
@@ -369,7 +369,7 @@ class Servers:
                     self.fail(server, " ".join(f"{type(failure).__name__}: {failure}".split()))
                 work.changed.notify_all()
 
-    def _taken(self, server: Server, work: _Work) -> int | None:
+    def _next_request(self, server: Server, work: _Work) -> int | None:
         """Next request for a server; -1: it is to be revived; None: all are answered."""
         with work.changed:
             while not work.over:

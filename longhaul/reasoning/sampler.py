@@ -197,8 +197,8 @@ class _Written(NamedTuple):
     behaviour: jax.Array  # float32 [B]
 
 
-class _Asked(NamedTuple):
-    """Prompts that have been read, C of them from number `first` on, whose completions begin next."""
+class _Prefilled(NamedTuple):
+    """Prefilled prompts, C of them from number `first` on, whose completions begin next."""
 
     first: jax.Array  # int32
     kept: transformer.KeyValue  # of all layers
@@ -215,15 +215,15 @@ class _Decoding(NamedTuple):
     flow: _Flow
     number: jax.Array  # int32 [S], of a row's completion
     begun: jax.Array  # int32: completions that have begun
-    asked: _Asked
+    prefilled: _Prefilled
     row: jax.Array  # int32 [N]: a completion's row
     since: jax.Array  # int32 [N]: the step that reads its first token
     first: _Written  # [N], their first tokens
     log: tuple[jax.Array, _Written]  # [steps, S]: number of the completion of a step's tokens, N for none; the tokens
 
 
-READ = 256
-"""Tokens of prompts that are read together while other completions are written."""
+PREFILL = 256
+"""Tokens of prompts that are prefilled together while other completions are written."""
 
 FEWER = (2.0, 4.0)
 """Factors by which there are fewer rows, one after the other, once no completion waits and no more are left."""
@@ -233,7 +233,7 @@ LARGE, LONG = 2**24, 64
 
 
 @dataclass(frozen=True)
-class _Writing:
+class _Generation:
     """Completions that are being written: N of M prompts [M, P], a group of each, by S rows at a time."""
 
     config: ModelConfig
@@ -257,15 +257,15 @@ class _Writing:
 
     @property
     def together(self) -> int:
-        """Prompts that are read at a time."""
-        return min(max(READ // self.prompt.shape[1], 1), len(self.prompt))
+        """Number of prompts that are prefilled at a time."""
+        return min(max(PREFILL // self.prompt.shape[1], 1), len(self.prompt))
 
     # ------------------------------------------------------------------------------------------------------ a token
 
-    def chosen(self, logits: jax.Array, uniforms: jax.Array) -> draw.Token:
+    def sample(self, logits: jax.Array, uniforms: jax.Array) -> draw.Token:
         return draw.chosen(logits, uniforms, self.sampling.rule, self.tokeniser.pad)
 
-    def accepted(self, flow: _Flow, drawn: draw.Token, numbers: jax.Array) -> tuple[_Flow, _Written]:
+    def advance(self, flow: _Flow, drawn: draw.Token, numbers: jax.Array) -> tuple[_Flow, _Written]:
         """(progress with one more token, the token) of the completions with these numbers."""
         tokeniser, length = self.tokeniser, self.sampling.length
         most = length if self.most is None else jnp.minimum(self.most[numbers], length)
@@ -273,7 +273,7 @@ class _Writing:
         token = jnp.where(forced, tokeniser.answer, drawn.token)
         answering = flow.answering | (token == tokeniser.answer)
         steps = flow.steps + ((token == tokeniser.step) & ~flow.answering)
-        matched, stops = flow.matched, _any_of(token, tokeniser.ends)
+        matched, stops = flow.matched, _is_any(token, tokeniser.ends)
         if tokeniser.stop is not None:
             matched = jnp.asarray(tokeniser.stop)[flow.matched, token]
             stops |= matched == len(tokeniser.stop)
@@ -284,86 +284,86 @@ class _Writing:
 
     # ----------------------------------------------------------------------------------------------------- prompts
 
-    def read(self, first: jax.Array | int, count: int) -> _Asked:
-        """Prompts from number `first` on."""
+    def prefill(self, first: jax.Array | int, count: int) -> _Prefilled:
+        """Prefilled prompts: `count` of them from number `first` on."""
         prompts = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
         mask = prompts != self.tokeniser.pad
         hidden, kept = transformer.trunk(self.config, self.params, prompts, mask, keeps=True)
         assert kept is not None
-        return _Asked(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
+        return _Prefilled(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
 
-    def unread(self) -> _Asked:
-        """Nothing, in the place of prompts."""
-        shapes = jax.eval_shape(lambda: self.read(0, self.together))
-        nothing: _Asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def no_prefill(self) -> _Prefilled:
+        """Zeros in the place of prefilled prompts, before the first ones are needed."""
+        shapes = jax.eval_shape(lambda: self.prefill(0, self.together))
+        nothing: _Prefilled = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return nothing._replace(first=jnp.int32(-self.together))
 
-    def read_again(self, asked: _Asked, place: jax.Array) -> _Asked:
-        """Prompts among which is number `place`, read if they are not those of `asked`."""
+    def prefill_with(self, prefilled: _Prefilled, place: jax.Array) -> _Prefilled:
+        """Prefilled prompts with number `place` among them: those of `prefilled`, or else others."""
 
-        def far(asked: _Asked) -> jax.Array:
-            return (place < asked.first) | (place >= asked.first + self.together)
+        def far(prefilled: _Prefilled) -> jax.Array:
+            return (place < prefilled.first) | (place >= prefilled.first + self.together)
 
-        def near(asked: _Asked) -> _Asked:
+        def near(prefilled: _Prefilled) -> _Prefilled:
             # By the loop's own state, or XLA reads before the loop, and so for every completion.
-            first = jnp.where(far(asked), jnp.minimum(place, len(self.prompt) - self.together), asked.first)
-            return self.read(first, self.together)
+            first = jnp.where(far(prefilled), jnp.minimum(place, len(self.prompt) - self.together), prefilled.first)
+            return self.prefill(first, self.together)
 
-        return jax.lax.while_loop(far, near, asked)  # of at most one turn: unlike a conditional it copies nothing
+        return jax.lax.while_loop(far, near, prefilled)  # of at most one turn: unlike a conditional it copies nothing
 
     # -------------------------------------------------------------------------------------------------- completions
 
     def begin(self) -> _Decoding:
         """Every row with a completion, and its first token."""
         rows, number, length = self.rows, self.number, self.sampling.length
-        asked = self.read(0, -(-rows // self.sampling.group))
+        prefilled = self.prefill(0, -(-rows // self.sampling.group))
         each, row = jnp.arange(rows) // self.sampling.group, jnp.arange(rows)
-        cache = decode.begin(jax.tree.map(lambda x: x[:, each], asked.kept), asked.mask[each], length)
-        drawn = self.chosen(asked.logits[:, each], self.uniforms[:rows, 0])
-        flow, written = self.accepted(_of_nothing(rows), drawn, row)
+        cache = decode.begin(jax.tree.map(lambda x: x[:, each], prefilled.kept), prefilled.mask[each], length)
+        drawn = self.sample(prefilled.logits[:, each], self.uniforms[:rows, 0])
+        flow, written = self.advance(_blank_flow(rows), drawn, row)
         zeros = jnp.zeros(number, jnp.int32)
         first = jax.tree.map(lambda x: jnp.zeros(number, x.dtype).at[:rows].set(x), written)
         steps = length if rows == number else number * length // rows + length
         log = jax.tree.map(lambda x: jnp.zeros((steps, rows), x.dtype), written)
         none = jnp.full((steps, rows), number, jnp.int32)
-        return _Decoding(jnp.int32(0), cache, written.token, flow, row, jnp.int32(rows), self.unread(),
+        return _Decoding(jnp.int32(0), cache, written.token, flow, row, jnp.int32(rows), self.no_prefill(),
                          zeros.at[:rows].set(row), zeros, first, (none, log))  # fmt: skip
 
-    def waits(self, now: _Decoding) -> jax.Array:
+    def can_admit(self, now: _Decoding) -> jax.Array:
         """Flag: a row has ended while a completion has not begun."""
         return (now.begun < self.number) & jnp.any(now.flow.ended)
 
-    def next_one(self, now: _Decoding) -> _Decoding:
-        """A row that has ended begins the next completion, and has its first token."""
+    def admit(self, now: _Decoding) -> _Decoding:
+        """State in which a row that has ended begins the next completion, with its first token."""
         place, new, row = now.begun // self.sampling.group, now.begun, jnp.argmax(now.flow.ended)
-        asked = self.read_again(now.asked, place)
-        which = place - asked.first
-        kept, mask = jax.tree.map(lambda x: x[:, which], asked.kept), asked.mask[which]
-        drawn = self.chosen(asked.logits[:, which][:, None], self.uniforms[new, :1])
-        flow, written = self.accepted(_of_nothing(1), drawn, new[None])
+        prefilled = self.prefill_with(now.prefilled, place)
+        which = place - prefilled.first
+        kept, mask = jax.tree.map(lambda x: x[:, which], prefilled.kept), prefilled.mask[which]
+        drawn = self.sample(prefilled.logits[:, which][:, None], self.uniforms[new, :1])
+        flow, written = self.advance(_blank_flow(1), drawn, new[None])
 
         def put(old: jax.Array, it: jax.Array) -> jax.Array:
             return jnp.where(jnp.arange(self.rows) == row, it, old)
 
         return now._replace(
             cache=decode.renew(now.cache, row, kept, mask), token=put(now.token, written.token),
-            flow=jax.tree.map(put, now.flow, flow), number=put(now.number, new), begun=new + 1, asked=asked,
+            flow=jax.tree.map(put, now.flow, flow), number=put(now.number, new), begun=new + 1, prefilled=prefilled,
             row=now.row.at[new].set(row), since=now.since.at[new].set(now.t),
             first=jax.tree.map(lambda old, it: old.at[new].set(it[0]), now.first, written),
         )  # fmt: skip
 
-    def goes_on(self, now: _Decoding, fewer: int = 0) -> jax.Array:
+    def unfinished(self, now: _Decoding, fewer: int = 0) -> jax.Array:
         """Flag: completions have not begun, or more than `fewer` rows have not ended."""
         return (jnp.sum(~now.flow.ended) > fewer) | (now.begun < self.number)
 
     def step(self, now: _Decoding) -> _Decoding:
         """One more token of each row."""
         if self.rows < self.number and len(now.token) == self.rows:
-            now = jax.lax.while_loop(self.waits, self.next_one, now)
+            now = jax.lax.while_loop(self.can_admit, self.admit, now)
         logits, cache = decode.step(self.config, self.kernels, now.token, now.cache)
         at = jnp.minimum(now.flow.tokens, self.sampling.length - 1)
-        drawn = self.chosen(logits, self.uniforms[now.number, at])
-        flow, written = self.accepted(now.flow, drawn, now.number)
+        drawn = self.sample(logits, self.uniforms[now.number, at])
+        flow, written = self.advance(now.flow, drawn, now.number)
         numbers = jnp.where(now.flow.ended, self.number, now.number)
         log = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice(all_, new[None], (now.t, 0)), now.log,
                            (numbers, written))  # fmt: skip
@@ -376,10 +376,10 @@ class _Writing:
         fewer = [count for factor in FEWER if large and (count := int(self.rows / factor))]
         now, moves = self.begin(), []
         for count in fewer:
-            now = jax.lax.while_loop(functools.partial(self.goes_on, fewer=count), self.step, now)
+            now = jax.lax.while_loop(functools.partial(self.unfinished, fewer=count), self.step, now)
             moves.append((now.t, now.row))
-            now = _in_fewer_rows(now, count)
-        return self.gathered(jax.lax.while_loop(self.goes_on, self.step, now), moves)
+            now = _compacted(now, count)
+        return self.gathered(jax.lax.while_loop(self.unfinished, self.step, now), moves)
 
     def gathered(self, last: _Decoding, moves: Sequence[tuple[jax.Array, jax.Array]]) -> Drawn:
         """Tokens by completion, from those by step and row; of each move its step and the rows [N] before it."""
@@ -397,13 +397,13 @@ class _Writing:
         return Drawn(token, written, taken, *log_probs)
 
 
-def _of_nothing(count: int) -> _Flow:
+def _blank_flow(count: int) -> _Flow:
     """Progress of completions without a token."""
     zero, never = jnp.zeros(count, jnp.int32), jnp.zeros(count, bool)
     return _Flow(zero, zero, zero, never, never)
 
 
-def _in_fewer_rows(now: _Decoding, fewer: int) -> _Decoding:
+def _compacted(now: _Decoding, fewer: int) -> _Decoding:
     """The same completions, without most rows that have ended."""
     left = jnp.argsort(now.flow.ended, stable=True)[:fewer]
     token, flow, of = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
@@ -432,7 +432,7 @@ def sampler(
         kernels = decode.prepare(config, params, sum(decode.room(prompt.shape[1], sampling.length)))
         uniforms = jax.vmap(lambda key: prng.uniform(key, (sampling.length, 2)))(keys)
         with jax.named_scope(INFERENCE):
-            return _Writing(config, sampling, tokeniser, ends, params, kernels, prompt, uniforms, budget, most).run()
+            return _Generation(config, sampling, tokeniser, ends, params, kernels, prompt, uniforms, budget, most).run()
 
     return sample
 
@@ -442,7 +442,7 @@ def logits_at_once() -> int:
     return LOGITS if platform() == "cpu" else LOGITS_WIDE
 
 
-def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
+def _is_any(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
     """Flag of each token: it is one of `numbers`; bool."""
     return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
 
@@ -628,7 +628,7 @@ def collector(
             lesson, versions, which.astype(jnp.int32), jnp.zeros(rows, bool),
         )  # fmt: skip
         marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
-        known, sums = judged(data, marks, jnp.any(_any_of(text, tokeniser.ends), axis=1), sampling.group)
+        known, sums = judged(data, marks, jnp.any(_is_any(text, tokeniser.ends), axis=1), sampling.group)
         floats = {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
         return (), known if exact else data, floats
 

@@ -415,7 +415,7 @@ def _question(line: str, where: str) -> tuple[Problem, str]:
 def checker(check: str) -> Callable[[Problem, str], float]:
     """Reward function of `check`. Raises ValueError for an unknown one."""
     if check == "exact":
-        return lambda problem, completion: float(_final(completion) == problem.answer)
+        return lambda problem, completion: float(_after_mark(completion) == problem.answer)
     if check == "numeric":
 
         def numeric(problem: Problem, completion: str) -> float:
@@ -466,7 +466,7 @@ def guarded(
     return safe
 
 
-def _final(completion: str) -> str | None:
+def _after_mark(completion: str) -> str | None:
     """Text after the last `MARK`."""
     _, mark, tail = completion.rpartition(MARK)
     return tail.strip() if mark else None
@@ -474,7 +474,7 @@ def _final(completion: str) -> str | None:
 
 def _answer(completion: str) -> str:
     """Text after the last `MARK`, else the last number; "" where there is none."""
-    final = _final(completion)
+    final = _after_mark(completion)
     return final if final is not None else ([match[0] for match in NUMBERS.finditer(completion)] or [""])[-1]
 
 

@@ -148,8 +148,8 @@ class ReasoningOptimizer:
     def solve(self, questions: Sequence[str | Problem]) -> list[Solution]:
         """Solutions of problems, in order. Raises ValueError for a prompt that is no problem of the task."""
         prompts = [each.prompt if isinstance(each, Problem) else each for each in questions]
-        problems = {prompt: self._posed(each) for prompt, each in zip(prompts, questions, strict=True)}
-        solutions = {prompt: cached for prompt in problems if (cached := self._remembered(prompt)) is not None}
+        problems = {prompt: self._as_problem(each) for prompt, each in zip(prompts, questions, strict=True)}
+        solutions = {prompt: cached for prompt in problems if (cached := self._cached_draws(prompt)) is not None}
         open_: dict[str, list[Chain]] = {prompt: [] for prompt in problems if prompt not in solutions}
         while open_:
             drawn = len(next(iter(open_.values())))
@@ -171,14 +171,14 @@ class ReasoningOptimizer:
                         self._known.popitem(last=False)
         return [solutions[prompt] for prompt in prompts]
 
-    def _posed(self, each: str | Problem) -> Problem:
+    def _as_problem(self, each: str | Problem) -> Problem:
         if isinstance(each, Problem):
             return each
         if self._task.posed is None:
             raise ValueError(f"{self._task.name} has the problems of its file alone; name one of them")
         return self._task.posed(each)
 
-    def _remembered(self, prompt: str) -> Solution | None:
+    def _cached_draws(self, prompt: str) -> Solution | None:
         version, solution = self._known.get(prompt, (self._version, None))
         if solution is None:
             return None

@@ -46,9 +46,9 @@ def check(path: Path) -> None:
         if (growth := math.prod(map(_growth, steps))) > MOST_GROWTH:
             raise ValueError(f"{path}: {part} makes a text {growth:.3g} times as long; {MOST_GROWTH} is possible")
         for pattern in map(_pattern, steps):
-            if why := _slow(pattern):
+            if why := _slow_reason(pattern):
                 raise ValueError(f"{path}: {part} has the regular expression {pattern!r:.80}, which {why}")
-    _check_words(path, fields)
+    _check_vocabulary(path, fields)
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
@@ -83,7 +83,7 @@ def _pattern(step: dict[str, Any]) -> str:
 TOKEN = re.compile(r"\\.|\[(?:\\.|\[:\w+:\]|[^\]\\])*\]|\((?:\?[^:)]*:|\?[=!<>]+)?|[*+]|\{\d*,?\d*\}|[)|]|.", re.DOTALL)
 
 
-def _slow(pattern: str) -> str:
+def _slow_reason(pattern: str) -> str:
     """Why a search by a regular expression may take more than a power of the text's length, or ""."""
     if len(pattern) > MOST_LETTERS:
         return f"has {len(pattern):,} letters; {MOST_LETTERS:,} are possible"
@@ -113,8 +113,8 @@ def _slow(pattern: str) -> str:
     return ""
 
 
-def _check_words(path: Path, fields: dict[str, Any]) -> None:
-    for word, number in _words(fields):
+def _check_vocabulary(path: Path, fields: dict[str, Any]) -> None:
+    for word, number in _vocabulary(fields):
         if type(word) is not str or type(number) is not int:
             raise ValueError(
                 f"{path}: token {word!r:.40} has the number {number!r:.40}; texts and whole numbers are needed"
@@ -125,7 +125,7 @@ def _check_words(path: Path, fields: dict[str, Any]) -> None:
             raise ValueError(f"{path}: token {word!r:.40} has the number {number}; below {MOST_NUMBER:,} is possible")
 
 
-def _words(fields: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _vocabulary(fields: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """(token, its number) of the vocabulary, and of what is added to it."""
     model, added = fields.get("model"), fields.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

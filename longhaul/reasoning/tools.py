@@ -115,7 +115,7 @@ class Tool:
 
 
 @functools.cache
-def _made(names: str) -> dict[str, Tool]:
+def _load_tools(names: str) -> dict[str, Tool]:
     """Tools by their names in a completion."""
     tools: dict[str, Tool] = {}
     for each in map(str.strip, names.split(",")):
@@ -128,7 +128,7 @@ def _made(names: str) -> dict[str, Tool]:
 
 def start(names: str) -> None:
     """Starts the processes of tools, which else the first call of each does."""
-    for each in _made(names).values():
+    for each in _load_tools(names).values():
         each.start()
 
 
@@ -136,7 +136,7 @@ def start(names: str) -> None:
 def replies(names: str) -> Callable[[str], str]:
     """Function of a completion that ends in a call to what stands behind it: the result of a tool of `names`, such as
     "calculator,package.module:function". Raises ValueError where one is no function."""
-    tools = _made(names)
+    tools = _load_tools(names)
 
     def reply(text: str) -> str:
         calls = CALL.findall(text)

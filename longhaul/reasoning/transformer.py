@@ -216,7 +216,7 @@ def trunk(
     read and not computed again.
     """
     dtype = PRECISIONS[config.precision]
-    positions, seen = mask if isinstance(mask, Places) else _one_text(mask)
+    positions, seen = mask if isinstance(mask, Places) else _single_text(mask)
     if past is not None:
         before = jnp.sum(past.mask, axis=1, dtype=jnp.int32)
         positions += jnp.repeat(before, len(tokens) // len(before))[:, None]
@@ -225,7 +225,7 @@ def trunk(
 
     def layer(x: jax.Array, each: tuple[PyTree, KeyValue | None]) -> tuple[jax.Array, KeyValue | None]:
         weights, prefix = each
-        weights = {name: _bits(x, jnp.uint16, jnp.bfloat16) for name, x in weights.items()}
+        weights = {name: _bitcast(x, jnp.uint16, jnp.bfloat16) for name, x in weights.items()}
         own = _Kernels(weights, dtype)
         y = rms_norm(x, weights["attention_norm"], config.eps)
         prompt_past = None if past is None or prefix is None else Past(prefix, past.mask)
@@ -240,19 +240,19 @@ def trunk(
     part = rematerialised(layer, config.remat, scanned=True, widens=widens)
     unroll = config.layers if config.layers <= UNROLLED else 1
     prefixes = None if past is None else past.kept
-    layers = {name: _bits(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
+    layers = {name: _bitcast(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
     x, kept = jax.lax.scan(part, x, (layers, prefixes), unroll=unroll)
     return rms_norm(x, params["final_norm"], config.eps), kept
 
 
-def _one_text(mask: jax.Array) -> Places:
+def _single_text(mask: jax.Array) -> Places:
     """Places of one text a row, with padding where `mask` [B, T] is False."""
     steps = mask.shape[1]
     seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
     return Places(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, seen)
 
 
-def _bits(x: jax.Array, of: Any, to: Any) -> jax.Array:
+def _bitcast(x: jax.Array, of: Any, to: Any) -> jax.Array:
     """`x` read as another type if it is of type `of`.
 
     A layer's frozen kernels in bfloat16 are sliced out of the stack as integers: else XLA widens the whole stack before

@@ -58,10 +58,10 @@ def continuing(config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser) ->
         prompt = np.asarray(prompt)
         begun, turn = np.zeros(len(prompt), int), 0
         going = np.ones(len(prompt), bool)
-        while (going := _replied(batch, begun, going, tokeniser)).any():
+        while (going := _continued_rows(batch, begun, going, tokeniser)).any():
             filled = batch.written.sum(axis=1)
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-            for some in _in_parts(np.flatnonzero(going), min(together, len(prompt))):
+            for some in _chunks(np.flatnonzero(going), min(together, len(prompt))):
                 so_far = np.full((len(some), prompt.shape[1] + length), tokeniser.pad, np.int32)
                 for place, row in enumerate(some):
                     text = np.concatenate([prompt[row][prompt[row] != tokeniser.pad], batch.token[row, : filled[row]]])
@@ -79,13 +79,13 @@ def continuing(config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser) ->
     return Turns(whole, program)
 
 
-def _in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
+def _chunks(rows: np.ndarray, size: int) -> list[np.ndarray]:
     """Parts of `size` rows; the last one is filled up with its first row."""
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     return [np.concatenate([part, np.full(size - len(part), part[0])]) for part in parts]
 
 
-def _replied(batch: Any, begun: np.ndarray, going: np.ndarray, tokeniser: Tokeniser) -> np.ndarray:
+def _continued_rows(batch: Any, begun: np.ndarray, going: np.ndarray, tokeniser: Tokeniser) -> np.ndarray:
     """Rows that go on: their last turn, from `begun`, ends in a mark, and its reply, written here, leaves room."""
     after = np.zeros(len(going), bool)
     length = batch.token.shape[1]

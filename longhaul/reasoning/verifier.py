@@ -32,7 +32,7 @@ def checked(solution: jax.Array, text: jax.Array) -> Marks:
     return Marks(rewards(solution, text), soundness(solution, text), steps(text))
 
 
-def _before(flag: jax.Array) -> jax.Array:
+def _count_before(flag: jax.Array) -> jax.Array:
     """Number of True before each place of a mask [B, N], int32."""
     return jnp.cumsum(flag, axis=1, dtype=jnp.int32) - flag
 
@@ -40,9 +40,9 @@ def _before(flag: jax.Array) -> jax.Array:
 def answers(text: jax.Array) -> jax.Array:
     """Tokens between the first answer's mark and the first end, moved to the front; [B, N], PAD behind."""
     rows, length = text.shape
-    marked = _before(text == tokenizer.ANSWER) > 0
-    inside = marked & (_before(text == tokenizer.END) == 0)
-    place = jnp.where(inside, _before(inside), length)
+    marked = _count_before(text == tokenizer.ANSWER) > 0
+    inside = marked & (_count_before(text == tokenizer.END) == 0)
+    place = jnp.where(inside, _count_before(inside), length)
     nothing = jnp.full((rows, length), tokenizer.PAD, text.dtype)
     return nothing.at[jnp.arange(rows)[:, None], place].set(text, mode="drop")
 
@@ -53,15 +53,15 @@ def rewards(solution: jax.Array, text: jax.Array) -> jax.Array:
     return (ended & jnp.all(answers(solution) == answers(text), axis=1)).astype(jnp.float32)
 
 
-def _heads(text: jax.Array) -> jax.Array:
+def _before_answer(text: jax.Array) -> jax.Array:
     """Mask bool [B, N] of tokens before the answer's mark and the end."""
     stop = (text == tokenizer.ANSWER) | (text == tokenizer.END) | (text == tokenizer.PAD)
-    return (_before(stop) == 0) & ~stop
+    return (_count_before(stop) == 0) & ~stop
 
 
 def steps(text: jax.Array) -> jax.Array:
     """Number of written steps of completions [B, N], float32 [B]; a step without its final `;` counts too."""
-    head = _heads(text)
+    head = _before_answer(text)
     ends = head & (text == tokenizer.STEP)
     last = jnp.take_along_axis(text, jnp.maximum(jnp.sum(head, axis=1) - 1, 0)[:, None], axis=1)[:, 0]
     begun = jnp.any(head, axis=1) & (last != tokenizer.STEP)
@@ -70,8 +70,8 @@ def steps(text: jax.Array) -> jax.Array:
 
 def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
     """Share of the completions' steps that are the solutions', float32 [B]: `Task.soundness`."""
-    same = _before(solution != text) == 0
-    same &= (solution == text) & _heads(solution) & _heads(text)
+    same = _count_before(solution != text) == 0
+    same &= (solution == text) & _before_answer(solution) & _before_answer(text)
     common = jnp.sum(same & (text == tokenizer.STEP), axis=1).astype(jnp.float32)
     longer = jnp.maximum(steps(solution), steps(text))
     return jnp.where(longer == 0, 1.0, common / jnp.maximum(longer, 1.0))

@@ -125,12 +125,12 @@ def mean_in_order(tree: PyTree, devices: int) -> PyTree:
     vector, whole = ravel_pytree(tree)
     rows = jax.lax.all_gather(vector, AXIS)  # [own shards, numbers] of this device
     if devices == 1:
-        return _alone(lambda rows: whole(_sum(rows) / VIRTUAL))(rows)
+        return _isolated_branch(lambda rows: whole(_sum(rows) / VIRTUAL))(rows)
     size = -(-vector.size // devices)
     padded = jnp.pad(rows, ((0, 0), (0, size * devices - vector.size)))
     parts = jax.lax.all_to_all(padded.reshape(-1, devices, size), DATA, split_axis=1, concat_axis=0)
-    part = _alone(lambda rows: _sum(rows) / VIRTUAL)(parts.reshape(VIRTUAL, size))
-    return _alone(lambda row: whole(row[: vector.size]))(jax.lax.all_gather(part, DATA, tiled=True))
+    part = _isolated_branch(lambda rows: _sum(rows) / VIRTUAL)(parts.reshape(VIRTUAL, size))
+    return _isolated_branch(lambda row: whole(row[: vector.size]))(jax.lax.all_gather(part, DATA, tiled=True))
 
 
 def _sum(rows: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def _sum(rows: jax.Array) -> jax.Array:
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled as if alone; several shards run one after the other."""
-    function = _alone(jax.jit(function, inline=True))  # traced once for all uses
+    function = _isolated_branch(jax.jit(function, inline=True))  # traced once for all uses
     alone = jax.custom_batching.custom_vmap(function)
 
     @alone.def_vmap
@@ -161,7 +161,7 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+def _isolated_branch(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as a branch that XLA does not know to be always taken: it neither fuses across nor moves code out."""
 
     def run(*args: PyTree) -> PyTree:

@@ -98,12 +98,12 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     _quieten(folder)
-    if process > 0 and on_cpu and not _write_too():
+    if process > 0 and on_cpu and not _allow_writes():
         say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
     return folder
 
 
-def _write_too() -> bool:
+def _allow_writes() -> bool:
     """Let this process write too, though it is not the first; -> False if this JAX does not allow it.
 
     JAX 0.10 to 0.12 have no option for it: their writer returns at once in all processes but 0.
@@ -201,14 +201,14 @@ class Ledger:
         self.seconds = 0.0  # in the compiler, or reading the cache
         self.hits = 0
         self.misses = 0
-        jax.monitoring.register_event_duration_secs_listener(self._took)
-        jax.monitoring.register_event_listener(self._happened)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
 
-    def _took(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE:
             self.seconds += duration_secs
 
-    def _happened(self, event: str, **_: str | int) -> None:
+    def _on_event(self, event: str, **_: str | int) -> None:
         self.hits += event == HIT
         self.misses += event == MISS
 
@@ -220,5 +220,5 @@ class Ledger:
         return f"{self.hits} of {self.hits + self.misses} programs from the compilation cache"
 
     def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._took)
-        jax.monitoring.unregister_event_listener(self._happened)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)

@@ -46,7 +46,7 @@ def make_mesh(data: int | None = None, model: int = 1, fsdp: bool = False) -> Me
     if not 1 <= data * model <= len(devices):
         most = len(devices) // model
         remedy = f"give 1 to {most}" if model == 1 else f"give at most {len(devices)} in all"
-        raise ValueError(f"--mesh {_words(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
+        raise ValueError(f"--mesh {_mesh_text(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
     return _mesh(data, model, fsdp, devices[: data * model])
 
 
@@ -67,8 +67,8 @@ def _over_processes(data: int, model: int, fsdp: bool, processes: int) -> Mesh:
     most, count = processes * min(map(len, own)), data * model
     if count % processes or not 1 <= count <= most:
         raise ValueError(
-            f"--mesh {_words(data, model)}, but {processes} processes have {most} device(s) to share in equal parts; "
-            f"give a multiple of {processes} up to {most}" + " in all" * (model > 1)
+            f"--mesh {_mesh_text(data, model)}, but {processes} processes have {most} device(s) to share in equal "
+            f"parts; give a multiple of {processes} up to {most}" + " in all" * (model > 1)
         )
     return _mesh(data, model, fsdp, [device for some in own for device in some[: count // processes]])
 
@@ -79,7 +79,7 @@ def _mesh(data: int, model: int, fsdp: bool, devices: list[jax.Device]) -> Mesh:
     return jax.make_mesh(shape, (DATA, FSDP, MODEL), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def _words(data: int, model: int) -> str:
+def _mesh_text(data: int, model: int) -> str:
     return f"data={data}" + f",model={model}" * (model > 1)
 
 

@@ -80,15 +80,15 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool
     for leaf_name, leaf in like.items():
         needed = describe(leaf_name, leaf)
         if leaf_name not in table:
-            raise ValueError(f"{where} has no leaf {leaf_name} ({_words(needed)}), which this run has: {REMEDY}")
+            raise ValueError(f"{where} has no leaf {leaf_name} ({_form_text(needed)}), which this run has: {REMEDY}")
         stored = table[leaf_name]
         if (needed["dtype"], needed["shape"]) != (stored["dtype"], stored["shape"]):
-            both = f"{_words(stored)} in {where}, and {_words(needed)} in this run"
+            both = f"{_form_text(stored)} in {where}, and {_form_text(needed)} in this run"
             raise ValueError(f"leaf {leaf_name} is {both}: {REMEDY}")
     surplus = sorted(table.keys() - like.keys())
     if surplus and not part:
         stored = table[surplus[0]]
-        raise ValueError(f"{where} has a leaf {surplus[0]} ({_words(stored)}), which this run has not: {REMEDY}")
+        raise ValueError(f"{where} has a leaf {surplus[0]} ({_form_text(stored)}), which this run has not: {REMEDY}")
 
 
 def target(leaf: Any, entry: Entry) -> Any:
@@ -155,5 +155,5 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
-def _words(entry: Entry) -> str:
+def _form_text(entry: Entry) -> str:
     return f"{entry['dtype']} {entry['shape']}"

@@ -206,9 +206,9 @@ class Past:
             self._calls.append((steps - self._steps, (steps - self._steps) / sps))
         self._steps = steps
         self.largest_lr = max(self.largest_lr, metrics.get("lr", 0.0))
-        self._hear(since)
+        self._add_episodes(since)
 
-    def _hear(self, since: int) -> None:
+    def _add_episodes(self, since: int) -> None:
         """Add ended episodes to blocks."""
         count, returns = self.now.get("episode/count", 0.0), self.now.get("episode/return", math.nan)
         if count > 0:
@@ -294,7 +294,7 @@ def _number(value: Any) -> float:
 # ------------------------------------------------------------------------------------------------------------ checks
 
 
-def _most(past: Past, metric: str, bound: float | None, name: str, unit: str = "") -> Reading | None:
+def _below_bound(past: Past, metric: str, bound: float | None, name: str, unit: str = "") -> Reading | None:
     """Reading of a value that must stay below a bound."""
     value = past.recent(metric)
     if bound is None or value is None or not past.warm:
@@ -332,7 +332,7 @@ def _entropy(past: Past) -> Reading | None:
 
 def _value_loss(past: Past) -> Reading | None:
     usual = past.usual("value_loss")
-    return _most(past, "value_loss", EXPLODES * usual, "value loss") if usual else None
+    return _below_bound(past, "value_loss", EXPLODES * usual, "value loss") if usual else None
 
 
 def _critic(past: Past) -> Reading | None:
@@ -401,8 +401,8 @@ CHECKS: dict[str, Callable[[Past], Reading | None]] = {
     "finite": _finite,
     "lr": _lr,
     "entropy": _entropy,
-    "kl": lambda past: _most(past, "approx_kl", past.bounds.kl, "approx_kl", " nats"),
-    "clip": lambda past: _most(past, "clip_fraction", past.bounds.clip, "clip fraction"),
+    "kl": lambda past: _below_bound(past, "approx_kl", past.bounds.kl, "approx_kl", " nats"),
+    "clip": lambda past: _below_bound(past, "clip_fraction", past.bounds.clip, "clip fraction"),
     "value loss": _value_loss,
     "critic": _critic,
     "episodes": _episodes,

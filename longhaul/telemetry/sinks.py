@@ -111,10 +111,10 @@ def jsonl(path: str | os.PathLike[str], plain: Callable[[Record], dict[str, Any]
     """Sink that appends one line a record, converted by `plain`. A torn last line of a killed process goes first."""
     plain = plain or as_plain
     file = Path(path)
-    with _clear(file):
+    with _as_metrics_error(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        os.ftruncate(descriptor, _whole(descriptor))
+        os.ftruncate(descriptor, _whole_bytes(descriptor))
 
     def write(record: Record) -> None:
         _append(descriptor, file, json.dumps(plain(record), allow_nan=False).encode() + b"\n")
@@ -137,7 +137,7 @@ def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] 
         return None
     last = None
     other = file.with_name(file.name + ".partial")
-    with _clear(file):
+    with _as_metrics_error(file):
         with open(other, "wb") as kept:
             for line, record in _lines(file):
                 number = record.get("update")
@@ -179,19 +179,19 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 record = bounded_json.parse(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or not _sound(record):
+            if not isinstance(record, dict) or not _is_sound(record):
                 raise ValueError(f"line {number} of {file} is not a record: {line[:60]!r}; remove the line")
             yield line, record
 
 
-def _sound(record: Mapping[str, Any]) -> bool:
+def _is_sound(record: Mapping[str, Any]) -> bool:
     """True where counts are counts, times are numbers, and no number has hundreds of digits."""
     long = any(type(value) is int and value.bit_length() > 64 for value in record.values())
     counted = all(type(record.get(name, 0)) is int for name in COUNTS)
     return not long and counted and all(type(record.get(name)) in (int, float, type(None)) for name in TIMES)
 
 
-def _whole(descriptor: int) -> int:
+def _whole_bytes(descriptor: int) -> int:
     """Size in bytes up to the end of the last whole line."""
     if not os.fstat(descriptor).st_size:  # nothing can be mapped
         return 0
@@ -225,7 +225,7 @@ def _closer(descriptor: int) -> Callable[[], None]:
 
 
 @contextmanager
-def _clear(file: Path) -> Iterator[None]:
+def _as_metrics_error(file: Path) -> Iterator[None]:
     """Context in which an OSError becomes a MetricsError that names `file`."""
     try:
         yield
@@ -270,7 +270,7 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
     taken = [int(match[1]) for path in folder.glob("events.out.*") if (match := EVENTS.match(path.name))]
     seconds = max(int(time.time()), max(taken, default=0) + 1)
     file = folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
-    with _clear(file):
+    with _as_metrics_error(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
     _append(descriptor, file, frame(Event(wall_time=time.time(), file_version="brain.Event:2")))

@@ -64,7 +64,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     if shares(run, assembly):
         parts = learner.parted(policy, assembly.algorithm, shared=True)
         held = parts, parts.split(assembly.algorithm.policy(progress.state))[1]
-    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context), held)
+    acting = _compiled_actor(run, assembly.algorithm, policy, lambda: assembly.collector_in(context), held)
     if run.acting.rollout_servers:
         acting = rollout_servers.specification(acting, policy)
     together = sampler.together if isinstance(run.environment, Reasoning) else join
@@ -92,12 +92,12 @@ def policy_on_host(run: Run, assembly: Assembly, state: PyTree) -> Params:
     if shares(run, assembly):
         parts = learner.parted(policy, assembly.algorithm, shared=True)
         changing, fixed = parts.split(policy)
-        return parts.join(_copied(changing), fixed)
+        return parts.join(_host_copy(changing), fixed)
     # Parts on several devices are joined on the host; those of other processes must be gathered first.
-    return _copied(meshes.gathered(policy, mesh) if mesh.is_multi_process else policy)
+    return _host_copy(meshes.gathered(policy, mesh) if mesh.is_multi_process else policy)
 
 
-def _copied(tree: PyTree) -> PyTree:
+def _host_copy(tree: PyTree) -> PyTree:
     """Copy on the host: a buffer of `device_get` may be donated next."""
     return jax.tree.map(np.array, jax.device_get(tree))
 
@@ -154,10 +154,10 @@ def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
             return completing(run, environment, share)
         return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
 
-    return learner.placed(_acting(run, algorithm, policy, on_device).collect, first)
+    return learner.placed(_compiled_actor(run, algorithm, policy, on_device).collect, first)
 
 
-def _acting(
+def _compiled_actor(
     run: Run,
     algorithm: Algorithm,
     policy: PyTree,
@@ -211,7 +211,7 @@ def opened(
 
     def made(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
-            return _acting(run, assembly.algorithm, policy).collect
+            return _compiled_actor(run, assembly.algorithm, policy).collect
         return prepared.acting.collect if served is None else served.collecting(lambda: pool.beat(actor))
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
@@ -219,7 +219,7 @@ def opened(
     making = make if kind == "thread" else functools.partial(process, to_dict(run), own.start)
     if kind == "ray":
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
-    served = _served(run, folder, prepared.acting, policy, closed, lambda line: pool.news.append(line))
+    served = _with_rollout_servers(run, folder, prepared.acting, policy, closed, lambda line: pool.news.append(line))
     pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
     if served is not None:
         closed.callback(served.leave)
@@ -239,7 +239,7 @@ class Served(NamedTuple):
     leave: Callable[[], None]  # ends the rollouts that are under way
 
 
-def _served(
+def _with_rollout_servers(
     run: Run,
     folder: Path,
     acting: learner.CompiledActor,

@@ -255,7 +255,7 @@ def train(
         given["env"] = env if isinstance(env, str) else _importable("env", env)
     if isinstance(given.get("init_from"), str | Path):
         given["init_from"] = init_from.located(str(given["init_from"]), expanded(runs_dir))
-    given = _held(chosen, given)
+    given = _as_run_values(chosen, given)
     if name in recipes.NO_ENV and config is None and not {"env", "recorded"} & given.keys():
         raise RunError(f"recipe {name} is for any environment; give env=NAME (longhaul envs lists them), or a class")
     run = resolve(changed(chosen, given))
@@ -282,7 +282,9 @@ def resume(
     folder = run.folder if isinstance(run, Result) else find_or_fetch(expanded(runs_dir), str(run), "", *where)
     before = load_run(folder)
     settings = aliases.canonical(before, settings)
-    settings |= _held(before, {name: settings[name] for name in settings.keys() & config_fields.values(before).keys()})
+    settings |= _as_run_values(
+        before, {name: settings[name] for name in settings.keys() & config_fields.values(before).keys()}
+    )
     stored = resolve(continued(folder, before, settings))
     _prepared(beside, stored.recipe, folder)(folder)
     outcome = loop.train(stored, folder, resumed=True, asked=settings, callback=callback, edited=take_edits)
@@ -336,7 +338,7 @@ def _prepared(beside: Mapping[str, Any], recipe: str, folder: Path | None = None
     return prepare
 
 
-def _held(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_run_values(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a Run holds them: a function of the user's own by its name, 2 or "data=2" as a mesh, and
     {"lr": [1e-3, 1e-4]} as a sweep."""
     numbers = {leaf.name for leaf in config_fields.walk(run) if isinstance(leaf.value, int | float)}

@@ -153,7 +153,7 @@ def adversary(
             points = np.clip(mean + spread * draw.normal(size=(population, dims)), -1.0, 1.0)
             scores = []
             for point in points:
-                partner = _of_point(point, conditioned)
+                partner = _partner_at(point, conditioned)
                 means = play(ego, partner).means()
                 scores.append(means["accuracy"] + 0.01 * means["progress"])
                 tried.append((scores[-1], partner))
@@ -163,7 +163,7 @@ def adversary(
     return min(tried, key=lambda each: each[0])[1]
 
 
-def _of_point(point: np.ndarray, conditioned: bool) -> Partner:
+def _partner_at(point: np.ndarray, conditioned: bool) -> Partner:
     """Partner at a point of the search, -1 .. 1 each."""
     if conditioned:
         return Partner("adversary", draws=point.astype(np.float32))

@@ -215,14 +215,14 @@ def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINN
 
     about = {"scenarios": len(library), "sha256": library.digest}
     within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
-    return Feed(within, contexts, task.bank_updates, about, _outline(run, task, library, sizes, room))
+    return Feed(within, contexts, task.bank_updates, about, _extrapolated_shapes(run, task, library, sizes, room))
 
 
-def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> DeviceBank:
+def _extrapolated_shapes(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> DeviceBank:
     """Shapes of every chunk, extrapolated from one and two scenarios."""
     assert task.bank is not None
     few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
-    first, second = (_arranged(task, few[:count], sizes) for count in (1, 2))
+    first, second = (_device_layout(task, few[:count], sizes) for count in (1, 2))
     more, where = task.bank - 1, meshes.replicated(meshes.make_mesh(*run.mesh))
 
     def shape(path: Any, a: np.ndarray, b: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -235,7 +235,7 @@ def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room
     return shapes
 
 
-def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> DeviceBank:
+def _device_layout(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> DeviceBank:
     """Scenarios in the simulator's layout, on the host."""
     bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
     simulator.check(bank, task.simulator)
@@ -270,7 +270,7 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
     assert size is not None
 
     def make(scenarios: list[Scenario]) -> DeviceBank:
-        return _send(run, padded(_arranged(task, scenarios, sizes), room))
+        return _send(run, padded(_device_layout(task, scenarios, sizes), room))
 
     batches = stream.batches(
         library, size=size, seed=run.seed, position=at.position, agents=agents, horizon=task.horizon,

@@ -334,7 +334,7 @@ def joined(rows: Sequence[Scores], drives: Drives) -> Scores:
     ]
     table = np.concatenate(parts)
     if drives.share[1] > 1:
-        table = _of_all(table)
+        table = _gather_rows(table)
     table = table[np.argsort(table[:, 0], kind="stable")]
     scenario, agent, kind = table[:, :3].astype(int).T
     metrics = {name: Measure(table[:, 3 + 2 * i], table[:, 4 + 2 * i] > 0.5) for i, name in enumerate(names)}
@@ -342,7 +342,7 @@ def joined(rows: Sequence[Scores], drives: Drives) -> Scores:
     return Scores(scored, [drives.scenarios.ids[i] for i in scenario.tolist()], scenario, agent, kind)
 
 
-def _of_all(table: np.ndarray) -> np.ndarray:
+def _gather_rows(table: np.ndarray) -> np.ndarray:
     """Rows, float64, of all processes, each of which must call this."""
     counts = multihost_utils.process_allgather(np.array(len(table)))
     padded = np.zeros((int(counts.max()), table.shape[1]))

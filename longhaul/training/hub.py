@@ -68,7 +68,7 @@ def download(address: Address) -> Path:
 
     Raises RunError, one line, where there is no such policy or no contact.
     """
-    with _told(address):
+    with _as_run_errors(address):
         from huggingface_hub import snapshot_download
 
         where = snapshot_download(
@@ -90,7 +90,7 @@ def pinned(word: str) -> str:
 
 def check_token(address: Address) -> None:
     """Raises RunError where nobody is signed in."""
-    with _told(address):
+    with _as_run_errors(address):
         from huggingface_hub import get_token
 
         if get_token() is None:
@@ -100,7 +100,7 @@ def check_token(address: Address) -> None:
 def upload(address: Address, folder: Path, *, private: bool, message: str) -> str:
     """Commits all files of `folder`, which are one policy, to a repository, made where there is none; -> its address on
     the web."""
-    with _told(address):
+    with _as_run_errors(address):
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi(endpoint=_endpoint(), library_name="longhaul")
@@ -115,7 +115,7 @@ def _endpoint() -> str | None:
 
 
 @contextmanager
-def _told(address: Address) -> Iterator[None]:
+def _as_run_errors(address: Address) -> Iterator[None]:
     """Errors of the library and of the network as one line."""
     try:
         from huggingface_hub import errors

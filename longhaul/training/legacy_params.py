@@ -104,7 +104,7 @@ def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[tuple[int, str], np.nd
             raise LegacyError(f"{path}: {entry.filename} is compressed as no NumPy does; save it again by numpy.savez")
         place = _place(path, entry.filename, arrays)
         with archive.open(entry) as file:
-            arrays[place] = _array(path, _said(place), file, entry.file_size)
+            arrays[place] = _array(path, _layer_text(place), file, entry.file_size)
     return arrays
 
 
@@ -116,7 +116,7 @@ def _place(path: Path, name: str, arrays: Mapping[tuple[int, str], np.ndarray]) 
         raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
     place = int(named[1]), named[2]
     if place in arrays:
-        raise LegacyError(f"{path} holds {_said(place)} twice")
+        raise LegacyError(f"{path} holds {_layer_text(place)} twice")
     return place
 
 
@@ -136,7 +136,7 @@ def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
             array = value.real() if isinstance(value, safe_pickle.Array) else np.asarray(None)
             if len(arrays) * array.nbytes > MOST_BYTES:
                 raise LegacyError(f"{path} stands for more than {MOST_BYTES:,} bytes")
-            arrays[place] = _checked(path, _said(place), array)
+            arrays[place] = _checked(path, _layer_text(place), array)
     return arrays
 
 
@@ -183,7 +183,9 @@ def _weights(path: Path, arrays: dict[tuple[int, str], np.ndarray], inputs: int,
     for number in range(count):
         for part in ("kernel", "bias"):
             if (number, part) not in arrays:
-                raise LegacyError(f"{path} lacks {_said((number, part))}; it holds layers up to Dense_{count - 1}")
+                raise LegacyError(
+                    f"{path} lacks {_layer_text((number, part))}; it holds layers up to Dense_{count - 1}"
+                )
     layers = [Layer(arrays[number, "kernel"], arrays[number, "bias"]) for number in range(count)]
     width = layers[0].kernel.shape[-1]
     sizes = [(inputs, width)] + [(width, width)] * (count - 3) + [(width, actions), (width, 1)]
@@ -191,11 +193,11 @@ def _weights(path: Path, arrays: dict[tuple[int, str], np.ndarray], inputs: int,
         for part, shape in (("kernel", size), ("bias", size[1:])):
             found = getattr(layer, part).shape
             if found != shape:
-                raise LegacyError(f"{path}: {_said((number, part))} is {found}; {shape} is needed")
+                raise LegacyError(f"{path}: {_layer_text((number, part))} is {found}; {shape} is needed")
     return Weights(tuple(layers[:-2]), layers[-2], layers[-1])
 
 
-def _said(place: tuple[int, str]) -> str:
+def _layer_text(place: tuple[int, str]) -> str:
     return f"Dense_{place[0]}.{place[1]}"
 
 

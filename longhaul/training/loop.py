@@ -96,7 +96,7 @@ def train(
     signal ends it at once with code STOPPED while it compiles or evaluates, which no exception could interrupt.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
-    with alone(folder), screen.outlasting(folder), listening(say) as stop, _mirrored(folder, stop):
+    with alone(folder), screen.outlasting(folder), listening(say) as stop, _open_mirror(folder, stop):
         sole = sole and not process_group.together() and store.address_of(folder) is None
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
@@ -124,7 +124,7 @@ def _farewell(stop: Stop, folder: Path, done: int) -> None:
     say(f"{stop.who()}: {where}; go on with --resume {called(folder)}")
 
 
-def _leaving(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
+def _leave_function(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
     """Function that ends the process while all of its work is on disk, from any thread."""
 
     def leave() -> None:
@@ -134,7 +134,7 @@ def _leaving(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
     return leave
 
 
-def _mirrored(folder: Path, stop: Stop) -> AbstractContextManager[None]:
+def _open_mirror(folder: Path, stop: Stop) -> AbstractContextManager[None]:
     """Copy of the folder in the store that it belongs to, kept by the first process."""
     return store.mirrored(folder, lambda: stop.asked, say) if process_group.index() == 0 else nullcontext()
 
@@ -179,7 +179,7 @@ class Attempt:
             check_room(assembly, feeding.now.context, fused_too=run.topology == "fused")
             parameters, decided = self._describe(source, assembly, modules)
             if self.sole:
-                stop.leave = _leaving(stop, folder, checkpoint.step if checkpoint is not None else 0)
+                stop.leave = _leave_function(stop, folder, checkpoint.step if checkpoint is not None else 0)
             progress = self._begin(assembly, feeding, clock, checkpoint)
             untrained = actor_learner.policy_on_host(run, assembly, progress.state)
             say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
@@ -206,7 +206,7 @@ class Attempt:
                     poisoned.before = checkpoints.newest()
                     raise
             if self.sole:
-                stop.leave = _leaving(stop, folder, assembly.updates)
+                stop.leave = _leave_function(stop, folder, assembly.updates)
             policy = actor_learner.policy_on_host(run, assembly, progress.state)
             if process_group.index() > 0:
                 return {}

@@ -147,7 +147,7 @@ def evaluated(
         look()
     kinds = ("trained", "untrained")
     best, numbers = ranked(rows)[0]
-    over = {kind: _over([rows[i]["evaluation"][kind] for i in numbers]) for kind in kinds}
+    over = {kind: _mean_and_deviation([rows[i]["evaluation"][kind] for i in numbers]) for kind in kinds}
     return {
         **({"setting": best} if len(numbers) < len(rows) else {}),
         "evaluation": {kind: mean for kind, (mean, _) in over.items()},
@@ -166,7 +166,7 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
     return lambda policy, seed: score(policy, seed)[0].means()
 
 
-def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
+def _mean_and_deviation(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
     """(means over members, with all their `episodes`; deviations)."""
     names = [name for name in scores[0] if name != "episodes"]
     values_of = {name: np.array([score[name] for score in scores if name in score]) for name in names}

@@ -238,7 +238,7 @@ def _cross_play(matrix: Mapping[str, Any]) -> str:
         for partner in partners:
             mean = cells[ego, partner]
             accuracy = _number(mean.get("accuracy")) or 0.0
-            rates = (f"{_words(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            rates = (f"{_spaced(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
             faults = "<br>".join(rates)
             shade = f"color-mix(in srgb, #2a9d5c {max(0.0, 10 * accuracy - 9) * 45:.0f}%, transparent)"
             drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{faults}</small></td>'
@@ -271,7 +271,7 @@ def _chains(chains: Any) -> str:
 
 def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links: Mapping[str, str]) -> str:
     arrows = dict.fromkeys(HIGHER, " ↑") | dict.fromkeys(LOWER, " ↓")
-    heads = [_text(_words(column)) + arrows.get(column, "") for column in columns]
+    heads = [_text(_spaced(column)) + arrows.get(column, "") for column in columns]
     body = []
     best = {column: best_policies(column, rows) for column in columns}
     digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
@@ -321,12 +321,12 @@ def figures(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """(known panels, figures of the other metrics) of records."""
     axis = next((name for name in AXIS if any(_number(record.get(name)) is not None for record in records)), "")
     lines = {line.name: line for line in series(records, axis)}
-    label = _words(axis) or "log points"
+    label = _spaced(axis) or "log points"
     drawn_panels = []
     rest = dict(lines)
     for panel in PANELS:
         own = [name for name in lines if name.split("/")[-1] in panel.names]
-        drawn = [lines[name]._replace(name=_words(_shortest(name, own))) for name in own]
+        drawn = [lines[name]._replace(name=_spaced(_shortest(name, own))) for name in own]
         drawn_panels.append(pages.figure(panel.title, drawn, label, panel.unit))
         for name in own:
             rest.pop(name, None)
@@ -365,7 +365,7 @@ def _folded(title: str, value: Mapping[str, Any]) -> str:
 def _flat(value: Any) -> str:
     """A mapping on one line, "jax 0.10.2, numpy 2.4"; other values as text."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{_words(str(key))} {_flat(inner)}" for key, inner in value.items() if inner is not None)
+        return ", ".join(f"{_spaced(str(key))} {_flat(inner)}" for key, inner in value.items() if inner is not None)
     if isinstance(value, list | tuple):
         return ", ".join(_flat(inner) for inner in value)
     return str(value)
@@ -399,7 +399,7 @@ def _duration(seconds: float | None) -> str:
     return f"{int(minutes)} min {int(seconds % 60)} s" if minutes < 60 else f"{int(hours)} h {int(minutes % 60)} min"
 
 
-def _words(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 

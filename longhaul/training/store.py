@@ -344,7 +344,7 @@ def fetched(store: Store, name: str) -> Path:
             return folder
         sizes = {path.removeprefix(f"{name}/"): size for path, size in store.sizes(name).items()}
         remote = _complete(sizes)
-        newest = max((_order(path.name) for path in (folder / CHECKPOINTS).glob("*") if _whole(path)), default=None)
+        newest = max((_order(path.name) for path in (folder / CHECKPOINTS).glob("*") if _is_whole(path)), default=None)
         if (folder / "run.json").is_file() and newest is not None and (not remote or newest >= _order(remote[0])):
             return folder
         for path in sorted(sizes):
@@ -352,12 +352,12 @@ def fetched(store: Store, name: str) -> Path:
                 store.get(f"{name}/{path}", folder / path)
         for step in remote:
             target = folder / CHECKPOINTS / step
-            if not _whole(target):
+            if not _is_whole(target):
                 beside = target.with_name(f"{step}.partial")
                 files.remove(beside) if beside.exists() else None
                 for path in (path for path in sizes if path.startswith(f"{CHECKPOINTS}/{step}/")):
                     store.get(f"{name}/{path}", beside / path.removeprefix(f"{CHECKPOINTS}/{step}/"))
-                if not _intact(beside):
+                if not _is_intact(beside):
                     _say(f"checkpoint {step} in {store.url}/{name} is damaged and skipped")
                     files.remove(beside)
                     continue
@@ -378,12 +378,12 @@ def _order(name: str) -> tuple[int, int]:
     return int(step), int(again or 0)
 
 
-def _whole(path: Path) -> bool:
+def _is_whole(path: Path) -> bool:
     """True for a local checkpoint: its folder gets its name last."""
     return bool(files.CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
 
 
-def _intact(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     """True if each file of a checkpoint that was fetched has the size and digest of its manifest."""
     try:
         files = bounded_json.read(path / MANIFEST)["contents"]["files"]
@@ -480,9 +480,9 @@ class Mirror:
             sizes = {path.removeprefix(f"{self._name}/"): size for path, size in self._store.sizes(self._name).items()}
             self._sent = {name: state for name, state in self._sent.items() if sizes.get(name) == state[0]}
             self._there = set(sizes)
-        steps = [path for path in sorted((self._folder / CHECKPOINTS).glob("*")) if _whole(path)]
+        steps = [path for path in sorted((self._folder / CHECKPOINTS).glob("*")) if _is_whole(path)]
         fresh = [path for path in steps if f"{CHECKPOINTS}/{path.name}/{MANIFEST}" not in self._there]
-        for path in self._plain():
+        for path in self._plain_files():
             self._send(path, at_once=last or bool(fresh))
         for step in sorted(fresh, key=lambda path: _order(path.name)):
             try:
@@ -491,14 +491,14 @@ class Mirror:
                     self._send(path, at_once=True)
             except FileNotFoundError:  # removed meanwhile, for newer ones
                 continue
-        kept = {path.name for path in (self._folder / CHECKPOINTS).glob("*") if _whole(path)}
+        kept = {path.name for path in (self._folder / CHECKPOINTS).glob("*") if _is_whole(path)}
         gone = [name for name in self._there if name.startswith(f"{CHECKPOINTS}/") and name.split("/")[1] not in kept]
         for name in sorted(gone, key=lambda name: not name.endswith(MANIFEST)):  # no longer complete from the first on
             with contextlib.suppress(FileNotFoundError):
                 self._store.remove(f"{self._name}/{name}")
             self._there.discard(name)
 
-    def _plain(self) -> Iterator[Path]:
+    def _plain_files(self) -> Iterator[Path]:
         """All files but checkpoints; the result last, since it tells that a run is done."""
         local_folder = []
         for folder, folders, names in os.walk(self._folder):

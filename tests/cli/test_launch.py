@@ -55,8 +55,8 @@ def test_words_that_mean_nothing_are_refused(words: str, message: str) -> None:
 
 def test_the_command_stands_behind_dashes_or_alone() -> None:
     for words in ("--hosts 2 -- train cartpole --seed 1", "--hosts 2 train cartpole --seed 1"):
-        assert launch._apart(words.split()) == (["--hosts", "2"], ["train", "cartpole", "--seed", "1"])
-    assert launch._apart(["--on", "ray"]) == (["--on", "ray"], [])
+        assert launch._split_argv(words.split()) == (["--hosts", "2"], ["train", "cartpole", "--seed", "1"])
+    assert launch._split_argv(["--on", "ray"]) == (["--on", "ray"], [])
 
 
 def test_more_processes_than_memory_holds_are_refused_before_the_first_starts(monkeypatch: pytest.MonkeyPatch) -> None:

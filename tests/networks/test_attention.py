@@ -218,13 +218,13 @@ def test_local_attention_looks_at_the_nearest_that_are_there():
     position = jnp.asarray(np.random.default_rng(4).uniform(-1, 1, (40, 2)), jnp.float32)
     present = jnp.arange(40) % 4 != 3
     tokens = attention.Tokens(jnp.zeros((40, 8)), present, position)
-    near = np.asarray(attention._near(tokens))
+    near = np.asarray(attention._neighbour_mask(tokens))
     far = np.linalg.norm(np.asarray(position)[:, None] - np.asarray(position)[None], axis=-1)
     far[:, ~np.asarray(present)] = np.inf
     for i in range(40):
         assert set(np.flatnonzero(near[i])) == set(np.argsort(far[i])[:NEIGHBOURS])
     few = attention.Tokens(jnp.zeros((40, 8)), jnp.arange(40) < 5, position)
-    np.testing.assert_array_equal(attention._near(few), np.tile(np.arange(40) < 5, (40, 1)))
+    np.testing.assert_array_equal(attention._neighbour_mask(few), np.tile(np.arange(40) < 5, (40, 1)))
 
 
 # --------------------------------------------------------------------------------------------- sizes and precision

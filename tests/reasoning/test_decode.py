@@ -93,7 +93,7 @@ def test_attention_to_pieces_is_that_to_all_that_is_seen(
     hows = [quick(how) for how in (decode.multiplied, decode.written_out)]
     for place, pieces in zip((0, 3, 5 % ring, 11 % ring), read, strict=True):
         zero = jnp.zeros(5, jnp.int32)
-        used = decode._used(
+        used = decode._attended_slots(
             decode.Cache((key,), (value,), jnp.asarray(asked), zero, jnp.asarray(own), jnp.int32(place))
         )
         seen = np.concatenate([asked, np.zeros((ring, 5), bool)])

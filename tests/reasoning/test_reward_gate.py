@@ -140,9 +140,7 @@ def test_a_model_in_words_is_looked_at_by_its_verdicts() -> None:
     state = quick(made.init)(jax.random.key(0))._replace(params=params)
     for right in (0.25, 0.75):
         marked = data._replace(soundness=jnp.zeros(ROWS), reward=(jnp.arange(ROWS) < right * ROWS).astype(jnp.float32))
-        after, _ = quick(lambda state, marked: grpo._gate_after(settings, state, marked, meshes.identity))(
-            state, marked
-        )
+        after, _ = quick(lambda state, marked: grpo._next_gate(settings, state, marked, meshes.identity))(state, marked)
         assert float(after.level) == pytest.approx(right)
         assert bool(after.open) == (right >= SETTINGS.threshold)
 

@@ -123,7 +123,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
     monkeypatch.setattr(sampler, "LARGE", large)
     monkeypatch.setattr(sampler, "LONG", 2)
     monkeypatch.setattr(sampler, "FEWER", (1.5, 2))
-    monkeypatch.setattr(sampler, "READ", 40)  # prompts are read 3 at a time
+    monkeypatch.setattr(sampler, "PREFILL", 40)  # prompts are prefilled 3 at a time
     prompt, words = drawn_problems()[1].prompt[:8], tokenizer.TOKENISER._replace(ends=SOON)
     how, most = dataclasses.replace(HOW, temperature=0.0, group=2, wave=5), np.arange(16) % 2 * 9 + 7
     sample = quick(sampler.sampler(CONFIG, how, tokeniser=words))
@@ -138,7 +138,7 @@ def test_rows_that_are_filled_again_write_what_full_forwards_do(
 def test_prompts_are_read_where_they_are_needed_and_not_for_every_completion() -> None:
     """The compiler takes none of their products out of the three loops in which they are written."""
     sample = sampler.sampler(CONFIG, dataclasses.replace(HOW, group=4, wave=8, length=4))
-    prompt = jnp.ones((6, sampler.READ // 2), jnp.int32)
+    prompt = jnp.ones((6, sampler.PREFILL // 2), jnp.int32)
     program = jax.jit(sample).lower(params(), prompt, KEYS[:24], jnp.int32(9)).compile().as_text()
     assert program is not None
     inside: dict[str, list[str]] = {}

@@ -345,10 +345,10 @@ def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch)
     def other(key: str, executable: object) -> None: ...
 
     monkeypatch.setattr(compiler, "_cache_write", other)
-    assert not compile_cache._write_too()
+    assert not compile_cache._allow_writes()
     assert compiler._cache_write is other
     monkeypatch.delattr(compiler, "_cache_write")
-    assert not compile_cache._write_too()
+    assert not compile_cache._allow_writes()
 
 
 def test_where_process_0_fails_the_others_end_with_its_code(pair: Pair) -> None:

@@ -412,7 +412,7 @@ def layouts(model: str, source: str, destination: str) -> Iterator[dict[str, Any
         "moved_bytes": moves.nbytes,
         "most_sent_bytes": max((size for _, size in moves.sent), default=0),
         "most_received_bytes": max((size for _, size in moves.received), default=0),
-        "verified": _size(held) + _size(needed) <= SMALL and _moved(moves, held, needed),
+        "verified": _size(held) + _size(needed) <= SMALL and _execute_verified(moves, held, needed),
         "model_seconds": {each.name: each.pipelined for each in cost_model.costs(setting)},
         **{key: about[key] for key in ("versions", "commit")},
     }  # fmt: skip
@@ -424,7 +424,7 @@ def _size(of: Layout) -> int:
     return sum(size * math.prod(end - begin for begin, end in box) for size, box in boxes)
 
 
-def _moved(planned: Plan, held: Layout, needed: Layout) -> bool:
+def _execute_verified(planned: Plan, held: Layout, needed: Layout) -> bool:
     """Makes the moves between arrays; returns True. RuntimeError where a part differs from its layout."""
     random = np.random.default_rng(0)
     whole = {

@@ -206,7 +206,7 @@ def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (
     agents = min(agents, objects)
     if data:
         logs = [log for path in readers.expand(list(data)) for log in readers.read(path)]
-        scenes = [_of_log(log, agents, objects, covering) for log in logs]
+        scenes = [_log_scenario(log, agents, objects, covering) for log in logs]
     else:
         scenes = _generated(objects, scenarios, agents)
     return stack(scenes, agents=max(int((one.controlled >= 0).sum()) for one in scenes))
@@ -224,7 +224,7 @@ def _generated(objects: int, scenarios: int, agents: int) -> list[Scenario]:
     return scenes[:scenarios]
 
 
-def _of_log(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
+def _log_scenario(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
     scenario = scenario_from_log(log, agents=agents, objects=objects)
     if not (covering and scenario.field.size):
         return scenario
@@ -350,7 +350,7 @@ def driving_env(
         return drawn.astype(jnp.int32), key
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
-        tally, seen = _played(many, act, key, num_steps // length, length)
+        tally, seen = _rollouts(many, act, key, num_steps // length, length)
         totals = {name: jnp.sum(total) for name, total in tally.sums.items()} | {"episodes": jnp.sum(tally.episodes)}
         counts = {name: jnp.sum(count) for name, count in tally.counts.items()}
         seen = jnp.mean(jnp.stack([jnp.mean(leaf) for leaf in jax.tree.leaves(seen)]))
@@ -376,7 +376,7 @@ def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | 
         return jnp.argmax(jnp.where(seen.mask, lot, 0), axis=-1).astype(jnp.int32), key_step
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
-        tally, seen = _played(many, act, key, rollouts, num_steps)
+        tally, seen = _rollouts(many, act, key, rollouts, num_steps)
         totals = {name: jnp.sum(tally.sums[name]) for name in ("return", "length", "stage")}
         read = jnp.mean(jnp.stack([jnp.mean(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(seen)]))
         totals, episodes, read = meshes.mean_over_data((totals, jnp.sum(tally.episodes), read))
@@ -387,7 +387,7 @@ def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | 
     return _sharded(shard, devices, num_envs * num_steps * rollouts, config)
 
 
-def _played(many: Worlds, act: Callable[..., Any], key: jax.Array, rollouts: int, length: int) -> tuple[Any, PyTree]:
+def _rollouts(many: Worlds, act: Callable[..., Any], key: jax.Array, rollouts: int, length: int) -> tuple[Any, PyTree]:
     """Tally and last observation of a shard's rollouts by `act`: (observation, key) -> (actions, key of the step).
 
     Fresh starts are drawn for each as `rollout.collector` does.

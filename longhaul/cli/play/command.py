@@ -48,8 +48,8 @@ def play(argv: Sequence[str]) -> int:
     parsed = flags.parse("play", about, _flags(), argv)
     values = parsed.values
     _check(values)
-    name, environment, agent = _who(values, parsed.given)
-    records = _by_hand(values, environment) if agent is None else _by_agent(values, environment, agent)
+    name, environment, agent = _game_and_agent(values, parsed.given)
+    records = _play_by_hand(values, environment) if agent is None else _play_by_agent(values, environment, agent)
     tables.report(values["json"], _report(name, values, agent, records), lambda: _print(records))
     return 0
 
@@ -95,7 +95,7 @@ def _check(values: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------- who plays what
 
 
-def _who(values: dict[str, Any], explicit: frozenset[str]) -> tuple[str, Environment, Agent | None]:
+def _game_and_agent(values: dict[str, Any], explicit: frozenset[str]) -> tuple[str, Environment, Agent | None]:
     """The game with its name, and the agent if one plays it."""
     name = RULES[values["rules"]] if values["rules"] is not None else values["GAME"]
     if values["run"] is not None or values["latest"]:
@@ -154,7 +154,7 @@ def _is_live() -> bool:
     return is_terminal(sys.stdin) and is_terminal(sys.stdout)
 
 
-def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
+def _play_by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
     look = _look(values, "")
     live = _is_live()
     if live:
@@ -167,7 +167,7 @@ def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
     return console.by_words(game, look, console.split(sys.stdin), write)
 
 
-def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) -> list[Record]:
+def _play_by_agent(values: dict[str, Any], environment: Environment, agent: Agent) -> list[Record]:
     greedy, episodes, limit = not values["sample"], values["episodes"], values["max-steps"]
     live = _is_live()
     show = values["show"]

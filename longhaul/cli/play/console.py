@@ -71,10 +71,10 @@ def by_keys(game: Game, look: Look, window: Screen) -> list[Record]:
         key = window.key(None) or ""
         sure, asked, message = asked or bool(playing.end) or not playing.actions, False, ""
         if key in (END, "q", "Q"):
-            return records + _left(playing)
+            return records + _unfinished_record(playing)
         if key in ("n", "N"):
             if sure:
-                records += _left(playing)
+                records += _unfinished_record(playing)
                 playing = game.begin(playing.number + 1)
             else:
                 asked, message = True, "n again leaves this game and begins another"
@@ -83,10 +83,10 @@ def by_keys(game: Game, look: Look, window: Screen) -> list[Record]:
                 window.draw(page)
                 window.key(None)
         else:
-            playing, message = _tried(game, playing, screen.ACTION_OF.get(key.lower()), key)
+            playing, message = _after_action(game, playing, screen.ACTION_OF.get(key.lower()), key)
 
 
-def _tried(game: Game, playing: Playing, action: int | None, word: str) -> tuple[Playing, str]:
+def _after_action(game: Game, playing: Playing, action: int | None, word: str) -> tuple[Playing, str]:
     """The game after an action, or as it is and why."""
     if action is None:
         return playing, f"{word!r} is no action; ? shows what there is" if word else ""
@@ -94,7 +94,7 @@ def _tried(game: Game, playing: Playing, action: int | None, word: str) -> tuple
     return (playing, refused) if refused is not None else (game.step(playing, action), "")
 
 
-def _left(playing: Playing) -> list[Record]:
+def _unfinished_record(playing: Playing) -> list[Record]:
     """The record of a game that is left; none where nothing was done."""
     return [games.record(playing)] if playing.actions else []
 
@@ -108,7 +108,7 @@ def by_words(game: Game, look: Look, words: Iterable[str], write: Write) -> list
         if word.lower() in ("q", "quit"):
             break
         if word.lower() in ("n", "new"):
-            records += _left(playing)
+            records += _unfinished_record(playing)
             playing, message = game.begin(playing.number + 1), ""
         elif word.lower() in ("?", "help"):
             for page in screen.pages(look.style):
@@ -118,12 +118,12 @@ def by_words(game: Game, look: Look, words: Iterable[str], write: Write) -> list
             action = screen.action_of(word)
             action = screen.ACTION_OF.get(word.lower()) if action is None else action
             before = playing
-            playing, message = _tried(game, playing, action, word)
+            playing, message = _after_action(game, playing, action, word)
             if playing is before:
                 write(message)
                 continue
         _write(lines(playing, look, message=ended(playing)), write)
-    return records + _left(playing)
+    return records + _unfinished_record(playing)
 
 
 def split(stream: Iterable[str]) -> Iterator[str]:
@@ -161,8 +161,8 @@ def watched(game: Game, look: Look, window: Screen, *, episodes: int, limit: int
             word, pace = _wait(window, pace)
             if word != "step":
                 break
-            playing = _followed(game, playing, choice, limit)
-        records += _left(playing)
+            playing = _after_agent(game, playing, choice, limit)
+        records += _unfinished_record(playing)
         if playing.end:
             window.draw(lines(playing, look, message=ended(playing), keys=WATCHING))
             word, pace = _wait(window, pace, times=HOLD)
@@ -198,7 +198,7 @@ def printed(game: Game, look: Look, *, episodes: int, limit: int, boards: bool, 
             choice = _choice(game, playing)
             if boards:
                 _write(lines(playing, look, choice=choice, message=f"next: {w.NAMES[choice.action]}"), write)
-            playing = _followed(game, playing, choice, limit)
+            playing = _after_agent(game, playing, choice, limit)
             if not boards:
                 write(line(playing, choice))
         if boards:
@@ -223,7 +223,7 @@ def _choice(game: Game, playing: Playing) -> Choice:
     return game.choose(playing)
 
 
-def _followed(game: Game, playing: Playing, choice: Choice, limit: int) -> Playing:
+def _after_agent(game: Game, playing: Playing, choice: Choice, limit: int) -> Playing:
     """The game after the agent's choice; cut at the most steps."""
     after = game.step(games.remembered(playing, choice), choice.action)
     return after if after.end or len(after.actions) < limit else after._replace(end="cut")

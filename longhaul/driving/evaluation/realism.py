@@ -112,7 +112,7 @@ def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
     events = {
         "collision": Measure((counted & (distance < 0.0)).any(1), played),
         "offroad": Measure((edge.valid & (off > 0.0)).any(1), edge.valid.any(1)),
-        "red_light": _ran_red(stage, pose, present, played),
+        "red_light": _red_light_violations(stage, pose, present, played),
     }
     return Features(series, events)
 
@@ -154,7 +154,7 @@ def clearance(stage: Scene, pose: np.ndarray) -> np.ndarray:
     return worst
 
 
-def _ran_red(stage: Scene, pose: np.ndarray, present: np.ndarray, played: np.ndarray) -> Measure:
+def _red_light_violations(stage: Scene, pose: np.ndarray, present: np.ndarray, played: np.ndarray) -> Measure:
     """[R, A]: whether the front bumper passed a stop line, red before and after; valid for vehicles that meet one."""
     passed = np.zeros(played.shape, bool)
     for a, agent in enumerate(stage.agents):
@@ -187,7 +187,7 @@ def _neighbours(
     known = velocity.valid[..., 0].reshape(flat, objects)
     block = max(1, CHUNK // max(1, agents * objects))
     parts = [
-        _look_around(stage, poses[i : i + block], there[i : i + block], moves[i : i + block], known[i : i + block])
+        _frame_neighbours(stage, poses[i : i + block], there[i : i + block], moves[i : i + block], known[i : i + block])
         for i in range(0, flat, block)
     ]
     distance, time, valid = (
@@ -196,7 +196,7 @@ def _neighbours(
     return distance, Measure(time, valid)
 
 
-def _look_around(
+def _frame_neighbours(
     stage: Scene, pose: np.ndarray, present: np.ndarray, velocity: np.ndarray, known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(distance, time to collision, whether that is known) [F, A] of frames [F, N, ...]."""

@@ -237,7 +237,7 @@ def convert(
     if not files:
         raise BadData(f"{', '.join(given)}: no logs outside of {out}: name where the logs are")
     out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with _locked(out):
         stamps = [stamp(path) for path in files]
         lines = resume(out, settings, stamps)
         (out / readers.SHARD_INDEX).unlink(missing_ok=True)
@@ -248,7 +248,7 @@ def convert(
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _locked(out: Path) -> Iterator[None]:
     """Keeps a second conversion out of the folder, where the system can; clears what a killed one left."""
     with (out / LOCK).open("w") as file:
         try:
@@ -324,13 +324,13 @@ def pack_file(path: Path, settings: Settings) -> Packed:
                     scenario = make()
                     packed.records.append((scenario.id, shard.pack(scenario)))
                 except Exception as error:
-                    packed.errors.append(_told(path, error))
+                    packed.errors.append(_error_line(path, error))
     except Exception as error:
-        packed.errors.append(_told(path, error))
+        packed.errors.append(_error_line(path, error))
     return packed
 
 
-def _told(path: Path, error: Exception) -> str:
+def _error_line(path: Path, error: Exception) -> str:
     """One line that names the file; of what no reader foresaw, the kind of error too."""
     text = " ".join(str(error).split()) or "nothing more is known"
     if not isinstance(error, BadData):
@@ -357,7 +357,7 @@ def _results(files: Sequence[Path], work: Callable[[Path], Packed], workers: int
                 yield future.result()
             except BrokenProcessPool:  # some worker died, by this file or by one after it
                 processes.shutdown(wait=False, cancel_futures=True)
-                yield _apart(path, work)
+                yield _in_own_process(path, work)
                 processes = pool(workers)
                 for place, (each, running_job) in enumerate(running):
                     if not running_job.done() or running_job.cancelled() or running_job.exception() is not None:
@@ -375,7 +375,7 @@ def _submit(processes: ProcessPoolExecutor, work: Callable[[Path], Packed], path
         return broken
 
 
-def _apart(path: Path, work: Callable[[Path], Packed]) -> Packed:
+def _in_own_process(path: Path, work: Callable[[Path], Packed]) -> Packed:
     """Result of a file by a process of its own, be it that it dies."""
     alone: ProcessPoolExecutor = pool(1)
     try:

@@ -180,7 +180,7 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
     for i, name in enumerate(FLAGS):
         marks = marks | (now[name].astype(jnp.uint32) << i)
     straddled = jnp.minimum(tally.straddled() + lanes.straddles, 255)
-    nearest = jnp.minimum(tally.ttc(), _natural(ttc, TTC_UNIT, jnp.uint8).astype(jnp.uint32))
+    nearest = jnp.minimum(tally.ttc(), _quantised_unsigned(ttc, TTC_UNIT, jnp.uint8).astype(jnp.uint32))
     known = tally.logged + course.logged.astype(jnp.int16)
     share = (course.divergence - tally.divergence) / jnp.maximum(known, 1).astype(jnp.float32)
     after = Tally(
@@ -190,8 +190,8 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
         comfortable=tally.comfortable + (excess(ride) <= 0.0).astype(jnp.int16),
         divergence=tally.divergence + jnp.where(course.logged, share, 0.0),
         logged=known,
-        final=jnp.where(course.logged, _natural(course.divergence, FINAL_UNIT, jnp.uint16), tally.final),
-        speeding=_natural(tally.speeding.astype(jnp.float32) * EXCESS_UNIT + over, EXCESS_UNIT, jnp.uint16),
+        final=jnp.where(course.logged, _quantised_unsigned(course.divergence, FINAL_UNIT, jnp.uint16), tally.final),
+        speeding=_quantised_unsigned(tally.speeding.astype(jnp.float32) * EXCESS_UNIT + over, EXCESS_UNIT, jnp.uint16),
         slots=against.slots,
         part=against.part,
         felt=comfort.felt,
@@ -245,7 +245,7 @@ def smoothed(tally: Tally, ride: Ride, course: Course) -> Comfort:
         | (jnp.abs(turning) > MAX_YAW_ACCELERATION * course.dt)
         | (jnp.abs(turn) * course.speed > MAX_LATERAL)
     )
-    return Comfort(_whole(felt, FELT_UNIT), _whole(jerk, FELT_UNIT), _whole(turn, TURN_UNIT), exceeded)
+    return Comfort(_quantised(felt, FELT_UNIT), _quantised(jerk, FELT_UNIT), _quantised(turn, TURN_UNIT), exceeded)
 
 
 def gentle_range(tally: Tally, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -284,18 +284,18 @@ def driven_against(tally: Tally, against: jax.Array, course: Course) -> Against:
     for k in range(4):
         slot = ((tally.slots >> (8 * k)) & 0xFF).astype(jnp.float32) * LONG_UNIT
         before = before + jnp.where(slots_a_window > k + 1, slot, 0.0)
-    shifted = (tally.slots << 8) | _natural(metres, LONG_UNIT, jnp.uint8).astype(jnp.uint32)
-    part = jnp.where(ends, np.uint8(0), _natural(metres, PART_UNIT, jnp.uint8))
+    shifted = (tally.slots << 8) | _quantised_unsigned(metres, LONG_UNIT, jnp.uint8).astype(jnp.uint32)
+    part = jnp.where(ends, np.uint8(0), _quantised_unsigned(metres, PART_UNIT, jnp.uint8))
     return Against(jnp.where(ends, shifted, tally.slots), part, jnp.where(ends, before + metres, 0.0))
 
 
-def _natural(value: jax.Array, unit: float, kind: jax.typing.DTypeLike) -> jax.Array:
+def _quantised_unsigned(value: jax.Array, unit: float, kind: jax.typing.DTypeLike) -> jax.Array:
     """The nearest number of `unit`, within the range of an unsigned type."""
     most = float(jnp.iinfo(kind).max)
     return jnp.clip(jnp.round(value * np.float32(1.0 / unit)), 0.0, most).astype(kind)
 
 
-def _whole(value: jax.Array, unit: float) -> jax.Array:
+def _quantised(value: jax.Array, unit: float) -> jax.Array:
     """The nearest number of `unit` as int16."""
     return jnp.clip(jnp.round(value * np.float32(1.0 / unit)), -32767.0, 32767.0).astype(jnp.int16)
 

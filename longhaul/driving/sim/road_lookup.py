@@ -86,8 +86,8 @@ def lanes_at(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) 
     cell = place(roadmap, scenario, x, y)
     rows = roadmap.lanes[cell.block * (FINE * FINE) + cell.cell].astype(jnp.int32)
     known, rows = rows >= 0, jnp.maximum(rows, 0)
-    middle_x, middle_y = _middle(roadmap.place.at[cell.head[0] + rows].get(mode="clip"))
-    half_x, half_y, kind = _half(roadmap.shape.at[cell.head[0] + rows].get(mode="clip"))
+    middle_x, middle_y = _centre_offset(roadmap.place.at[cell.head[0] + rows].get(mode="clip"))
+    half_x, half_y, kind = _half_extent(roadmap.shape.at[cell.head[0] + rows].get(mode="clip"))
     about = roadmap.lane.at[cell.head[1] + rows].get(mode="clip")
     dx, dy = cell.x - middle_x, cell.y - middle_y
     square = jnp.maximum(half_x * half_x + half_y * half_y, 1e-8)
@@ -135,8 +135,8 @@ def pieces(
     cell = place(roadmap, scenario, x, y)
     rows = lax.dynamic_slice(roadmap.points, (cell.block, jnp.zeros_like(cell.block)), (1, count))[0].astype(jnp.int32)
     index = cell.head[0] + jnp.maximum(rows, 0)
-    middle_x, middle_y = _middle(roadmap.place.at[index].get(mode="clip"))
-    half_x, half_y, kind = _half(roadmap.shape.at[index].get(mode="clip"))
+    middle_x, middle_y = _centre_offset(roadmap.place.at[index].get(mode="clip"))
+    half_x, half_y, kind = _half_extent(roadmap.shape.at[index].get(mode="clip"))
     u, v = into(middle_x - cell.x, middle_y - cell.y, cos, sin)
     along, beside = into(half_x, half_y, cos, sin)
     return Pieces(u, v, along, beside, kind, rows >= 0)
@@ -159,13 +159,13 @@ def describe(pieces: Pieces) -> jax.Array:
     return jnp.stack(values).T  # stacked along the minor axis it is several times as slow on a CPU
 
 
-def _middle(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _centre_offset(word: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Metres from the origin to rows' middles."""
     unit = np.float32(PLACE_UNIT)
     return ((word << 16) >> 16).astype(jnp.float32) * unit, (word >> 16).astype(jnp.float32) * unit
 
 
-def _half(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _half_extent(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Metres from rows' middles to their ends, and what they are."""
     unit = np.float32(HALF_UNIT)
     return (

@@ -179,7 +179,7 @@ class Simulator:
         if partners is not None:
             present = present & partners.driven
         if moved is not None:
-            motion = self._displaced(moved, motion)
+            motion = self._perturbed(moved, motion)
         zeros = jnp.zeros(agents, jnp.float32)
         state = State(
             scenario=scenario,
@@ -209,7 +209,7 @@ class Simulator:
         drives. What is drawn from `key` is what chance hides from sight: scenarios differ, their course does not."""
         tables, config = self.tables, self.config
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
-        state, held = self._put_back(state)
+        state, held = self._respawned(state)
         advance = self._advance(key, state, action, held, dt)
         drive = advance.drive
         after = state.moved(drive)._replace(t=state.t + 1, reactive=advance.reactive)
@@ -222,10 +222,10 @@ class Simulator:
         if config.driver == "log":  # where the log has lost an agent, nothing can be said about it
             events = jax.tree.map(lambda event: event & present, events)
             counts = counts & present & self._logged(state.scenario, state.t)[1]
-        events = self._spared(state, events)
+        events = self._without_exempt(state, events)
         ride = reward.ride_of(state.drive, drive, state.t == 0, dt)
         course = self._course(state, after, logged, present, dt)
-        pay = self._pay(state, events, features, ride, course, length, advance.unsafe)
+        pay = self._reward(state, events, features, ride, course, length, advance.unsafe)
         ends = self._ends(state, events, length)
         after = after._replace(
             s=features.s,
@@ -270,7 +270,7 @@ class Simulator:
             present = present & (state.goals == 0)
         return Course(after.t, dt, mean_speed, self.tables.desired[state.scenario] / 1.1, divergence, present)
 
-    def _pay(
+    def _reward(
         self, state: State, events: Events, features: Features, ride: Ride, course: Course, length: jax.Array,
         unsafe: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
@@ -369,7 +369,7 @@ class Simulator:
         unit = jnp.ones((), jnp.float32)
         return Partners(kind.astype(jnp.int32), driven, unit, unit, jnp.array(True), jnp.array(True))
 
-    def _displaced(self, key: Key, motion: Motion) -> Motion:
+    def _perturbed(self, key: Key, motion: Motion) -> Motion:
         """Motion [A] of agents that begin beside their log, at another angle and speed, at most two deviations away."""
         config, (aside, turned) = self.config, self.config.start_offset
         normal = jnp.clip(prng.normal(jax.random.fold_in(key, 0), (2, config.agents)), -2.0, 2.0)
@@ -515,7 +515,7 @@ class Simulator:
             return self.config.weights
         return reward.drawn_weights(self.config.weights, reward.weight_draws(state.episode, self.config.agents))
 
-    def _spared(self, state: State, events: Events) -> Events:
+    def _without_exempt(self, state: State, events: Events) -> Events:
         """Events without those that mean nothing: ghosts collide with nobody, and pedestrians may leave the road."""
         if self.config.goal == "respawn":
             events = events._replace(collision=events.collision & (state.stage != GHOST))
@@ -523,7 +523,7 @@ class Simulator:
             events = events._replace(offroad=events.offroad & (self._bodies(state.scenario)[0] != PEDESTRIAN))
         return events
 
-    def _put_back(self, state: State) -> tuple[State, jax.Array | None]:
+    def _respawned(self, state: State) -> tuple[State, jax.Array | None]:
         """State with the agents that ARRIVED put back to where their log begins, and a flag bool [A] of those that are
         held in this step; None where no agent can be."""
         if self.config.goal != "respawn":

@@ -286,8 +286,8 @@ def board(view: View, style: Style, reveal: bool = False) -> list[Line]:
     """The board with its frame: 19 lines of 49 columns, row 5 above."""
     lines = [_edge(style, 0)]
     for row in reversed(range(w.SIDE)):
-        who = [_who(view, row, col, style, reveal) for col in range(w.SIDE)]
-        contents = [_what(view.cells[w.SIDE * row + col], style) for col in range(w.SIDE)]
+        who = [_occupants_line(view, row, col, style, reveal) for col in range(w.SIDE)]
+        contents = [_contents_line(view.cells[w.SIDE * row + col], style) for col in range(w.SIDE)]
         lines += [_framed(who, style), _framed(contents, style)]
         lines.append(_edge(style, 1 if row else 2))
     return lines
@@ -309,7 +309,7 @@ def _length(spans: Sequence[Span]) -> int:
     return sum(len(text) for text, _ in spans)
 
 
-def _who(view: View, row: int, col: int, style: Style, reveal: bool) -> list[Span]:
+def _occupants_line(view: View, row: int, col: int, style: Style, reveal: bool) -> list[Span]:
     """The upper line of a cell: the player, enemies, transmissions; at its right end what a block sends."""
     spans: list[Span] = [(style.player, "bold green")] if (view.row, view.col) == (row, col) else []
     for enemy in view.enemies:
@@ -335,7 +335,7 @@ def _fit(spans: list[Span], room: int) -> list[Span]:
     return []
 
 
-def _what(cell: Cell, style: Style) -> list[Span]:
+def _contents_line(cell: Cell, style: Style) -> list[Span]:
     """The lower line of a cell: its block, or what lies there."""
     if cell.kind != w.NONE:
         mark = style.siphoned if cell.siphoned else style.block

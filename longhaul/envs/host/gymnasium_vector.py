@@ -300,7 +300,7 @@ def gymnasium(
     module, _, name = name.rpartition(":")
     if module:
         imported(module)
-    with _plainly(name):
+    with _one_line_errors(name):
         own = vectorised and gym.spec(name).vector_entry_point is not None
         if own:
             worlds: Any = gym.make_vec(name, num_envs, vectorization_mode="vector_entry_point", **options)
@@ -329,7 +329,7 @@ def single(
     makes = load(name)
     if not callable(makes):
         raise ValueError(f"{name} is one environment; name its class or a function, so that more can be made")
-    with _plainly(name):
+    with _one_line_errors(name):
         inner = [makes(**options) for _ in range(num_envs)]
         if max_steps is not None:
             inner = [TimeLimit(each, max_steps) for each in inner]
@@ -415,7 +415,7 @@ def ale(name: str, num_envs: int, seed: int, *, num_threads: int = 1, **options:
     from gymnasium.vector import AutoresetMode
 
     options = {"max_num_frames_per_episode": 108_000, "frameskip": 4, **options}
-    with _plainly(name):
+    with _one_line_errors(name):
         worlds = AtariVectorEnv(
             name, num_envs, num_threads=num_threads, autoreset_mode=AutoresetMode.SAME_STEP, **options
         )
@@ -430,17 +430,17 @@ def envpool(
     import envpool as pools
 
     def made(seed: int) -> Any:
-        with _plainly(name):
+        with _one_line_errors(name):
             return pools.make(name, env_type="gymnasium", num_envs=num_envs, seed=seeds(seed, 1)[0], **options)
 
     def begin(seed: int) -> tuple[Any, Any, dict[str, Any]]:
         fresh = made(seed)
-        with _plainly(name):
+        with _one_line_errors(name):
             return fresh, *fresh.reset()
 
     first = made(seed)
     limit = int(first.spec.config.max_episode_steps)
-    with _plainly(name):  # its bounds are of 64 bits, of which Gymnasium warns
+    with _one_line_errors(name):  # its bounds are of 64 bits, of which Gymnasium warns
         spaces = form(
             first.observation_space, first.action_space, limit=limit, interval=truncation_interval, mask=mask,
             bound=action_bound,
@@ -469,7 +469,7 @@ def _vector(
 
 
 @contextlib.contextmanager
-def _plainly(name: str) -> Iterator[None]:
+def _one_line_errors(name: str) -> Iterator[None]:
     """Warnings of a package's making stay silent, and its errors become one line that names the environment."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -51,17 +51,17 @@ class Programs:
     def __init__(self, environment: Environment, worlds: int) -> None:
         self.environment, self.worlds, self.spec = environment, worlds, host_spec(environment)
         self.chunk = max(1, worlds // 8)  # worlds that one call begins anew
-        self.begin = jax.jit(self._all_anew)
+        self.begin = jax.jit(self._reset_all)
         self.advance = jax.jit(self._one_step, donate_argnums=0)
-        self.restart = jax.jit(self._anew, donate_argnums=0)
+        self.restart = jax.jit(self._reset_worlds, donate_argnums=0)
         self.score = jax.jit(jax.vmap(environment.metrics))
-        self.likeness: Running = jax.eval_shape(self._all_anew, jax.random.key(0))[0]
+        self.likeness: Running = jax.eval_shape(self._reset_all, jax.random.key(0))[0]
 
     def _playing(self, state: PyTree) -> jax.Array:
         active: jax.Array = jax.vmap(self.environment.active)(state)
         return active if self.spec.agents is not None else jnp.ones((active.shape[0], 1), bool)
 
-    def _fresh(self, key: jax.Array, episode: jax.Array) -> tuple[PyTree, PyTree]:
+    def _fresh_episodes(self, key: jax.Array, episode: jax.Array) -> tuple[PyTree, PyTree]:
         """(states, observations) of these episodes, leaves [n, ...]."""
 
         def one(data: jax.Array, number: jax.Array) -> tuple[PyTree, PyTree]:
@@ -69,11 +69,11 @@ class Programs:
 
         return jax.vmap(one)(key, episode)
 
-    def _all_anew(self, key: Key) -> tuple[Running, PyTree]:
+    def _reset_all(self, key: Key) -> tuple[Running, PyTree]:
         worlds = jnp.arange(self.worlds)
         data = jax.vmap(lambda world: jax.random.key_data(jax.random.fold_in(key, world)))(worlds)
         zero = jnp.zeros(self.worlds, jnp.int32)
-        state, observation = self._fresh(data, zero)
+        state, observation = self._fresh_episodes(data, zero)
         return Running(state, data, zero, zero, self._playing(state)), observation
 
     def _one_step(self, running: Running, action: jax.Array) -> tuple[Running, TimeStep, jax.Array, jax.Array]:
@@ -85,10 +85,10 @@ class Programs:
         over = ended[:, 0] if self.spec.agents is None else ~jnp.any(playing, axis=-1)
         return running._replace(state=state, steps=running.steps + 1, valid=playing), led_to, ended, over
 
-    def _anew(self, running: Running, observation: PyTree, which: jax.Array) -> tuple[Running, PyTree]:
+    def _reset_worlds(self, running: Running, observation: PyTree, which: jax.Array) -> tuple[Running, PyTree]:
         """Fresh episodes in the worlds `which` int32 [chunk]; those that are no world (W) are left out."""
         episode = running.episode.at[which].add(1, mode="drop")
-        state, first = self._fresh(*(x.at[which].get(mode="clip") for x in (running.key, episode)))
+        state, first = self._fresh_episodes(*(x.at[which].get(mode="clip") for x in (running.key, episode)))
 
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return into.at[which].set(values, mode="drop")

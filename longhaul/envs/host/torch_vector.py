@@ -91,7 +91,7 @@ class TorchVector:
         """
         import torch
 
-        tensor = _acted(torch.from_dlpack(action), self._space)
+        tensor = _environment_actions(torch.from_dlpack(action), self._space)
         observation, reward, terminated, truncated, extras = self._inner.step(tensor)
         final = self._shared(_final(extras)) if self.spec.true_successors else None
         paid, flag = np.dtype(np.float32), np.dtype(bool)
@@ -161,7 +161,7 @@ def _array(tensor: Any, dtype: np.dtype) -> Any:
     return jax.dlpack.from_dlpack(tensor.detach().to(getattr(torch, str(dtype))).contiguous())
 
 
-def _acted(action: Any, space: Any) -> Any:
+def _environment_actions(action: Any, space: Any) -> Any:
     """Our actions, a tensor [B, ...], as the environment's `space` has them, on their device."""
     import torch
 

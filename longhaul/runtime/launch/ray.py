@@ -182,7 +182,7 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
             if not waits:
-                say(f"waits for nodes, {wanted.patience:g} s at most: {_there(nodes, each)}")
+                say(f"waits for nodes, {wanted.patience:g} s at most: {_nodes_text(nodes, each)}")
             waits = True
             time.sleep(0.5)
 
@@ -196,7 +196,7 @@ def _nodes() -> list[Node]:
     return sorted(Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in alive)
 
 
-def _there(nodes: Sequence[Node], devices: int) -> str:
+def _nodes_text(nodes: Sequence[Node], devices: int) -> str:
     kind = "GPUs" if any(node.gpus for node in nodes) else "cores"
     return f"{len(nodes)} are there, with {', '.join(map(str, _capacities(nodes))) or 'no'} {kind}"
 
@@ -204,7 +204,7 @@ def _there(nodes: Sequence[Node], devices: int) -> str:
 def _too_small(nodes: Sequence[Node], wanted: Wanted, devices: int) -> str:
     remedy = "" if wanted.place != "strict" else ", or let processes share nodes (--place spread)"
     return (
-        f"{wanted.fewest} processes of {devices} device(s) each have no room: {_there(nodes, devices)}, less what "
+        f"{wanted.fewest} processes of {devices} device(s) each have no room: {_nodes_text(nodes, devices)}, less what "
         f"others use; give fewer --hosts or --devices-per-host{remedy}"
     )
 
@@ -282,11 +282,11 @@ class OnRay:
             look, lines = ray.get(answer)
         except ray.exceptions.RayError as error:
             return Look(lost=f"on {self._placed.nodes[i]} is lost: {type(error).__name__} of Ray")
-        self._pass(i, lines)
+        self._forward_lines(i, lines)
         seen: Look = look
         return seen
 
-    def _pass(self, i: int, lines: Sequence[tuple[bool, bytes]]) -> None:
+    def _forward_lines(self, i: int, lines: Sequence[tuple[bool, bytes]]) -> None:
         for out, line in lines:
             if not out:
                 self._errors[i](line)
@@ -306,7 +306,7 @@ class OnRay:
         ready = ray.wait(list(left), num_returns=len(left), timeout=ENDING)[0] if left else []
         for answer in ready:
             with contextlib.suppress(ray.exceptions.RayError):
-                self._pass(left[answer], ray.get(answer))
+                self._forward_lines(left[answer], ray.get(answer))
         for actor in self._placed.actors:
             ray.kill(actor)
         remove_placement_group(self._placed.group)

@@ -57,13 +57,13 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
         for actor in learner.own_places(count):
             with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
                 key_data = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
-                each.append(_begun(vector, algorithm, int(key_data.ravel()[-1]) >> 1))
+                each.append(_fresh_carry(vector, algorithm, int(key_data.ravel()[-1]) >> 1))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
     return enter
 
 
-def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
+def _fresh_carry(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
     """Fresh episodes everywhere."""
     observation = jax.tree.map(np.array, vector.reset(seed))
     zero = np.zeros(vector.columns, np.float32)
@@ -75,7 +75,7 @@ def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
 def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> CompiledActor:
     """Actor that steps `sizes.worlds` host worlds. The vector is created at its first rollout."""
     with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
-        spec, columns, likeness = spec_stub(name).spec, vector.columns, _begun(vector, algorithm, 0)
+        spec, columns, likeness = spec_stub(name).spec, vector.columns, _fresh_carry(vector, algorithm, 0)
     key = jax.random.key(0)
     drawn = jax.eval_shape(algorithm.act, policy, likeness.memory, likeness.observation, key)
     rows = sizes.steps
@@ -135,16 +135,16 @@ class _Collector:
         anew = 0
         if self._vector is None:
             self._vector = registry.make(registry.describe(self._name), self._sizes.worlds)
-        if state is not self._after and not self._restored(carry):  # another life, or the first turn
+        if state is not self._after and not self._restore_vector(carry):  # another life, or the first turn
             anew = 0 if ticket.turn == 0 else self._sizes.worlds
-            carry = _begun(self._vector, self._algorithm, seed_of(key, ticket))
+            carry = _fresh_carry(self._vector, self._algorithm, seed_of(key, ticket))
         carry, scores = self._collect(jax.device_put(weights), carry, key, ticket)
         data = self._data._replace(version=np.int32(version))
         self._after = jax.tree.leaves(carry)
         reported = scores | {"actors/begun_anew": anew}
         return self._after, jax.tree.leaves(data), [np.float32(reported[name]) for name in sorted(reported)]
 
-    def _restored(self, carry: Carry) -> bool:
+    def _restore_vector(self, carry: Carry) -> bool:
         """Puts the vector into the state that a carry holds; False where it holds none."""
         assert self._vector is not None
         if not jax.tree.leaves(carry.state):
@@ -196,7 +196,7 @@ class _Collector:
                 used[columns] += 1
             if jax.tree.leaves(self._initial):
                 begins = data.terminated[t] | data.truncated[t] | ~data.valid[t]
-                memory = jax.tree.map(functools.partial(_put_back, begins), memory, self._initial)
+                memory = jax.tree.map(functools.partial(_reset_memory, begins), memory, self._initial)
             inference += acted - began
             stepping += time.perf_counter() - acted
         for to, x in zip(jax.tree.leaves(data.observation), jax.tree.leaves(seen)):
@@ -209,7 +209,7 @@ class _Collector:
         return Carry(kept, last, total, length, jax.tree.map(np.asarray, memory)), reported
 
 
-def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
+def _reset_memory(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
     """Memory with the initial value in columns whose episode begins."""
     now = np.array(memory)
     now[begins] = np.asarray(initial)[begins]
@@ -234,7 +234,7 @@ def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: i
             if not np.isnan(returns).any():
                 break
             begins = led_to.terminated | led_to.truncated | ~led_to.valid
-            memory = jax.tree.map(functools.partial(_put_back, begins), memory, initial)
+            memory = jax.tree.map(functools.partial(_reset_memory, begins), memory, initial)
             seen = led_to.observation
     ended = ~np.isnan(returns[:episodes])
     return {

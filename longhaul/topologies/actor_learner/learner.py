@@ -124,7 +124,7 @@ def acting(
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
         key_data, _ = jax.random.split(drawn)  # the second is the learning key of a shard of `fused`
         after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
-        return _raw(after), _raw(data), _raw(scores)
+        return _raw_leaves(after), _raw_leaves(data), _raw_leaves(scores)
 
     key_size = jax.random.key_data(jax.random.key(0)).size
 
@@ -146,7 +146,7 @@ def acting(
     if held is None:
         run: Callable[..., Any] = program
         return CompiledActor(collect, travelling, data, scores)
-    like = jax.eval_shape(lambda: (_raw(_zeros(policy)), _raw(_zeros(carry))))
+    like = jax.eval_shape(lambda: (_raw_leaves(_zeros(policy)), _raw_leaves(_zeros(carry))))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = program.lower(*like, jax.ShapeDtypeStruct((key_size,), jnp.uint32), (number,) * 3).compile()
     run = compiled
@@ -178,13 +178,13 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _raw(tree: PyTree) -> list[Any]:
+def _raw_leaves(tree: PyTree) -> list[Any]:
     """Leaves of a pytree, with keys as their data."""
     return [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(tree)]
 
 
 def tree(shapes: PyTree, leaves: Leaves) -> PyTree:
-    """Inverse of `_raw`."""
+    """Inverse of `_raw_leaves`."""
     likes, structure = jax.tree.flatten(shapes)
     pairs = zip(likes, leaves, strict=True)
     return jax.tree.unflatten(structure, [jax.random.wrap_key_data(x) if _is_key(like) else x for like, x in pairs])
@@ -219,7 +219,7 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
 
     def enter(key: Key, context: PyTree) -> PyTree:
         start = collector_in(context).start
-        begin = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
+        begin = jax.jit(lambda key, place: _raw_leaves(start(jax.random.fold_in(key, place))))
         each = [jax.device_get(begin(key, jnp.int32(place))) for place in own_places(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
         return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
@@ -233,7 +233,7 @@ def with_pinned_weights(enter: fused.Enter, pinned: int, algorithm: Algorithm) -
         return enter
 
     def begin(key: Key, context: PyTree) -> PyTree:
-        shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
+        shapes = jax.eval_shape(lambda key: _raw_leaves(algorithm.policy(algorithm.init(key))), key)
         size = sum(_leaf(x).nbytes for x in shapes)
         return PinnedCarry(enter(key, context), tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
 
@@ -284,7 +284,7 @@ def compiled(
         rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.shape[meshes.DATA])]
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
-        reported = metrics | _scored(tree(acting.scores, scores), mesh)
+        reported = metrics | _reduce_scores(tree(acting.scores, scores), mesh)
         reported[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
         weights = () if apart else _weights(algorithm, state, shared=acting.shared)
         return state, updates + 1, jax.tree.map(lambda x: x[None], reported), weights
@@ -311,7 +311,7 @@ def compiled(
     return overlap.compiled(lowered, mesh)
 
 
-def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
+def _reduce_scores(scores: Metrics, mesh: Mesh) -> Metrics:
     """Scores [n] of a shard's rollouts reduced over all shards: the maximum of "peak/", the sum of the others."""
     scores = {name: (jnp.max if name.startswith("peak/") else jnp.sum)(x, axis=0) for name, x in scores.items()}
     peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
@@ -328,13 +328,13 @@ def _bytes(leaves: list[jax.Array]) -> jax.Array:
 def _weights(algorithm: Algorithm, state: PyTree, *, shared: bool) -> jax.Array:
     """Bytes of what travels of a state's policy."""
     policy = algorithm.policy(state)
-    return _bytes(_raw(parted(policy, algorithm, shared=shared).split(policy)[0]))
+    return _bytes(_raw_leaves(parted(policy, algorithm, shared=shared).split(policy)[0]))
 
 
 def weights_of(algorithm: Algorithm, mesh: Mesh, *, shared: bool = False) -> Callable[[PyTree], np.ndarray]:
     """state -> bytes of its policy, as `ActorPool` publishes them. Parts on several devices are joined on the host."""
     if meshes.splits(mesh):
-        leaves = jax.jit(lambda state: _raw(algorithm.policy(state)))
+        leaves = jax.jit(lambda state: _raw_leaves(algorithm.policy(state)))
         return lambda state: np.concatenate([np.asarray(x).reshape(-1).view(np.uint8) for x in leaves(state)])
     flat = jax.jit(lambda state: _weights(algorithm, state, shared=shared))
     return lambda state: _on_host(flat(state))
@@ -360,7 +360,7 @@ def actors(
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
     structure = jax.tree.structure(held.carry)
     layout = meshes.sharded(mesh)
-    begun = [_own_rows(x) for x in _raw(held.carry)]
+    begun = [_own_rows(x) for x in _raw_leaves(held.carry)]
     done = int(progress.updates)
     weights = [*(np.asarray(meshes.local_part(x) if isinstance(x, jax.Array) else x) for x in held.weights)]
     weights.append(publish(progress.state))

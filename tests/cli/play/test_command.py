@@ -281,7 +281,7 @@ def test_a_run_or_the_latest_one_plays_with_its_own_policy(tmp_path: Path, monke
         place = next((tmp_path / "runs" / name / "checkpoints").iterdir())
         os.utime(place, (1e9 + i, 1e9 + i))
     asked: list[Any] = []
-    monkeypatch.setattr(play, "_by_agent", lambda _, *given: asked.append(given) or [])
+    monkeypatch.setattr(play, "_play_by_agent", lambda _, *given: asked.append(given) or [])
     for words, policy, name in (
         (["--latest"], first, "first"), (["--run", "second one"], second, "second one"),
         (["--run", "runs/first", "--fixes", "start"], first, "first"),
@@ -299,7 +299,7 @@ def test_a_run_or_the_latest_one_plays_with_its_own_policy(tmp_path: Path, monke
 def test_a_run_in_corrected_rules_plays_in_them(longhaul: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = saved(tmp_path / "runs", "best", "hackmatrix-fixed")
     asked: list[Any] = []
-    monkeypatch.setattr(play, "_by_agent", lambda _, *given: asked.append(given) or [])
+    monkeypatch.setattr(play, "_play_by_agent", lambda _, *given: asked.append(given) or [])
     assert longhaul("hackmatrix", "--run", "best")[0] == 0
     environment, agent = asked.pop()
     assert environment.fixes == tuple(FIXES)

@@ -250,7 +250,7 @@ def test_impossible_settings_and_another_folder_s_settings_are_refused(given: li
         convert.convert(given, tmp_path / "out", per_shard=5)
     with pytest.raises(BadData, match="no logs outside"):
         convert.convert([str(tmp_path / "out")], tmp_path / "out")
-    with convert._alone(tmp_path / "out"), pytest.raises(BadData, match="another conversion"):
+    with convert._locked(tmp_path / "out"), pytest.raises(BadData, match="another conversion"):
         convert.convert(given, tmp_path / "out", per_shard=5)
 
 

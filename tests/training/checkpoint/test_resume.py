@@ -436,7 +436,7 @@ def test_under_a_launcher_alone_it_goes_on_with_fewer(
 
     def fitting(*words: str) -> flags.Parsed:
         parsed = flags.parse("train", "", run_flags.table(recipe), words)
-        return train._fitting(parsed, tmp_path)
+        return train._fit_to_devices(parsed, tmp_path)
 
     monkeypatch.setattr(train, "on_cpu", lambda: False)
     assert "mesh" not in fitting().given
