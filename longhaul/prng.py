@@ -91,11 +91,6 @@ def normals(keys: Key, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     return [part.reshape(shape) for part, shape in zip(jnp.split(drawn, ends), shapes, strict=True)]
 
 
-def gumbel(key: Key, shape: tuple[int, ...]) -> jax.Array:
-    """Standard Gumbel numbers float32 [*shape]; equal to `jax.random.gumbel(key, shape)`."""
-    return -jnp.log(-jnp.log(jnp.maximum(uniform(key, shape), jnp.finfo(jnp.float32).tiny)))
-
-
 def split(key: Key, count: int) -> Key:
     """Keys [count]; equal to `jax.random.split(key, count)`."""
     low = _counters((count,))

@@ -129,14 +129,18 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     )  # fmt: skip
 
 
-def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> Run:
-    """`run` with the same network and environment and a batch of about `batch` steps on `devices`; not resolved.
+SMALL_BATCH = 2048
+"""Agent steps of a batch whose size does not matter."""
+
+
+def smaller(run: Run, *, devices: int, **algorithm: Any) -> Run:
+    """`run` with the same network and environment and a batch of about SMALL_BATCH steps on `devices`; not resolved.
 
     For checks that do not depend on sizes. Its compiled call makes two updates.
     """
     share = parts(run, devices)
-    envs = share * max(1, min(run.num_envs, batch // run.num_steps) // share)
-    while envs * run.num_steps > batch and run.num_steps > 16:
+    envs = share * max(1, min(run.num_envs, SMALL_BATCH // run.num_steps) // share)
+    while envs * run.num_steps > SMALL_BATCH and run.num_steps > 16:
         run = dataclasses.replace(run, num_steps=run.num_steps // 2)
     learner = registry.on_policy(run.algorithm)
     rows = envs // share if learner.network.memory else envs // share * run.num_steps

@@ -43,9 +43,9 @@ class Token(NamedTuple):
     behaviour: jax.Array  # float32 [B]: log-probability with which it was drawn
 
 
-def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tokenizer.PAD) -> jax.Array:
-    """Log-probabilities of the next token, tokens along `axis`. Padding is never sampled: it is not read as a token."""
-    return jax.nn.log_softmax(_tempered(logits, temperature, axis, pad), axis=axis)
+def scored(logits: jax.Array, temperature: float, pad: int = tokenizer.PAD) -> jax.Array:
+    """Log-probabilities [..., V] of the next token. Padding is never sampled: it is not read as a token."""
+    return jax.nn.log_softmax(_tempered(logits, temperature, -1, pad), axis=-1)
 
 
 def _tempered(logits: jax.Array, temperature: float, axis: int, pad: int) -> jax.Array:

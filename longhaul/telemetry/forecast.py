@@ -102,9 +102,9 @@ def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 2
     return Fit(law, float(np.sqrt(np.mean(residual**2))), intervals)
 
 
-def worth_going_on(law: Ceiling, compute: float, least: float, factor: float = 2.0) -> bool:
-    """True if `factor` times the compute is forecast to gain `least` reward: the opposite of the stop rule."""
-    return bool(law.at(factor * compute) - law.at(compute) >= least)
+def worth_going_on(law: Ceiling, compute: float, least: float) -> bool:
+    """True if twice the compute is forecast to gain `least` reward: the opposite of the stop rule."""
+    return bool(law.at(2.0 * compute) - law.at(compute) >= least)
 
 
 class Forecast(NamedTuple):

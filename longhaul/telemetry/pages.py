@@ -116,13 +116,13 @@ def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -
     )
 
 
-def thin(line: Series, limit: int = POINTS) -> Series:
-    """Line of at most `limit` points, with the minimum and maximum of each stretch, so that no spike is lost."""
+def thin(line: Series) -> Series:
+    """Line of at most POINTS points, with the minimum and maximum of each stretch, so that no spike is lost."""
     count = len(line.x)
-    if count <= limit:
+    if count <= POINTS:
         return line
     kept: list[int] = []
-    for part in np.array_split(np.arange(count), limit // 2):
+    for part in np.array_split(np.arange(count), POINTS // 2):
         values = line.y[part]
         if np.isfinite(values).any():
             kept += sorted({int(part[np.nanargmin(values)]), int(part[np.nanargmax(values)])})

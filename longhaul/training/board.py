@@ -365,10 +365,10 @@ class Answers:
         return self._as.Response(text.getvalue(), media_type="text/csv", headers=headers)
 
 
-def application(where: str, token: str | None = None, hosts: Sequence[str] = LOOPBACK) -> App:
+def application(where: str, token: str | None = None) -> App:
     """Application that shows the runs at `where`.
 
-    With a `token` every request needs it; without one the Host header must name one of `hosts`. Raises RunError if a
+    With a `token` every request needs it; without one the Host header must name this machine. Raises RunError if a
     store is out of reach.
     """
     from starlette.applications import Starlette
@@ -401,7 +401,7 @@ def application(where: str, token: str | None = None, hosts: Sequence[str] = LOO
             raise error
         return PlainTextResponse("no thread can start on this machine at present; ask again later", 503)
 
-    return _guarded(Starlette(routes=routes, exception_handlers={KeyError: unknown, RuntimeError: busy}), token, hosts)
+    return _guarded(Starlette(routes=routes, exception_handlers={KeyError: unknown, RuntimeError: busy}), token)
 
 
 def _listed(summary: runs.Summary) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def _cell(text: str) -> str:
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
-def _guarded(app: App, token: str | None, hosts: Sequence[str]) -> App:
+def _guarded(app: App, token: str | None) -> App:
     """Application behind the checks of host, origin and token, which adds the headers of its policy."""
 
     async def guarded(scope: Scope, receive: Any, send: Any) -> None:
@@ -447,7 +447,7 @@ def _guarded(app: App, token: str | None, hosts: Sequence[str]) -> App:
             await send({"type": "http.response.body", "body": text.encode()})
 
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if token is None and name.strip("[]") not in hosts:
+        if token is None and name.strip("[]") not in LOOPBACK:
             await refuse(421, "this board answers on this machine's loopback names only")
             return
         if scope["method"] != "GET" and headers.get("origin") not in (f"http://{host}", f"https://{host}"):

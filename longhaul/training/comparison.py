@@ -64,8 +64,6 @@ def interval(
     statistic: Callable[[np.ndarray], np.ndarray] = iqm,
     *,
     resamples: int = RESAMPLES,
-    share: float = SHARE,
-    seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) of a statistic of scores [runs, tasks, ...] over runs and tasks; NaN for a single run.
 
@@ -75,9 +73,9 @@ def interval(
     count, tasks, *rest = scores.shape
     if count < 2:
         return np.full(rest, np.nan), np.full(rest, np.nan)
-    drawn = np.random.default_rng(seed).integers(count, size=(resamples, count, tasks))
+    drawn = np.random.default_rng(0).integers(count, size=(resamples, count, tasks))
     samples = scores[drawn, np.arange(tasks)].reshape(resamples, count * tasks, *rest)
-    edges = np.quantile(statistic(samples), ((1 - share) / 2, (1 + share) / 2), axis=0)
+    edges = np.quantile(statistic(samples), ((1 - SHARE) / 2, (1 + SHARE) / 2), axis=0)
     return edges[0], edges[1]
 
 

@@ -230,9 +230,7 @@ class Estimate(NamedTuple):
     episodes: int  # episodes that report the metric
 
 
-def bootstrap(
-    metrics: Mapping[str, Measure], scenario: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, Estimate]:
+def bootstrap(metrics: Mapping[str, Measure], scenario: np.ndarray, *, seed: int = 0) -> dict[str, Estimate]:
     """Mean with interval of each metric [E] over the episodes that report it; metrics reported by none are left out.
 
     Agents of one scenario are not independent: they met on one map. So scenarios are drawn with replacement, each with
@@ -253,11 +251,11 @@ def bootstrap(
     np.add.at(sums, group, values)
     np.add.at(counts, group, valid)
     block, parts, draw = max(1, BLOCK // groups), [], np.random.default_rng(seed)
-    for begin in range(0, resamples, block):
-        times = draw.multinomial(groups, np.full(groups, 1.0 / groups), min(block, resamples - begin))
+    for begin in range(0, RESAMPLES, block):
+        times = draw.multinomial(groups, np.full(groups, 1.0 / groups), min(block, RESAMPLES - begin))
         total, number = times @ sums, times @ counts
         parts.append(np.where(number > 0, total / np.maximum(number, 1e-9), np.nan))
-    means = np.concatenate(parts)  # [resamples, metrics]; NaN where no episode that reports it was drawn
+    means = np.concatenate(parts)  # [RESAMPLES, metrics]; NaN where no episode that reports it was drawn
     edges = 100.0 * np.array([(1 - SHARE) / 2, (1 + SHARE) / 2])
     estimates = {}
     for i, name in enumerate(names):
@@ -269,7 +267,7 @@ def bootstrap(
     return estimates
 
 
-def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[np.ndarray, ...]:
+def around(values: np.ndarray) -> tuple[np.ndarray, ...]:
     """(mean, low, high) [P] of runs' values [P, M] at P shared points; NaN means that a run reports no value there.
 
     Runs are drawn with replacement, the same ones at every point. `low` and `high` of a single run are NaN.
@@ -281,7 +279,7 @@ def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> 
     mean = np.where(number > 0, sums.sum(1) / np.maximum(number, 1.0), np.nan)
     if count < 2:
         return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
-    times = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), resamples).T
+    times = np.random.default_rng(0).multinomial(count, np.full(count, 1.0 / count), RESAMPLES).T
     drawn = known @ times
     means = np.where(drawn > 0, sums @ times / np.maximum(drawn, 1.0), mean[:, None])
     low, high = np.quantile(means, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=1)

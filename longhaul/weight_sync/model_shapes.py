@@ -30,8 +30,9 @@ DECODERS = {
 }
 
 
-def forms(name: str, dtype: str = "bfloat16", layers: int | None = None) -> list[Form]:
-    """Tensors of a model, or of its first `layers` and all that is outside of layers. ValueError for an unknown one."""
+def forms(name: str, layers: int | None = None) -> list[Form]:
+    """Tensors of a model in bfloat16, or of its first `layers` and all that is outside of layers. ValueError for an
+    unknown one."""
     if name not in DECODERS:
         raise ValueError(f"no model is known as {name!r}; there are {', '.join(DECODERS)}")
     d = DECODERS[name]
@@ -53,4 +54,4 @@ def forms(name: str, dtype: str = "bfloat16", layers: int | None = None) -> list
         shapes += [(f"model.layers.{i}.{part}.weight", shape) for part, shape in parts.items()]
     shapes.append(("model.norm.weight", (d.width,)))
     shapes += [] if d.tied else [("lm_head.weight", (d.vocabulary, d.width))]
-    return [(each, shape, dtype) for each, shape in shapes]
+    return [(each, shape, "bfloat16") for each, shape in shapes]

@@ -31,6 +31,9 @@ STRIP = 5
 SPACING = 10.0
 """Least distance between a mixed colour of a GIF's palette and any other, in levels of red, green and blue."""
 
+FILM_FPS = 25
+"""Pictures a second of a film that is not of driving."""
+
 
 def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
     """Picture in a file, as the suffix of `path` asks for: .gif, .mp4, .html or .png (a film strip).
@@ -50,7 +53,7 @@ def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> No
         pages.write(path, gif(recordings, fps) if suffix == ".gif" else png(recordings))
 
 
-def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int = 25) -> None:
+def film(images: Sequence[Image.Image], path: Path | str, title: str) -> None:
     """File of pictures of one size, of anything: a .gif, .mp4, .png (a film strip) or .html (a page with a player).
 
     Raises ValueError as `save` does.
@@ -58,7 +61,7 @@ def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int =
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix == ".mp4":
-        return _encode(iter(images), images[0].size, path, fps)
+        return _encode(iter(images), images[0].size, path, FILM_FPS)
     if suffix == ".html":
         shown = films.section([films.Film("", "", images)])
         body = f"<main><header><h1>{html.escape(title, quote=True)}</h1></header>{shown}</main>"
@@ -69,7 +72,7 @@ def film(images: Sequence[Image.Image], path: Path | str, title: str, fps: int =
         strip(images, buffer)
     else:
         first, *rest = (image.quantize(64, dither=Image.Dither.NONE) for image in images)
-        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=max(20, round(100 / fps) * 10), loop=0)
+        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=1000 // FILM_FPS, loop=0)
     return pages.write(path, buffer.getvalue())
 
 

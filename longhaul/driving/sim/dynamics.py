@@ -334,9 +334,6 @@ LIMITS: dict[int, Limits] = {
 }
 """Limits by kind of track; all others have `VEHICLE`."""
 
-HIGHEST = max(limits.speed for limits in (VEHICLE, *LIMITS.values()))
-"""Top speed of any kind, m/s."""
-
 LIMITS_BY_KIND = np.array([LIMITS.get(kind, VEHICLE) for kind in range(max(LIMITS) + 2)], np.float32)
 """The limits [kinds, fields] by number of the kind."""
 

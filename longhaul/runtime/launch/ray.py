@@ -182,7 +182,7 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
             if not waits:
-                say(f"waits for nodes, {wanted.patience:g} s at most: {_nodes_text(nodes, each)}")
+                say(f"waits for nodes, {wanted.patience:g} s at most: {_nodes_text(nodes)}")
             waits = True
             time.sleep(0.5)
 
@@ -196,7 +196,7 @@ def _nodes() -> list[Node]:
     return sorted(Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in alive)
 
 
-def _nodes_text(nodes: Sequence[Node], devices: int) -> str:
+def _nodes_text(nodes: Sequence[Node]) -> str:
     kind = "GPUs" if any(node.gpus for node in nodes) else "cores"
     return f"{len(nodes)} are there, with {', '.join(map(str, _capacities(nodes))) or 'no'} {kind}"
 
@@ -204,7 +204,7 @@ def _nodes_text(nodes: Sequence[Node], devices: int) -> str:
 def _too_small(nodes: Sequence[Node], wanted: Wanted, devices: int) -> str:
     remedy = "" if wanted.place != "strict" else ", or let processes share nodes (--place spread)"
     return (
-        f"{wanted.fewest} processes of {devices} device(s) each have no room: {_nodes_text(nodes, devices)}, less what "
+        f"{wanted.fewest} processes of {devices} device(s) each have no room: {_nodes_text(nodes)}, less what "
         f"others use; give fewer --hosts or --devices-per-host{remedy}"
     )
 
