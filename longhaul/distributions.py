@@ -57,7 +57,10 @@ def distribution(action: Action) -> Distribution:
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Estimate of the KL divergence, unbiased and never negative (Schulman 2020): exp(x) - 1 - x."""
+    """Estimate of the KL divergence, unbiased and never negative (Schulman 2020): exp(x) - 1 - x, of each x.
+
+    `log_ratio`, any shape, is log q - log p at samples of p: the mean estimates KL(p || q).
+    """
     return jnp.expm1(log_ratio) - log_ratio
 
 

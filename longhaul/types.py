@@ -74,7 +74,7 @@ class Spec:
 
 
 class TimeStep(NamedTuple):
-    """Result of a step.
+    """Result of a step; leaves [...] of one world, [A, ...] with agents, [B, ...] from `environment.vectorise`.
 
     From an environment: `observation` and `successor` are the same object. From `environment.vectorise`, which resets:
     `observation` is the input of the next action (the first of a new episode where one ended), `successor` the
@@ -89,7 +89,10 @@ class TimeStep(NamedTuple):
 
 
 def transition(observation: PyTree, reward: jax.Array, terminated: jax.Array, truncated: jax.Array) -> TimeStep:
-    """Time step of an environment that does not reset itself."""
+    """Time step of an environment that does not reset itself: its successor is its observation.
+
+    Without agents `reward` is float32 [], `terminated` and `truncated` are bool []; with A agents they are [A].
+    """
     return TimeStep(observation, reward, terminated, truncated, observation)
 
 

@@ -100,7 +100,10 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
-    """Input of the network for an observation, and the mask of legal actions."""
+    """(input of the network, mask of legal actions bool [..., n] or None) for stored observations, leading axes free.
+
+    The input is normalised by `moments`, where there are some; `Parts.network` itself expands what is stored packed.
+    """
     visible, mask = observation if isinstance(observation, Masked) else (observation, None)
     if isinstance(moments, normalise.Moments):
         visible = normalise.apply(moments, visible)
@@ -158,7 +161,10 @@ def advanced(
     weight: jax.Array | None,
     context: RunContext,
 ) -> State:
-    """State after an update. Its moments follow here: acting and learning of this batch used the old ones."""
+    """State after an update. Its moments follow here: acting and learning of this batch used the old ones.
+
+    `weight` is None where every step counts; else `data.valid` [T, B] says which do.
+    """
     moments = state.moments
     if isinstance(moments, normalise.Moments):
         seen, valid = look((), data.observation)[0], None if weight is None else data.valid
@@ -167,19 +173,22 @@ def advanced(
 
 
 def explained_variance(error: jax.Array, target: jax.Array, weight: jax.Array | None, context: RunContext) -> jax.Array:
-    """Share of the targets' variance that the values before the update explain; `error` is what they miss."""
+    """Share of the targets' variance that the values before the update explain: a scalar over all shards.
+
+    `error` is target less value. `error`, `target` and `weight` (0 or 1; None: all count) have one shape.
+    """
     unexplained, spread = (moments_of(x, weight, context)[1] for x in (error, target))
     return 1.0 - unexplained / jnp.maximum(spread, 1e-8)
 
 
 def normalised(advantage: jax.Array, weight: jax.Array | None, context: RunContext) -> jax.Array:
-    """Advantages of mean 0 and deviation 1 over all shards."""
+    """Advantages, any shape, shifted and scaled to mean 0 and deviation 1 over all shards where `weight` is 1."""
     centre, variance = moments_of(advantage, weight, context)
     return (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
 
 
 def moments_of(x: jax.Array, weight: jax.Array | None, context: RunContext) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over all shards of x where weight is 1."""
+    """(mean, variance), scalars over all shards, of x where `weight`, of its shape, is 1 (None: everywhere)."""
     mean, isolated = context.mean, context.isolated
 
     def of_means(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,10 @@ from longhaul.types import Algorithm, Key, Metrics, Pathwise, Spec
 
 
 def apg(spec: Spec, config: APGConfig, context: RunContext) -> Algorithm:
-    """Analytic policy gradient for environments of `spec`. `learn` takes the data of `rollout.pathwise`."""
+    """Analytic policy gradient for environments of `spec`, whose actions must be a Box: else ValueError.
+
+    `learn` takes the data of `rollout.pathwise`.
+    """
     if not isinstance(spec.action, Box):
         raise ValueError(f"APG learns a vector, and this environment takes {spec.action}; --actions continuous, say")
     parts = actor_critic.parts(spec, config)

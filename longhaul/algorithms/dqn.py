@@ -51,7 +51,10 @@ def _value_of(q: jax.Array, choice: jax.Array) -> jax.Array:
 
 
 def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
-    """DQN for environments of `spec`; without `context.sizes` it acts and cannot learn."""
+    """DQN for environments of `spec`; without `context.sizes` it acts and cannot learn.
+
+    Raises ValueError where an action is more than one choice.
+    """
     tower, sight, values = _values(spec, config)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:

@@ -190,7 +190,7 @@ def surrogate(
 
 
 def curriculum_share(config: GRPOConfig, updates: jax.Array) -> jax.Array:
-    """Share of demonstrations, easier ones first, that a warm start uses after so many updates.
+    """Share float32 scalar of demonstrations, easier ones first, that a warm start uses after `updates` (int32 scalar).
 
     The result of a sum depends on both its terms and on neither alone: among many other problems a model finds that out
     after hundreds of updates, or never; among problems of one sum, soon.

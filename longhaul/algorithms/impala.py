@@ -60,7 +60,10 @@ def _optimiser(config: IMPALAConfig) -> optax.GradientTransformation:
 
 
 def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
-    """Reward as the learner takes it, scaled and clipped."""
+    """Rewards of any shape as the learner takes them: times `scale`, then clipped.
+
+    `clip` is "none", "unit" (to -1 .. 1) or "asymmetric" (the paper's for DMLab-30: gains count more than losses).
+    """
     reward = reward * scale
     if clip == "unit":
         return jnp.clip(reward, -1.0, 1.0)

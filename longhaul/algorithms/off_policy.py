@@ -124,7 +124,7 @@ def uniform_legal(key: Key, mask: jax.Array | None, actions: int, rows: int) -> 
 
 
 def to_unit(box: Box, action: jax.Array) -> jax.Array:
-    """Environment's action scaled to -1 to 1."""
+    """Actions [..., d] of the environment scaled to -1 to 1, and clipped there."""
     centre, half = _centre_and_half(box, action)
     return jnp.clip((action - centre) / half, -1.0, 1.0)
 
@@ -228,7 +228,7 @@ def algorithm(
     act: Callable[..., tuple[jax.Array, PyTree, PyTree]],
     context: RunContext,
 ) -> Algorithm:
-    """The algorithm of these parts; without `context.sizes` it cannot learn."""
+    """Algorithm of these parts, whose `act` is that of `types.Algorithm`; without `context.sizes` it cannot learn."""
     sizes, optimiser = context.sizes, _optimiser(config, context)
     store = None if sizes is None else replay.replay(
         spec, parts.stored, sizes, config.replay_size, n_step=config.n_step, half=config.replay_precision == "bf16",

@@ -83,7 +83,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 
 
 def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
-    """PQN for environments of `spec`."""
+    """PQN for environments of `spec`. Raises ValueError where an action is more than one choice."""
     updates, first, done = context.updates, context.first, context.done
     parts = _q_parts(spec, config)
     network = parts.network

@@ -188,7 +188,10 @@ def _discrete_losses(config: SACConfig, networks: _Networks) -> RowLoss:
 
 
 def sac(spec: Spec, config: SACConfig, context: RunContext) -> Algorithm:
-    """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn."""
+    """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn.
+
+    Raises ValueError where actions are neither one choice nor a vector, or imitation is asked for without a vector.
+    """
     networks = _Networks(spec, config)
 
     def init(key: Key) -> dict[str, Params]:

@@ -51,7 +51,7 @@ def _networks(spec: Spec, config: TD3Config) -> _Networks:
 
 
 def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
-    """TD3 for environments of `spec`; without `context.sizes` it acts and cannot learn."""
+    """TD3 for environments of `spec`; without `context.sizes` it acts and cannot learn. ValueError without a Box."""
     actor, critic, sight, box = _networks(spec, config)
 
     def init(key: Key) -> dict[str, Params]:

@@ -90,7 +90,7 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: str = "V
 
 
 def by_product(x: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """`convolve` as one product of matrices: the pixels that a kernel covers are laid side by side (im2col).
+    """`convolve` (the same shapes) as one product of matrices: a kernel's pixels are laid side by side (im2col).
 
     XLA's own convolutions have slow gradients on a CPU within a loop (jax issue 12868), and an update's minibatches are
     one: measured 2.4 ms against 0.2 for a row of `nature` at 42x42.

@@ -73,7 +73,7 @@ def init_dense(key: Key, shape: tuple[int, ...], kernels: Initialise, *, bias: b
 
 
 def init_norm(features: int) -> dict[str, jax.Array]:
-    """Scale and bias of a layer normalisation."""
+    """Scale and bias, float32 [features] each, of a layer normalisation."""
     return {"scale": jnp.ones(features, jnp.float32), "bias": jnp.zeros(features, jnp.float32)}
 
 
@@ -95,13 +95,13 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x @ kernel + bias in the precision of x."""
+    """x [..., inputs] @ kernel [inputs, outputs] + bias [outputs], computed in the type of x."""
     y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
     return y if bias is None else y + along_last(bias.astype(x.dtype), y)
 
 
 def dense(params: Mapping[str, jax.Array], x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Layer of `init_dense`, computed in `dtype`."""
+    """Layer of `init_dense` on x [..., inputs] -> [..., outputs], computed in `dtype`."""
     return affine(x.astype(dtype), params["kernel"], params.get("bias"))
 
 

@@ -85,12 +85,12 @@ Number = Any  # a float, or a float32 array that broadcasts against the motion
 
 
 class Motion(NamedTuple):
-    """The motion of agents, each a float32 array of one shape."""
+    """Motion of agents' centres, each a float32 array of one shape."""
 
-    x: jax.Array
-    y: jax.Array
-    heading: jax.Array
-    speed: jax.Array
+    x: jax.Array  # m
+    y: jax.Array  # m
+    heading: jax.Array  # rad
+    speed: jax.Array  # m/s, along the heading
 
 
 class Drive(NamedTuple):
@@ -135,14 +135,17 @@ class Model(NamedTuple):
 
 
 def steerable(speed: jax.Array, limits: Limits = VEHICLE) -> jax.Array:
-    """The largest curvature that an agent can take at this speed, 1/m."""
+    """Largest curvature, 1/m, that an agent can take at `speed`, m/s of any shape."""
     return jnp.minimum(limits.curvature, limits.lateral / jnp.maximum(speed * speed, 1e-3))
 
 
 def advance(
     motion: Motion, acceleration: jax.Array, curvature: jax.Array, dt: jax.Array, limits: Limits = VEHICLE
 ) -> Motion:
-    """The motion after `dt` seconds of constant acceleration and curvature, within standstill and the top speed."""
+    """Motion after `dt` seconds of constant acceleration, m/s^2, and curvature, 1/m, between standstill and top speed.
+
+    Both are clipped to `limits`. Arrays have the motion's shape; `dt` may be a scalar.
+    """
     acceleration = jnp.clip(acceleration, -limits.braking, limits.acceleration)
     curvature = jnp.clip(curvature, -limits.curvature, limits.curvature)
     distance, speed = travel(motion.speed, acceleration, dt, limits.speed)
@@ -158,7 +161,10 @@ def advance(
 def travel(
     speed: jax.Array, acceleration: jax.Array, dt: jax.Array, limit: Number = MAX_SPEED
 ) -> tuple[jax.Array, jax.Array]:
-    """Distance and speed after `dt` seconds of constant acceleration, within standstill and the top speed `limit`."""
+    """(distance, m, and speed, m/s) after `dt` seconds of constant acceleration, between standstill and `limit`, m/s.
+
+    Whoever is faster than `limit` already may keep its speed.
+    """
     aim = speed + acceleration * dt
     after = jnp.clip(aim, 0.0, jnp.maximum(limit, speed))
     # the bound is reached before dt is over; the rest is driven at the bound
@@ -167,7 +173,7 @@ def travel(
 
 
 def invert(before: Motion, after: Motion, dt: jax.Array, limits: Limits = VEHICLE) -> tuple[jax.Array, jax.Array]:
-    """Command from one motion to the next: acceleration, curvature; the reverse of `advance` where it met no bound.
+    """(acceleration, m/s^2, curvature, 1/m) from one motion to the next: `advance` reversed, where it met no bound.
 
     Where the agent hardly moves, its curvature is 0. Bounded like the actions: a log beyond them is followed roughly.
     """
@@ -181,12 +187,12 @@ def invert(before: Motion, after: Motion, dt: jax.Array, limits: Limits = VEHICL
 
 
 def two_sided(share: jax.Array, low: Number, high: Number) -> jax.Array:
-    """-1 .. 1 -> -low .. high, 0 to 0."""
+    """Shares -1 .. 1, any shape, mapped to -low .. high; 0 stays 0."""
     return share * jnp.where(share < 0.0, low, high)
 
 
 def as_share(value: jax.Array, low: Number, high: Number) -> jax.Array:
-    """The reverse of `two_sided`, within -1 .. 1."""
+    """Shares -1 .. 1 of values: `two_sided` reversed, and clipped."""
     return jnp.clip(value / jnp.where(value < 0.0, low, high), -1.0, 1.0)
 
 
@@ -194,13 +200,13 @@ def as_share(value: jax.Array, low: Number, high: Number) -> jax.Array:
 
 
 def arc(now: Drive, acceleration: jax.Array, curvature: jax.Array, limits: Limits, dt: jax.Array) -> Drive:
-    """One step on by `advance`."""
+    """Drive one step on by `advance`."""
     motion = advance(now.motion, acceleration, curvature, dt, limits)
     return Drive(motion, (motion.speed - now.motion.speed) / dt, curvature)
 
 
 def bicycle(accelerations: np.ndarray, steerings: np.ndarray) -> Model:
-    """Acceleration, m/s^2, and curvature, 1/m, with these discrete shares of them."""
+    """Model whose command is acceleration, m/s^2, and curvature, 1/m; the arguments are their discrete shares."""
 
     def scale(share: Command, now: Drive, limits: Limits, dt: jax.Array) -> Command:
         push = two_sided(share[0], limits.braking, limits.acceleration)
@@ -220,7 +226,7 @@ def bicycle(accelerations: np.ndarray, steerings: np.ndarray) -> Model:
 
 
 def steering(accelerations: np.ndarray, steerings: np.ndarray, most: float) -> Model:
-    """Acceleration, m/s^2, and the angle of the front wheels, rad, at most `most`."""
+    """Model whose command is acceleration, m/s^2, and the angle of the front wheels, rad, at most `most`."""
     free = bicycle(accelerations, steerings)
 
     def scale(share: Command, now: Drive, limits: Limits, dt: jax.Array) -> Command:
@@ -243,7 +249,7 @@ def steering(accelerations: np.ndarray, steerings: np.ndarray, most: float) -> M
 
 
 def delta(moves: np.ndarray, slips: np.ndarray, turns: np.ndarray) -> Model:
-    """The move on, to the left, m, and the turn, rad, of one step, in the own frame."""
+    """Model whose command is the move of one step, ahead and to the left, m, and the turn, rad, in the own frame."""
 
     def bounds(limits: Limits, dt: jax.Array) -> tuple[tuple[Number, Number], ...]:
         sides = (limits.reverse, limits.speed), (limits.slip, limits.slip), (limits.turn, limits.turn)
@@ -278,10 +284,10 @@ def delta(moves: np.ndarray, slips: np.ndarray, turns: np.ndarray) -> Model:
 
 
 def jerk(along: np.ndarray, across: np.ndarray, bounds: tuple[float, float, float], most: float, rate: float) -> Model:
-    """Longitudinal and lateral jerk, m/s^3, within `bounds` (braking, pushing, sideways); the wheels' angle stays
-    within `most`, rad, and changes by at most `rate`, rad/s.
+    """Model whose command is longitudinal and lateral jerk, m/s^3, within `bounds` (braking, pushing, sideways).
 
-    A jerk given as a share ends at an acceleration or curvature of exactly 0 where it would cross it.
+    The wheels' angle stays within `most`, rad, and changes by at most `rate`, rad/s. A jerk given as a share ends at
+    an acceleration or curvature of exactly 0 where it would cross it.
     """
     braking, pushing, sideways = bounds
 
@@ -357,7 +363,7 @@ class Actions(NamedTuple):
 
 
 def make_actions(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
-    """The actions of that name, one of `config.ACTIONS`, over a model's grids."""
+    """Actions of that name, one of `config.ACTIONS`, over a model's grids."""
     sizes = tuple(len(grid) for grid in grids)
 
     def nearest(shares: Command) -> Command:
@@ -390,7 +396,7 @@ def make_actions(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
 
 
 def act(now: Drive, action: jax.Array, limits: Limits, dt: jax.Array, model: str, actions: str) -> Drive:
-    """One step on by a policy's action, as `Config.dynamics` and `Config.actions` read it."""
+    """Drive one step on by a policy's action [A, ...]; `model` and `actions` are `Config.dynamics` and `.actions`."""
     motion_model = MODELS[model]()
     shares = make_actions(actions, motion_model.grids).read(action)
     return motion_model.advance(now, motion_model.scale(shares, now, limits, dt), limits, dt)
@@ -404,8 +410,8 @@ ASTRAY, TURNED = 5.0, 0.5
 
 
 def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
-    """Aim one step ahead, so as to come (back) to the way that leads through `aim`: its speed and heading alone
-    would leave beside it whoever is beside it. The lateral part is Stanley's (Hoffmann et al. 2007)."""
+    """Aim one step ahead that leads back to the path through `aim`. The lateral part is Stanley's (Hoffmann et al.
+    2007). Without it, an agent beside the path would keep its distance from it."""
     ahead, left = into(aim.x - now.x, aim.y - now.y, jnp.cos(aim.heading), jnp.sin(aim.heading))
     behind = ahead - 0.5 * (now.speed + aim.speed) * dt
     heading = aim.heading + jnp.arctan(STEER * left / (SOFT + now.speed))
@@ -413,7 +419,7 @@ def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
 
 
 def nearest_action(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
-    """The action that leads nearest to `aim` in a step: inverse dynamics, within what actions can say."""
+    """Action [A, ...] that leads nearest to `aim` in a step: inverse dynamics, as exactly as actions can say."""
     motion_model = MODELS[model]()
     after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # whose moves are told by the place itself
     command = motion_model.invert(now, after, limits, dt)
@@ -421,7 +427,7 @@ def nearest_action(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model
 
 
 def near_log(now: Motion, logged: Motion) -> jax.Array:
-    """bool: near enough to where the log has it for the log to tell what to do."""
+    """bool, of the motions' shape: an agent is near enough to its logged place for the log to say what to do."""
     away = jnp.square(now.x - logged.x) + jnp.square(now.y - logged.y)
     return (away <= ASTRAY**2) & (jnp.abs(wrap(now.heading - logged.heading)) <= TURNED)
 

@@ -69,7 +69,7 @@ Half = tuple[jax.Array, jax.Array]
 
 
 def time_to_contact(boxes: Relative) -> jax.Array:
-    """Seconds until boxes touch that go on as they are, 0 where they do; FREE if they never will."""
+    """Time to collision, s, of boxes that keep their velocities: 0 where they touch, FREE where they never will."""
     x, y, cos, sin, (length, width), (other_length, other_width), vx, vy = boxes
     c, s = jnp.abs(cos), jnp.abs(sin)
     u, v = into(x, y, cos, sin)
@@ -92,7 +92,7 @@ def time_to_contact(boxes: Relative) -> jax.Array:
 
 
 def front_inside(boxes: Relative) -> jax.Array:
-    """bool: the front bumper, a line, meets the other's box."""
+    """bool: the front bumper, a line, meets the other's box; of the boxes' shape."""
     x, y, cos, sin, (length, width), (other_length, other_width), _, _ = boxes
     c, s = jnp.abs(cos), jnp.abs(sin)
     u, v = into(x - length, y, cos, sin)
@@ -107,8 +107,11 @@ def front_inside(boxes: Relative) -> jax.Array:
 def contact(
     others: Relative, seen: jax.Array, touches: jax.Array, kind: jax.Array, speed: jax.Array, straddles: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`ttc` and `fault` of an agent among others [N]; `speed` is its own, `kind` theirs, `touches` whose box overlaps
-    its own. Only those ahead count for time to collision, and only while the agent moves."""
+    """(time to collision, s, flag that a contact is its fault), scalars of an agent among others [N].
+
+    `speed`, m/s, is the agent's own, `kind` [N] is theirs; `touches` [N] are those whose boxes overlap its own. Only
+    those ahead count for the time to collision, and only while the agent moves.
+    """
     moving = speed >= STOPPED
     beside = jnp.abs(others.y)
     ahead = seen & (beside <= NARROW * others.x)
@@ -121,7 +124,10 @@ def contact(
 
 
 def on_lanes(lanes: LanesHere, cos: jax.Array, sin: jax.Array, half: Half, kind: jax.Array) -> OnLanes:
-    """On the `lanes` around the centre of an agent of this kind and heading; cyclists alone have lanes for bicycles."""
+    """Relation of an agent to the `lanes` around its centre, scalars; cyclists alone have lanes for bicycles.
+
+    `cos` and `sin` are of its heading, `half` its half length and width, m, `kind` that of the log.
+    """
     counts = (lanes.lane >= 0) & (~lanes.bike | (kind == CYCLIST))
     distance = jnp.where(counts, lanes.distance, FREE)
     turn = lanes.cos * cos + lanes.sin * sin
@@ -213,7 +219,10 @@ class _Lights(NamedTuple):
 
 
 def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, scene: Scene, agent: Agent) -> Features:
-    """The features of one controlled agent at step t; its route is searched `search` metres ahead of where it was."""
+    """Features of one controlled agent at step `t` (int32 scalar) of `scenario` (int32 scalar).
+
+    Its route is searched `search` metres ahead of where it was.
+    """
     own = jnp.maximum(agent.object, 0)
     half = scene.half_length[own], scene.half_width[own]
     x, y, heading, _ = agent.drive.motion
@@ -267,7 +276,7 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
 
 
 def _relative(scene: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
-    """All [N] in the frame of number `own`, whose half length and width are `half`."""
+    """Boxes of all objects [N] in the frame of object number `own`, whose half length and width are `half`."""
     x, y, cos, sin = pose
     position = into(scene.x - x, scene.y - y, cos, sin)
     turn_cos, turn_sin = scene.cos * cos + scene.sin * sin, scene.sin * cos - scene.cos * sin

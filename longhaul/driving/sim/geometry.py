@@ -56,17 +56,17 @@ class Projection(NamedTuple):
 
 
 def wrap(angle: jax.Array) -> jax.Array:
-    """The same angle within [-pi, pi)."""
+    """Angle within [-pi, pi) that points the same way, rad."""
     return angle - np.float32(2 * np.pi) * jnp.floor(angle * np.float32(0.5 / np.pi) + 0.5)  # `mod` is a call on a CPU
 
 
 def into(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A vector in the frame whose heading has this cosine and sine."""
+    """(forward, left) of the vector (x, y) in the frame whose heading has this cosine and sine."""
     return x * cos + y * sin, y * cos - x * sin
 
 
 def out_of(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The reverse of `into`."""
+    """(x, y) of the vector (forward, left) of a frame: `into` reversed."""
     return x * cos - y * sin, x * sin + y * cos
 
 
@@ -78,7 +78,7 @@ def corners(half_length: jax.Array, half_width: jax.Array) -> tuple[jax.Array, j
 
 
 def separation(boxes: Relative) -> jax.Array:
-    """The largest gap along the four axes of two boxes, m: negative where they overlap, never above their distance."""
+    """Largest gap along the four axes of two boxes, m: negative where they overlap, never above their distance."""
     (length, width), (other_length, other_width) = boxes.own, boxes.half
     c, s = jnp.abs(boxes.cos), jnp.abs(boxes.sin)
     along = jnp.abs(boxes.x) - length - other_length * c - other_width * s
@@ -90,10 +90,10 @@ def separation(boxes: Relative) -> jax.Array:
 
 
 def clearance(field: Field, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Signed distance to the road's edge at points, m, bilinear between samples; at most `distance_field.REACH` within.
+    """Signed distance to the road's edge, m, at points x and y of any shape, bilinear between samples.
 
-    Outside the sampled rectangle it is the value at the rectangle's border plus the distance from it: who leaves the
-    neighbourhood of all routes is off the road sooner or later.
+    Within the sampled rectangle it is at most `distance_field.REACH`. Outside it is the value at the rectangle's border
+    plus the distance from there, so that whoever leaves the neighbourhood of all routes comes to be off the road.
     """
     rows, columns = jnp.maximum(field.shape[0], 2), jnp.maximum(field.shape[1], 2)
     column = (x - field.origin[0]) * np.float32(1.0 / CELL)
@@ -148,7 +148,7 @@ def nearest(values: jax.Array, count: int) -> jax.Array:
 
 
 def project(window: jax.Array, first: jax.Array, x: jax.Array, y: jax.Array) -> Projection:
-    """The nearest place of a route to a point, among the segments of a window.
+    """Nearest place of a route to a point (x, y), among the segments of a window.
 
     `window`: float32 [3, W], rows x, y, heading of points ROUTE_SPACING apart; `first`: the index of the window's
     first point in the route. The heading is interpolated between the two points, the offset is measured from the

@@ -29,21 +29,26 @@ BEND = 2.5  # m/s^2 of lateral acceleration in a bend
 
 
 def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array, headway: jax.Array | float = 1.0) -> jax.Array:
-    """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION; `headway`
-    is a factor of HEADWAY."""
+    """IDM's interaction term, (desired gap / gap)^2: what a leader costs, as a share of ACCELERATION.
+
+    `gap` is the free road ahead, m; `speed` and `leader` are m/s; `headway` is a factor of HEADWAY. Arrays broadcast.
+    """
     closing = speed * (speed - leader) / (2.0 * (ACCELERATION * BRAKING) ** 0.5)
     desired_gap = STANDSTILL + jnp.maximum(speed * (HEADWAY * headway) + closing, 0.0)
     return jnp.square(desired_gap / jnp.maximum(gap, 0.1))
 
 
 def acceleration(speed: jax.Array, desired: jax.Array, hindrance: jax.Array) -> jax.Array:
-    """Acceleration, m/s^2, given the largest `interaction`; within the vehicle's limits."""
+    """Acceleration, m/s^2, towards the `desired` speed, m/s; `hindrance` is the largest `interaction`.
+
+    It lies between -MAX_ACCELERATION and ACCELERATION.
+    """
     free = jnp.square(jnp.square(speed / jnp.maximum(desired, 0.1)))
     return jnp.clip(ACCELERATION * (1.0 - free - hindrance), -MAX_ACCELERATION, ACCELERATION)
 
 
 def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray, lateral: float = BEND) -> jax.Array:
-    """The speed from which comfortable braking meets every bend of a way ahead with at most `lateral` m/s^2, m/s.
+    """Speed [...], m/s, from which comfortable braking meets every bend of a path ahead with at most `lateral` m/s^2.
 
     `headings` [..., M] of points `spacing` apart, the first of them `offset` [M] metres ahead.
     """
@@ -55,7 +60,7 @@ def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray, lateral:
 
 
 def follow(tables: DeviceBank, scenario: jax.Array, now: Drive, features: Features, dt: jax.Array) -> Drive:
-    """One step on by IDM along the own route: behind leaders, before red lights, slowly through bends."""
+    """Drive [A] one step on by IDM along the own routes: behind leaders, before red lights, slowly through bends."""
     speed, old = now.motion.speed, now.motion
     hindrance = interaction(speed, features.gap, jnp.maximum(features.leader_speed, 0.0))
     # a red light counts while a stop is possible

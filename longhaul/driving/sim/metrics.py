@@ -152,7 +152,7 @@ def begin(agents: int, s: jax.Array) -> Tally:
 
 
 def score(tally: Tally, counts: jax.Array, events: Events, features: Features, ride: Ride, course: Course) -> Tally:
-    """The tally after a step, unchanged for those of whom it does not count."""
+    """Tally [A] after a step; that of agents for whom the step does not count, by `counts` bool [A], is unchanged."""
     lanes, ttc = features.lanes, features.ttc
     comfort = smoothed(tally, ride, course)
     limit = limit_of(lanes, course)

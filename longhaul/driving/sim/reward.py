@@ -71,8 +71,10 @@ class Conduct(NamedTuple):
 
 
 def ride_of(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
-    """Comfort of the step from `now` to `drive`; the `first` of an episode has no jerk, for nothing is known of what
-    was before."""
+    """Comfort [A] of the step from `now` to `drive`, `dt` seconds later.
+
+    With `first`, a bool scalar, it is an episode's first step, whose jerk is 0: no acceleration is known before it.
+    """
     before, after = now.motion, drive.motion
     longitudinal = (after.speed - before.speed) / dt
     yaw = wrap(after.heading - before.heading) / dt
@@ -81,7 +83,7 @@ def ride_of(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
 
 
 def detect_events(features: Features, route_length: jax.Array, over: jax.Array) -> Events:
-    """The events of a step; `over`: whether the log ends with it."""
+    """Events [A] of a step; `route_length` [A] is in m, `over` a bool scalar: the log ends with this step."""
     arrived = features.s >= route_length - jnp.minimum(1.0, 0.02 * route_length)
     stayed = over & (jnp.abs(features.s) <= STAY) & (jnp.abs(features.lateral) <= STAY)
     return Events(
@@ -119,7 +121,7 @@ def reward(
     route_length: jax.Array,
     conduct: Conduct | None = None,
 ) -> jax.Array:
-    """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it.
+    """Reward [A] of a step; what has `happened`, and the `furthest` arc length [A], m, are those before it.
 
     Without `conduct` its three terms are left out.
     """

@@ -70,7 +70,7 @@ class LanesHere(NamedTuple):
 
 
 def place(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> Place:
-    """Place of (x, y) in the grid of a scenario; beyond its border, at the border."""
+    """Place of the point (x, y), m, in the grid of a scenario, all scalars; beyond the border, that at the border."""
     head, corner = roadmap.head[scenario], roadmap.corner[scenario]
     most = head[3:5].astype(jnp.float32) * np.float32(FINE) - 1.0
     row = jnp.clip(jnp.floor((y - corner[1]) * np.float32(FINE / BLOCK)), 0.0, most[0]).astype(jnp.int32)
@@ -131,7 +131,10 @@ class Pieces(NamedTuple):
 def pieces(
     roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array, count: int
 ) -> Pieces:
-    """The first `count` (at most `scenario.CANDIDATES`) candidates around a pose; see there which these are."""
+    """Pieces of road [P] around a pose, scalars: the first `count` candidates, P = `count`.
+
+    `scenario.CANDIDATES`, the most there can be, says which these are.
+    """
     cell = place(roadmap, scenario, x, y)
     rows = lax.dynamic_slice(roadmap.points, (cell.block, jnp.zeros_like(cell.block)), (1, count))[0].astype(jnp.int32)
     index = cell.head[0] + jnp.maximum(rows, 0)

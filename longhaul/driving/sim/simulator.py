@@ -167,7 +167,9 @@ class Simulator:
         self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None,
         partners: Partners | None = None, moved: Key | None = None,
     ) -> tuple[State, Observation]:  # fmt: skip
-        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is that of `reward.weight_draws`.
+        """(state, observation) at the beginning of scenario `index`, an int32 scalar of 0 .. scenarios - 1.
+
+        `episode`, a uint32 scalar, is that of `reward.weight_draws`.
 
         What chance hides in the first observation is drawn from `key`; without one, from the scenario's number. With
         the key `moved`, agents begin beside their logs (`Config.start_offset`, `start_speed`).

@@ -47,15 +47,15 @@ last 0.05 m/s^2 at steps of 0.1 s."""
 class Scene(NamedTuple):
     """Everybody of one world at one time, each [N]."""
 
-    x: jax.Array
-    y: jax.Array
-    heading: jax.Array
-    cos: jax.Array
+    x: jax.Array  # m, of the centre
+    y: jax.Array  # m
+    heading: jax.Array  # rad
+    cos: jax.Array  # of the heading
     sin: jax.Array
-    vx: jax.Array
-    vy: jax.Array
-    half_length: jax.Array
-    half_width: jax.Array
+    vx: jax.Array  # m/s
+    vy: jax.Array  # m/s
+    half_length: jax.Array  # m
+    half_width: jax.Array  # m
     kind: jax.Array  # float32: log.VEHICLE ...
     present: jax.Array  # bool
     slot: jax.Array  # int32: index among the controlled agents, or -1
@@ -200,7 +200,7 @@ def read(paths: Paths, scenario: jax.Array, index: jax.Array, size: int) -> jax.
 
 
 def begin(tables: DeviceBank, scenario: jax.Array) -> Reactive | None:
-    """Reactive vehicles as the log has them at its first step; None where nobody reacts."""
+    """Reactive vehicles [N] as the log has them at its first step; None where nobody reacts."""
     if tables.paths is None:
         return None
     logged = slice_at(tables, scenario, jnp.zeros_like(scenario))
@@ -212,7 +212,7 @@ def react(
     tables: DeviceBank, scenario: jax.Array, t: jax.Array, scene: Scene, state: Reactive,
     partners: Partners | None = None,
 ) -> Reactive:  # fmt: skip
-    """Reactive vehicles one step on, from step t, where everybody is as in `scene`."""
+    """Reactive vehicles [N] one step on, from step `t` (int32 scalar), where everybody is as in `scene`."""
     paths = tables.paths
     assert paths is not None
     acceleration = respond(paths, scenario, scene, state, partners)
@@ -284,9 +284,12 @@ class Survey(NamedTuple):
 
 
 def survey(points: jax.Array, along: jax.Array, scene: Scene, pace: jax.Array, margin: jax.Array) -> Survey:
-    """For ways of M points [N, 3, M], `along` [N, M] metres ahead: the first in each other's box, larger by
-    PATH_SPACING and `margin` [N, N], and the first in the band that the other sweeps in HORIZON seconds at its `pace`
-    [N], where the two are not almost parallel. Unrolled as `geometry.blocked` is, with one look at every point."""
+    """Survey of N paths of M points [N, 3, M], which lie `along` [N, M] metres ahead.
+
+    Of each path it finds two points because of each other object: the first in its box, enlarged by PATH_SPACING and
+    `margin` [N, N]; and the first in the band that it sweeps in HORIZON seconds at its `pace` [N], m/s, unless the two
+    are almost parallel. Unrolled as `geometry.blocked` is, with one look at every point.
+    """
     cos, sin = scene.cos[None, :], scene.sin[None, :]
     own_u, own_v = into(scene.x[None, :], scene.y[None, :], cos, sin)
     long, wide = scene.half_length[None, :] + PATH_SPACING, scene.half_width[None, :] + margin
@@ -306,10 +309,11 @@ def survey(points: jax.Array, along: jax.Array, scene: Scene, pace: jax.Array, m
 
 
 def gives_way(conflicts: Survey, scene: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
-    """bool [N, N]: whether a vehicle lets an other cross its corridor, `gap` [N, N] metres before that place.
+    """bool [N, N]: a vehicle lets another object cross its corridor, `gap` [N, N] metres ahead.
 
-    Both would be there at a time, and the other first; people on foot and on cycles always go first. Who stands lets
-    those pass, too, who would come a little later. Nobody stops where he cannot any more, or within the crossing.
+    It does so where both would be there at one time and the other first; pedestrians and cyclists always go first. A
+    standing vehicle also lets those pass who would come a little later. It does not stop where it no longer can, nor
+    within the crossing.
     """
     length, width = scene.half_length, scene.half_width
     own_speed, other_speed = jnp.maximum(speed, 2.0)[:, None], jnp.maximum(pace, STILL)[None, :]
