@@ -31,7 +31,7 @@ from longhaul.sum_tree import Tree
 from longhaul.types import Key, PyTree, Rollout, Spec
 
 ON, TERMINATED, NOBODY = -1, -2, -3
-"""Ending of a row: it continues; it terminated; nobody played. From 0 on: truncated, the place of its successor."""
+"""Ending of a row: it continues; it terminated; no agent played. From 0 on: truncated, the place of its successor."""
 
 MOST = 2**31 - 1
 """Largest number of steps on a shard: they are counted in int32."""
@@ -76,7 +76,7 @@ class Transitions(NamedTuple):
     counts: jax.Array  # int32 [n]: number of them that count, m
     terminated: jax.Array  # bool [n]: the last of them ended the episode; the successor's value is zero
     successor: PyTree  # [n, ...]: the observation after m steps
-    weight: jax.Array  # float32 [n]: importance, at most 1; 0 where nobody played
+    weight: jax.Array  # float32 [n]: importance, at most 1; 0 where no agent played
     chosen: jax.Array  # int32 [n]: their places in the ring
 
 

@@ -220,7 +220,7 @@ class Server:
 
 
 class _Work:
-    """Requests of one call, and who answers them."""
+    """Requests of one call, and the servers that answer them."""
 
     def __init__(self, count: int, patience: float) -> None:
         self.changed = threading.Condition()

@@ -451,7 +451,7 @@ def checker(check: str) -> Callable[[Problem, str], float]:
 def guarded(
     reward: Callable[[Problem, str], float], name: str, report: Callable[[str], None]
 ) -> Callable[[Problem, str], float]:
-    """Reward function that is 0 where `reward`, code that nobody here wrote, raises; the first error is reported."""
+    """Reward function that is 0 where `reward`, a library's or the user's, raises; the first error is reported."""
     failed: list[str] = []
 
     def safe(problem: Problem, completion: str) -> float:

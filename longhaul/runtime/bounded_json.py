@@ -1,6 +1,6 @@
 """JSON of others: read within bounds of size, memory and depth, which are checked before anything is built.
 
-A document of empty objects takes thirty times its size in memory, and a deep one overflows the stack of whoever walks
+A document of empty objects takes thirty times its size in memory, and a deep one overflows the stack of code that walks
 it. What a document will take is estimated from its punctuation, in one pass of C. Strings may hold the same characters,
 so that the estimate is an upper one.
 """

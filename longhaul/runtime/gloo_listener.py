@@ -3,7 +3,7 @@
 Gloo accepts every connection while its process lives, keeps each for good, and aborts where no descriptor is left: a
 stranger ends a run by connecting often. It has no setting for that. Its listener is needed only while the processes of
 a group of devices meet, and each of them says in the key-value store of JAX's coordination service that it comes. At
-other times a socket filter drops whoever asks for a new connection. Connections that exist have no filter. A process
+other times a socket filter drops every new connection. Connections that exist have no filter. A process
 that asks before the filter is off asks again a second later, as TCP does by itself.
 
 Filters are Linux's; elsewhere the listener stays open.

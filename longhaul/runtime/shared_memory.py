@@ -173,7 +173,7 @@ class Wakeup:
             os.write(self.writes, b"!")
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until woken, or for `seconds`; -> False if nobody is left to wake it."""
+        """Sleep until woken, or for `seconds`; -> False if no process is left to wake it."""
         if not self._poll.poll(seconds * 1000.0):
             return True
         try:

@@ -85,7 +85,7 @@ class Stop:
         self._told = True
 
     def who(self) -> str:
-        """Words on what stopped the run."""
+        """Cause that stopped the run, in words."""
         if self.signal is not None:
             return signal.Signals(self.signal).name
         return "the callback asked to stop" if self._told else "another process was stopped"

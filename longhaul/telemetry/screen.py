@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 OUTPUT = "output.log"
-"""File of a run's folder: what was printed after nobody read it any more."""
+"""File of a run's folder: what was printed after its reader had gone."""
 
 SOON, PLAIN_SOON, PLAIN_EVERY = 0.3, 10.0, 10.0
 """Seconds after which a stage is shown on a terminal; elsewhere the first, and from then on those between two lines."""
@@ -67,7 +67,7 @@ def _stderr() -> TextIO:
 # ------------------------------------------------------------------------------------------------------------- stages
 
 PLACE = threading.Lock()
-"""Held by who draws at the bottom of the screen: a stage within another, or beside a dashboard, is a part of it."""
+"""Lock of what draws at the bottom of the screen: a stage within another, or beside a dashboard, is a part of it."""
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def stage(
 
 @contextmanager
 def outlasting(folder: Path) -> Iterator[None]:
-    """Context in which output that nobody reads any more goes on in a file of `folder`, and ends no work."""
+    """Context in which output whose reader has gone continues in a file of `folder`, so that it ends no work."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outlasting(stream, folder / OUTPUT) for stream in before)
     try:
@@ -155,7 +155,7 @@ def _outlasting(stream: TextIO, file: Path) -> TextIO:
 
 
 class _Outlasting(io.RawIOBase):
-    """Descriptor that is a file from the moment on when nobody reads it any more."""
+    """Descriptor that becomes a file once its reader has gone."""
 
     def __init__(self, descriptor: int, file: Path) -> None:
         self._descriptor, self._file = descriptor, file

@@ -89,7 +89,7 @@ def pinned(word: str) -> str:
 
 
 def check_token(address: Address) -> None:
-    """Raises RunError where nobody is signed in."""
+    """Raises RunError where no user is signed in."""
     with _as_run_errors(address):
         from huggingface_hub import get_token
 

@@ -67,7 +67,7 @@ def keys(members: tuple[Member, ...]) -> Key:
 
 
 def initial_states(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
-    """(algorithm of a population, its initial states [M, ...] without a replay), for the restore of who acts."""
+    """(algorithm of a population, its initial states [M, ...] without a replay), to restore a policy that acts."""
     swept = members_of(run)
     algorithm, init = tuned(
         lambda values: registry.make(

@@ -229,7 +229,7 @@ def _document(path: Path) -> Mapping[str, Any]:
 
 
 def _cross_play(matrix: Mapping[str, Any]) -> str:
-    """Section of the matrix: a row an ego, a column who drives the others; faults below the accuracy."""
+    """Section of the matrix: a row an ego, a column a driver of the others; faults below the accuracy."""
     cells = {(cell["ego"], cell["partner"]): cell["mean"] for cell in matrix.get("cells", ())}
     partners = list(dict.fromkeys(partner for _, partner in cells))
     rows = []

@@ -1,1 +1,1 @@
-"""Weight synchronisation: parameters from a learner to whoever acts, exactly and in as few bytes as possible."""
+"""Weight synchronisation: parameters from a learner to its actors, exactly and in as few bytes as possible."""

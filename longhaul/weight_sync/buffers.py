@@ -52,7 +52,7 @@ class Block:
             return count
 
     def free(self) -> None:
-        """Releases this process's part; the system frees the memory when nobody has it mapped."""
+        """Releases this process's part; the system frees the memory when no process has it mapped."""
         self.map = None  # unmapped with its last view
         if self.descriptor >= 0:
             os.close(self.descriptor)

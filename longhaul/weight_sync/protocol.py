@@ -1,4 +1,4 @@
-"""Protocol of updates as pure functions of frozen states: who holds which version, who is offered one, when it counts.
+"""Protocol of updates as pure functions of frozen states: which receiver holds, and is offered, which version.
 
 bind -> prepare(version, base) -> transfer to staging -> verify -> ready (quorum: all, k, or none) -> commit | abort.
 Two-phase commit (Gray, 1978) with presumed abort, and leases (Gray and Cheriton, 1989) instead of waiting: a receiver

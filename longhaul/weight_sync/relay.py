@@ -28,7 +28,7 @@ class Relay:
     ) -> None:
         self._transports, self._on_commit = transports, on_commit
         self.publisher: Publisher | None = None
-        self.failed: Exception | None = None  # error because of which nobody can be served
+        self.failed: Exception | None = None  # error because of which no receiver can be served
         self._complete = threading.Event()  # a version may come before `receiver` is assigned
         self.receiver = Receiver(*sources, on_commit=self._forward, **options)
         self._complete.set()

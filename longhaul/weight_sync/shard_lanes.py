@@ -182,7 +182,7 @@ class Packed:
         return out
 
     def room(self, nbytes: int) -> np.ndarray:
-        """Memory of so many bytes, whose content nobody needs."""
+        """Memory of so many bytes, whose content is not needed."""
         if nbytes > self._buffer.size:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
@@ -248,7 +248,7 @@ def routes(plan: resharding.Plan, source: Layout, destination: Layout, sender: i
 
 
 def route(plan: resharding.Plan, source: Layout, destination: Layout, sender: int, receivers: tuple[int, ...]) -> Route:
-    """Pieces of all moves from one rank to some others. Those to one of them have one order, whoever the others are."""
+    """Pieces of all moves from one rank to some others. Those to one rank have one order, whichever the others are."""
     places = tuple(shard(destination, receiver) for receiver in receivers)
     moves = [list(between(plan, sender, receiver)) for receiver in receivers]
     names = tuple(each.name for each in source.tensors)

@@ -85,7 +85,7 @@ def verify(
 
 
 class _Walk:
-    """One thread's walk over an image: first the parts that nobody has begun, then those that nobody has ended."""
+    """One thread's walk over an image: first the parts that no other has begun, then those that no other has ended."""
 
     def __init__(
         self, image: np.ndarray, rows: np.ndarray, root: bytes, groups: list[list[Tensor]], turn: int, seconds: float

@@ -3,7 +3,7 @@
 Infractions are rare and taken to be independent of one another: their number over a distance is then Poisson's. The
 interval is Garwood's, from quantiles of chi-square ("Fiducial limits for the Poisson distribution", 1936); it holds for
 no infraction at all, too, where the upper end is open. An episode counts each kind at most once, and its kilometres
-count for the kinds that it can tell: where no light is known, nobody runs one. Agents that meet each other in one
+count for the kinds that it can tell: where no light is known, none is run. Agents that meet each other in one
 scenario are not independent; the bootstrap of `training.evaluate` is for that.
 """
 

@@ -29,7 +29,7 @@ from longhaul.driving.scenario.scenario import CELL, RED, ROUTE_SPACING, Scenari
 from longhaul.spaces import Measure
 
 HORIZON = 5.0
-"""Time to collision, s, of who nears nobody: more than this is not looked at."""
+"""Time to collision, s, of an object that approaches no other; larger ones are not distinguished."""
 
 ALIGNED = np.cos(np.deg2rad(45.0))
 """An object ahead counts as followed where its heading differs by less than 45 degrees."""
@@ -209,7 +209,7 @@ def _frame_neighbours(
     c, s = cos[:, None] * c0 + sin[:, None] * s0, sin[:, None] * c0 - cos[:, None] * s0
     seen = present[:, None, :] & present[:, own, None] & (own[:, None] != np.arange(pose.shape[1]))
 
-    # Boxes lie between their inner and outer circles: only who can be the nearest by these is measured exactly.
+    # Boxes lie between their inner and outer circles: only objects that can be the nearest by these are measured.
     centre, outer, inner = np.hypot(x, y), np.hypot(*half.T), half.min(-1)
     farthest = np.where(seen, centre - inner[own, None] - inner, np.inf).min(-1, keepdims=True)
     close = seen & (centre - outer[own, None] - outer <= farthest)

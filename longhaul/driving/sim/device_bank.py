@@ -1,6 +1,6 @@
 """Device bank: a bank laid out for the gathers of the simulator, in few bytes.
 
-One step of one world reads one slice of everybody's motion, two windows of each route, and a few dozen cells of the
+One step of one world reads one slice of all objects' motion, two windows of each route, and a few dozen cells of the
 distance field. So what is read together lies together, agents or points last, where arithmetic runs along them.
 Numbers are int16 or int8 (see `distance_field`); only the slices that a step reads become float32. Nothing is
 padded to the largest scenario: steps, points, lights and tiles of all scenarios lie one behind the other, and a
@@ -42,7 +42,7 @@ PATH_SPACING = 2.0
 """Metres between two points of the path that a reactive vehicle follows."""
 
 NOWHERE = 1e6
-"""An arc length, m, that nobody reaches."""
+"""Arc length, m, that no object reaches."""
 
 PATH_WINDOW = 24
 """Points of such a path that are read at once."""
@@ -148,7 +148,7 @@ def tabulate(bank: Bank, agents: int, *, reactive: bool) -> DeviceBank:
     """The tables of a bank of NumPy arrays, for its first `agents` controlled agents, with `Paths` if others react; on
     the default device."""
     host = arrange(bank, agents, reactive=reactive)
-    if host.paths is not None and not host.paths.reactive.any():  # nobody can react: nothing to keep of it in a state
+    if host.paths is not None and not host.paths.reactive.any():  # no object can react: a state keeps nothing of it
         host = arrange(bank, agents, reactive=False)
     return jax.tree.map(jnp.asarray, host)
 
@@ -252,7 +252,7 @@ def fields_of(bank: Bank) -> list[np.ndarray]:
 
 
 def tidy(values: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """`values` [S, T, N, ...] with zeros where they are not finite and nobody is present."""
+    """`values` [S, T, N, ...] with zeros where they are not finite and no object is present."""
     return np.where(present[..., None] | np.isfinite(values), values, 0.0)
 
 
@@ -330,7 +330,7 @@ def walls(bank: Bank, travelled: np.ndarray) -> np.ndarray:
 
 
 def slice_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array:
-    """float32 [C + 1, N]: everybody's logged motion at step t, at most the last one: x, y, heading, velocity x and y,
+    """float32 [C + 1, N]: all objects' logged motion at step t, at most the last one: x, y, heading, velocity x and y,
     present (0 or 1), and with reactive traffic arc length and wall."""
     zero = jnp.zeros_like(t)
     size = (1, *tables.motion.shape[1:])

@@ -76,7 +76,7 @@ JERKS = np.array([-1.0, -4.0 / 15.0, 0.0, 1.0], np.float32)
 """Choices of longitudinal jerk: -15, -4, 0 and 4 m/s^3."""
 
 SMALL = 1e-2
-"""m: who moves by less has no curvature."""
+"""Move in a step, m, below which a motion has no curvature."""
 
 STEADY = 1e-3
 """m^2/s^2: the square of a speed below which lateral acceleration says nothing of the curvature."""
@@ -433,6 +433,6 @@ def near_log(now: Motion, logged: Motion) -> jax.Array:
 
 
 def hold(held: jax.Array, motion: Motion, drive: Drive) -> Drive:
-    """`drive`, but those who are `held` [A] have this motion, as if nothing moved them."""
+    """`drive`, but agents that are `held` [A] have this motion, as if nothing moved them."""
     zeros = jnp.zeros_like(drive.acceleration)
     return jax.tree.map(lambda kept, moved: jnp.where(held, kept, moved), Drive(motion, zeros, zeros), drive)

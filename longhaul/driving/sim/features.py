@@ -31,7 +31,7 @@ from longhaul.driving.sim.road_lookup import HALF_WIDTH, LanesHere, lanes_at
 from longhaul.driving.sim.traffic import MARGIN, Scene
 
 STOPPED = 0.05
-"""m/s: who is slower stands (nuPlan, V-Max)."""
+"""Speed, m/s, below which an object stands (nuPlan, V-Max)."""
 
 NARROW = float(np.tan(np.deg2rad(30.0)))
 """Others are ahead, or behind, within 30 degrees of the agent's axis."""

@@ -93,7 +93,7 @@ def clearance(field: Field, x: jax.Array, y: jax.Array) -> jax.Array:
     """Signed distance to the road's edge, m, at points x and y of any shape, bilinear between samples.
 
     Within the sampled rectangle it is at most `distance_field.REACH`. Outside it is the value at the rectangle's border
-    plus the distance from there, so that whoever leaves the neighbourhood of all routes comes to be off the road.
+    plus the distance from there, so that an agent that leaves the neighbourhood of all routes comes to be off the road.
     """
     rows, columns = jnp.maximum(field.shape[0], 2), jnp.maximum(field.shape[1], 2)
     column = (x - field.origin[0]) * np.float32(1.0 / CELL)

@@ -76,7 +76,7 @@ def follow(tables: DeviceBank, scenario: jax.Array, now: Drive, features: Featur
     s = features.s + distance
     place = jax.vmap(lambda slot, s: device_bank.place_on(tables, scenario, slot, s))
     x, y, heading = place(jnp.arange(len(s), dtype=jnp.int32), s).T
-    moves = distance > 1e-3  # who stands keeps the pose that the log gave it
+    moves = distance > 1e-3  # a standing agent keeps the pose that the log gave it
     motion = Motion(
         jnp.where(moves, x, old.x), jnp.where(moves, y, old.y), jnp.where(moves, wrap(heading), old.heading), after
     )

@@ -8,10 +8,11 @@ play, and those in which a replayed log has lost the agent, count nowhere. Verdi
 - `accuracy`, `collision`, `offroad`, `red_light`, `goal`: the events of `reward`, 1 if ever. `offroad` is valid
   where the source has edges, `red_light` if a light of the route was known at any step; both not for pedestrians.
   Accuracy (V-Max): none of the three.
-- `at_fault_collision`: of each contact its first step is judged, since nothing stops boxes that overlap. At fault is
-  who moves (at least 0.05 m/s, as nuPlan has it: who stands is never at fault; V-Max blames it for meeting pedestrians
-  and cyclists) and meets a pedestrian, a cyclist or somebody who stands, or touches with its front bumper, or with its
-  side while its box reaches into several lanes; not who is hit by somebody within 30 degrees behind it (nuPlan).
+- `at_fault_collision`: the first step of each contact is judged, since nothing stops boxes that overlap. An agent is at
+  fault only if it moves, at 0.05 m/s or more (nuPlan; V-Max also blames a standing agent for meeting pedestrians and
+  cyclists). Then it is at fault if it meets a pedestrian, a cyclist or a standing vehicle; if it touches with its front
+  bumper; or if it touches with its side while its box reaches into several lanes. In the last case objects within 30
+  degrees behind it do not count (nuPlan).
 - `progress`: the largest arc length along the route by the log's, at most 1 (V-Max's ratio); 1 where the goal was
   reached or the log moved less than 0.5 m. `making_progress`: whether that is at least 0.2 (nuPlan: above).
 - `distance`: the arc length that was driven, m, for kilometres between infractions.

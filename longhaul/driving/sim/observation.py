@@ -109,7 +109,7 @@ def within(config: Config, x: jax.Array, y: jax.Array) -> jax.Array:
 def hidden(scene: Scene, at: Motion, solid: jax.Array) -> jax.Array:
     """bool [N]: whose middle is not seen from the agent's, because one of the other `solid` [N] boxes stands between.
 
-    Boxes in which the agent's middle lies hide nobody: who is in a collision would see nothing at all.
+    Boxes in which the agent's middle lies hide nothing, or an agent in a collision would see nothing at all.
     """
     # the line of sight in each box's frame: row i is looked at, column j may hide it
     u, v = into(at.x - scene.x, at.y - scene.y, scene.cos, scene.sin)

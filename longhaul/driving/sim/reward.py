@@ -35,7 +35,7 @@ MAX_COMFORT_LATERAL, MAX_COMFORT_JERK, MAX_COMFORT_YAW = 2.0, 8.3, 0.95  # m/s^2
 MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
 
 HARD = 3.0
-"""Braking, m/s^2, that nobody should come to need: the sooner a driver feels it, the sooner it learns to stop."""
+"""Braking, m/s^2, that a driver should never come to need: the sooner it is penalised, the sooner a policy stops."""
 
 STILL = 0.5
 """A route shorter than this, m, has nothing to reach."""
@@ -146,7 +146,7 @@ class Step(NamedTuple):
 
     events: Events  # of this step
     happened: Events  # before it
-    metres: jax.Array  # m of the route that nobody had covered before
+    metres: jax.Array  # m of its route that the agent had not covered before
     features: Features
     ride: Ride
     route_length: jax.Array  # m

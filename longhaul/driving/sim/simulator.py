@@ -87,8 +87,8 @@ class State(NamedTuple):
     tally: Tally
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
     episode: jax.Array | None = None  # uint32 scalar, see `reward.weight_draws`; None without conditioning
-    partners: Partners | None = None  # who drives the others; None: as the configuration says
-    habits: Habits | None = None  # [N], of everybody; None where nobody evades
+    partners: Partners | None = None  # what drives the others; None: as the configuration says
+    habits: Habits | None = None  # [N], of all objects; None where no agent evades
 
     @property
     def playing(self) -> jax.Array:
@@ -268,7 +268,7 @@ class Simulator:
         motion = after.motion
         mean_speed = 0.5 * (state.motion.speed + motion.speed)
         divergence = jnp.hypot(motion.x - logged.x, motion.y - logged.y)
-        if state.goals is not None:  # who begins anew has left its log
+        if state.goals is not None:  # an agent that was put back has left its log
             present = present & (state.goals == 0)
         return Course(after.t, dt, mean_speed, self.tables.desired[state.scenario] / 1.1, divergence, present)
 
@@ -278,7 +278,7 @@ class Simulator:
     ) -> jax.Array:  # fmt: skip
         """Reward [A] of a step from `state`, by `Config.weights` or the user's own `Config.reward`."""
         config, happened, furthest = self.config, state.tally.happened, state.tally.furthest
-        if state.goals is not None:  # who begins anew is paid for each goal
+        if state.goals is not None:  # an agent that was put back is paid for each goal
             happened = happened._replace(goal=jnp.zeros_like(happened.goal))
         if config.reward is not None:
             metres = reward.covered(furthest, features, length)
@@ -472,13 +472,13 @@ class Simulator:
 
     @property
     def _evades(self) -> bool:
-        """True if agents evade those who do not react: what they see tells how those drove until now."""
+        """True if agents evade objects that do not react, which they know from how those have moved until now."""
         return self.config.safety and self.config.driver == "policy" and self.config.perfect
 
     def _evade(
         self, state: State, scene: Scene, drive: Drive, unsafe: jax.Array, limits: Limits, dt: jax.Array
     ) -> tuple[Drive, jax.Array]:
-        """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades whoever does not react."""
+        """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades objects that do not react."""
         search, neighbours = self.search, self.config.neighbours
 
         def evaded(agent: Any, world: Any, tables: DeviceBank) -> tuple[Drive, jax.Array]:
@@ -518,7 +518,7 @@ class Simulator:
         return reward.drawn_weights(self.config.weights, reward.weight_draws(state.episode, self.config.agents))
 
     def _without_exempt(self, state: State, events: Events) -> Events:
-        """Events without those that mean nothing: ghosts collide with nobody, and pedestrians may leave the road."""
+        """Events without those that mean nothing: ghosts collide with nothing, and pedestrians may leave the road."""
         if self.config.goal == "respawn":
             events = events._replace(collision=events.collision & (state.stage != GHOST))
         if self.config.control == "all":
@@ -542,7 +542,7 @@ class Simulator:
 
 
 def clear(features: Features) -> jax.Array:
-    """Flag bool [A]: nobody is near, nor comes near soon. `features` have a leading [A]."""
+    """Flag bool [A]: no object is near, nor comes near soon. `features` have a leading [A]."""
     others = features.others
     distance = jnp.maximum(jnp.hypot(others.x, others.y), 0.1)
     closing = jnp.maximum(-(others.x * others.vx + others.y * others.vy) / distance, 0.0)

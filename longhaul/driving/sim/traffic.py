@@ -3,16 +3,16 @@
 Reactive vehicles keep to their logged way, go on along the lanes where it ends, and choose their speed by the
 Intelligent Driver Model (`idm`). A leader is whatever stands in the corridor ahead, with its present pose. Three things
 stand in for what a log does not tell: a vehicle slows for the bends of its way; it does not pass a place where its log
-waits, now or next (mostly at a red light), before its log leaves it; and it gives way to whoever will cross its
+waits, now or next (mostly at a red light), before its log leaves it; and it gives way to objects that will cross its
 corridor within `HORIZON` seconds and will be there first.
 
 A reactive vehicle appears at the step and place at which the log sees it first, or as soon as that place is free; it
 is gone when the log has lost it and it has come as far as there. One that the log lost while it stood is gone then:
 mostly it goes on under another name.
 
-With `drift`, everybody who is not driven keeps the velocity with which the log sees him first.
+With `drift`, every object that is not driven keeps the velocity that it has when the log sees it first.
 
-`Partners` say of one world, as data, who drives those beside the ego: one compiled program plays all kinds.
+`Partners` say, as data of one world, what drives the agents beside the ego: one compiled program plays all kinds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from longhaul.driving.sim.idm import ACCELERATION, STANDSTILL, acceleration, ben
 
 MARGIN = 0.2  # m, kept beside a corridor
 TOUCH = -0.1  # m, likewise of what stands replayed: the log came past it
-HORIZON = 3.0  # s, in which crossing traffic is looked for
+HORIZON = 3.0  # s ahead in which crossing traffic counts
 SLANT = 0.3  # sine of the angle from which on ways cross
-PATIENCE = 1.5  # s, by which who stands lets others come later
+PATIENCE = 1.5  # s by which others may come later and still go before a standing vehicle
 STILL = 0.3  # m/s, below which a log's velocity is noise
-STRIDE = 2  # every second point of a way is looked at
+STRIDE = 2  # every second point of a path is examined
 OUTSIDE = -1.0  # m, as arc length: not in the world yet
 S_UNIT, SPEED_UNIT, SPEED_BITS = np.float32(2e-3), np.float32(1e-2), 12  # m, m/s
 NOT_YET = np.uint32(0xFFFFFFFF)
@@ -79,8 +79,8 @@ class Reactive(NamedTuple):
 
 
 DRIVEN, REACTING, REPLAYED, DRIFTING = range(4)
-"""Kinds of `Partners`: the policy drives all slots; else those whom it does not drive, and all without a slot, react by
-IDM; replay the log; keep their velocity."""
+"""Kinds of `Partners`. DRIVEN: the policy drives all slots. Else the slots that it does not drive, and all objects
+without a slot, react by IDM (REACTING), replay the log (REPLAYED) or keep their velocity (DRIFTING)."""
 
 
 class Partners(NamedTuple):
@@ -91,7 +91,7 @@ class Partners(NamedTuple):
     driven: jax.Array  # bool [A]: the agents that the policy drives; the others are of `kind`
     pace: jax.Array  # of the logged speed, that a reactive vehicle strives for
     headway: jax.Array  # of IDM's
-    yields: jax.Array  # bool: it gives way to who crosses
+    yields: jax.Array  # bool: it gives way to crossing objects
     checked: jax.Array  # bool: `Config.safety` holds for all that are driven, not for the ego alone
 
     def of(self, kind: int) -> jax.Array:
@@ -118,7 +118,7 @@ def scene(
     partners: Partners | None = None,
 ) -> Scene:
     """Scene at step t, with the controlled agents at `motion` [A] where `present_agents` [A] says so, and nowhere else.
-    With partners, those are whom the policy drives."""
+    With partners, those are the agents that the policy drives."""
     logged, body = slice_at(tables, scenario, t), tables.body[scenario]
     x, y, heading, vx, vy, present = (logged[i] for i in range(6))
     slot = body[3].astype(jnp.int32)
@@ -163,7 +163,7 @@ def scene(
 
 
 def adrift(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
-    """x, y, heading, velocity x and y [N] of everybody who keeps the velocity of his first logged step."""
+    """x, y, heading, velocity x and y [N] of all objects if each keeps the velocity of its first logged step."""
     first = tables.first[scenario].astype(jnp.int32)
     x, y, heading, vx, vy, _ = logged_at(tables, scenario, first, jnp.arange(len(first), dtype=jnp.int32))
     moves = jnp.hypot(vx, vy) > STILL
@@ -180,7 +180,7 @@ def inside(paths: Paths, scenario: jax.Array, t: jax.Array, state: Reactive) -> 
 
 
 def on_path(paths: Paths, scenario: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, y, heading [N] at arc lengths `s` of everybody's logged way."""
+    """x, y, heading [N] at arc lengths `s` [N], m, of all objects' logged paths."""
     place = jnp.maximum(s, 0.0) / PATH_SPACING
     index = jnp.clip(place.astype(jnp.int32), 0, paths.lines.count[scenario] - 2)
     part = place - index.astype(jnp.float32)
@@ -191,7 +191,7 @@ def on_path(paths: Paths, scenario: jax.Array, s: jax.Array) -> tuple[jax.Array,
 
 
 def read(paths: Paths, scenario: jax.Array, index: jax.Array, size: int) -> jax.Array:
-    """float32 [N, 3, size]: points of everybody's way from `index` [N] on."""
+    """float32 [N, 3, size]: points (x, y, heading) of all objects' paths from `index` [N] on."""
 
     def one(n: jax.Array, i: jax.Array) -> jax.Array:
         return stretch(paths.lines, scenario, n, i, size)
@@ -200,7 +200,7 @@ def read(paths: Paths, scenario: jax.Array, index: jax.Array, size: int) -> jax.
 
 
 def begin(tables: DeviceBank, scenario: jax.Array) -> Reactive | None:
-    """Reactive vehicles [N] as the log has them at its first step; None where nobody reacts."""
+    """Reactive vehicles [N] as the log has them at its first step; None where no object reacts."""
     if tables.paths is None:
         return None
     logged = slice_at(tables, scenario, jnp.zeros_like(scenario))
@@ -212,12 +212,12 @@ def react(
     tables: DeviceBank, scenario: jax.Array, t: jax.Array, scene: Scene, state: Reactive,
     partners: Partners | None = None,
 ) -> Reactive:  # fmt: skip
-    """Reactive vehicles [N] one step on, from step `t` (int32 scalar), where everybody is as in `scene`."""
+    """Reactive vehicles [N] one step on, from step `t` (int32 scalar), whose objects are in `scene`."""
     paths = tables.paths
     assert paths is not None
     acceleration = respond(paths, scenario, scene, state, partners)
     after = slice_at(tables, scenario, t + 1)
-    # who is past the place where its log waits has nothing more to wait for
+    # a vehicle that is past the place where its log waits has nothing more to wait for
     wall = jnp.where(state.s <= after[7] + STIR, after[7], paths.end[scenario])
     wall = jnp.minimum(wall, paths.end[scenario]) - state.s + STANDSTILL  # vehicles rest STANDSTILL before it
     stop = ACCELERATION * (1.0 - interaction(state.speed, wall, jnp.zeros_like(wall)))
@@ -232,7 +232,7 @@ def react(
 
 
 def free_entrance(paths: Paths, scenario: jax.Array, scene: Scene) -> jax.Array:
-    """bool [N]: whether nobody stands where a vehicle's way begins."""
+    """bool [N]: no object stands where a vehicle's path begins."""
     x, y, heading = on_path(paths, scenario, jnp.zeros_like(scene.x))
     cos, sin = jnp.cos(heading)[:, None], jnp.sin(heading)[:, None]
     u, v = into(scene.x[None, :] - x[:, None], scene.y[None, :] - y[:, None], cos, sin)
@@ -247,8 +247,8 @@ def free_entrance(paths: Paths, scenario: jax.Array, scene: Scene) -> jax.Array:
 def respond(
     paths: Paths, scenario: jax.Array, scene: Scene, state: Reactive, partners: Partners | None = None
 ) -> jax.Array:
-    """IDM's acceleration [N] of every vehicle towards everybody in its corridor, those who will cross it, and the bends
-    of its way."""
+    """IDM's acceleration [N], m/s^2, of every vehicle because of objects in its corridor, objects that will cross it,
+    and the bends of its path."""
     index = jnp.clip((state.s / PATH_SPACING).astype(jnp.int32), 0, paths.lines.count[scenario] - PATH_WINDOW)
     points = read(paths, scenario, index, PATH_WINDOW)
     offset = PATH_SPACING * np.arange(PATH_WINDOW, dtype=np.float32)
@@ -276,7 +276,7 @@ def respond(
 
 
 class Survey(NamedTuple):
-    """Objects on each of N ways because of each of N others, m along the way from where its vehicle is, or FREE."""
+    """Places on each of N paths because of each of N other objects, m ahead of the path's vehicle, or FREE."""
 
     near: jax.Array  # [N, N]: where the other stands in the corridor
     crossing: jax.Array  # [N, N]: where it will cross the corridor

@@ -107,7 +107,7 @@ class TrainingProcess:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Port on which nobody listens now."""
+    """Port on which no process listens now."""
     with socket.socket() as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])

@@ -495,7 +495,7 @@ def _unlike_stored(path: Path, targets: Mapping[str, np.ndarray]) -> str:
 
 def _checkpointer() -> Any:
     """Orbax writer, imported late as that takes seconds. It logs tracebacks of failures, which we raise instead; so do
-    the writes that go on behind the first failure, when they end and nobody waits for them any more."""
+    the writes that go on behind the first failure, when they end and no caller waits for them any more."""
     import orbax.checkpoint as ocp
 
     for name in ("absl", "asyncio"):

@@ -71,7 +71,7 @@ class Admission:
 
 
 def fail(address: str, error: Exception) -> None:
-    """Reports that nobody is served any more, and ends the process: a training run saves, with a code to resume by."""
+    """Reports that no receiver is served any more, and ends the process: a training run saves, and can be resumed."""
     print(f"longhaul: {address} can't be served: {type(error).__name__} {error}", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -118,7 +118,7 @@ class SocketTransport:
         admits: Callable[[socket.socket], bool] = lambda sock: True,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        """`admits` checks who connects; `tidy` is called once after everything is closed."""
+        """`admits` checks a connection; `tidy` is called once after everything is closed."""
         self.address, self._admits, self._tidy = address, admits, tidy
         self._listener, self._token, self._delivery = listener, token, delivery
         self._sessions: dict[Session, None] = {}  # in the order in which they came
@@ -207,7 +207,7 @@ class SocketTransport:
             self._guard(session, lambda session: self._settle(session, session.due - time.monotonic()))
 
     def _accept(self) -> None:
-        """Accepts those who wait, as many as the rate allows."""
+        """Accepts waiting connections, as many as the rate allows."""
         while not (seconds := self._admission.pause()):
             try:
                 sock, _ = self._listener.accept()

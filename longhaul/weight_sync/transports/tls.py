@@ -37,7 +37,7 @@ MOST = 1024
 
 RATE = 25.0
 """Handshakes begun in a second, at most, after STRANGERS at once: one takes a millisecond and more. Connections that
-say nothing cost as little as those of `tcp`, and are accepted at its rate: who speaks does not wait behind them."""
+say nothing cost as little as those of `tcp`, and are accepted at its rate: others do not wait behind them."""
 
 BACKLOG = 200
 """Connections that wait to be accepted, at most: at RATE the last one's turn comes before its PATIENCE is over."""
@@ -125,7 +125,7 @@ class TlsTransport:
         self._loop.begin(self._accept())
 
     async def _accept(self) -> None:
-        """Accepts who comes, as many as the rate and the descriptors allow."""
+        """Accepts connections, as many as the rate and the descriptors allow."""
         admission, loop = Admission(socket_server.RATE), asyncio.get_running_loop()
         most = descriptors.raise_limit() - descriptors.RESERVE
         try:
