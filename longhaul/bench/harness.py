@@ -285,7 +285,7 @@ def figure(
 
 
 def medians(about: dict[str, Any], rows: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Record of one program's repeats; `about` is what its worker said."""
+    """Record of one program's repeats; `about` is its worker's description."""
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     wall, cpu, steps = middle.pop("wall_seconds"), middle.pop("cpu_seconds"), about["steps"]
     return {

@@ -271,7 +271,7 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
 
 
 def checked(run: Run, name: str, value: bool | None, folder: Path) -> Run:
-    """`run` with a setting of driving as its flag, called `name`, says; None: as in the run."""
+    """`run` with a setting of driving changed by its flag `name`; None: as in the run."""
     if value is None:
         return run
     if not isinstance(run.environment, Driving):
@@ -369,7 +369,7 @@ def _print_infractions(rates: dict[str, Rate]) -> None:
 
 
 def _episode_rows(result: Result) -> list[dict[str, Any]]:
-    """A row an episode: where it was, who it was, and each metric, None where it is not told."""
+    """A row an episode: its place, its agent, and each metric, None where the episode has none."""
     scores, drives = result.scores, result.drives
     values = {name: values_or_none(measure) for name, measure in scores.metrics.items()}
     rows = []

@@ -86,7 +86,7 @@ def reason(argv: Sequence[str]) -> int:
     problems: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
     if held_out.posed is not None:
         for prompt in parsed["PROBLEM"]:
-            held_out.posed(prompt)  # what is no problem is said before anything is loaded
+            held_out.posed(prompt)  # a text that is no problem is reported before anything is loaded
     steps, budget = parsed["steps"], _budget(task, parsed)
     run, policy, _ = restore_policy(folder)
     draw = drawing(

@@ -250,7 +250,7 @@ def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
 
 
 def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
-    """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise."""
+    """Run of a folder that is resumed. Raises RunError where a flag contradicts it."""
     from longhaul.training.checkpoint import resume
 
     stored = load_run(folder)

@@ -35,19 +35,19 @@ SEEN = 30.0
 
 
 def train(argv: Sequence[str]) -> int:
-    """`longhaul train RECIPE [--flags]`, with other processes where the environment says so."""
+    """`longhaul train RECIPE [--flags]`, with other processes where the environment's variables name some."""
     if {"-h", "--help", "--help-all"} & set(argv):
         return _train(argv)
     process_group.start(process_group.find(os.environ, tpu=process_group.on_tpu(os.environ)))
     if process_group.together() and not on_cpu():
         import jax
 
-        jax.devices()  # which comes when all ask, and would be asked for later here than there
+        jax.devices()  # returns once all processes have called it; elsewhere they would call it at different times
     return process_group.follow(_follow) if process_group.index() > 0 else process_group.lead(lambda: _train(argv))
 
 
 def _follow() -> None:
-    """Training of a process other than 0: the run that process 0 was asked for."""
+    """Training in a process other than 0: of the run that process 0 announces."""
     from longhaul.training import loop
 
     prepare_announced()
@@ -124,7 +124,7 @@ def _parsed(recipe: Run, argv: Sequence[str]) -> flags.Parsed:
 
 
 def _run(recipe: Run, parsed: flags.Parsed) -> int:
-    """Training of the run that is asked for, new or gone on with; -> the exit code."""
+    """Training of the requested run, new or resumed; -> the exit code."""
     with screen.stage("importing", plain=False):
         from longhaul.training import api, loop, publish, store
 
@@ -182,7 +182,7 @@ def _start_together(argv: Sequence[str]) -> None:
 
 
 def _requested_run(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]:
-    """(the resolved Run that is asked for, its folder where one is gone on with)."""
+    """(the resolved Run that the flags request, its folder where it is resumed)."""
     from longhaul.config.resolve import resolve
     from longhaul.training import init_from
 
@@ -197,7 +197,7 @@ def _requested_run(recipe: Run, parsed: flags.Parsed) -> tuple[Run, Path | None]
 
 
 def _dry_run(recipe: Run, parsed: flags.Parsed) -> int:
-    """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
+    """Compiles the requested run, and prints what it takes of a device's memory; leaves no folder."""
     from longhaul.config.resolve import named
     from longhaul.diagnostics.compiled_run import compiled
     from longhaul.runtime import device_memory

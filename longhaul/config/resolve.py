@@ -598,7 +598,7 @@ def agents(run: Run) -> int:
     if isinstance(run.environment, Reasoning):
         assert isinstance(run.algorithm, Reasoner)
         return run.algorithm.group
-    if suite_adapters.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
+    if suite_adapters.is_suite(run.environment.env):  # its import may start JAX before the devices are set
         return 1
     return named(run.environment).spec.agents or 1
 

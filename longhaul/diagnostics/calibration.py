@@ -42,7 +42,7 @@ CALL = 0.4
 """Least seconds of a call: shorter ones would tell the clock and the scheduler of the system."""
 
 LARGE = 2**20
-"""Bytes of the all-reduce that tells the link."""
+"""Bytes of the all-reduce that measures the link."""
 
 AROUND = 50
 """All-reduces of a timed program."""

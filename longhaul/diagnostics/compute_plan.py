@@ -106,7 +106,7 @@ class Row(NamedTuple):
     checkpoint: float  # bytes of one
     written: float  # bytes of all checkpoints of the run
     fits: bool
-    error: float | None = None  # of its time, relative: None where nothing tells
+    error: float | None = None  # of its time, relative; None where unknown
 
 
 def work(

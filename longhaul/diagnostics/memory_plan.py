@@ -33,7 +33,7 @@ SHAPES = {
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
 }
-"""Models whose memory is told without their files, by name (Yang et al. 2025, arXiv 2505.09388)."""
+"""Models whose memory is known without their files, by name (Yang et al. 2025, arXiv 2505.09388)."""
 
 DEVICES = {"24 GB": (24e9, 1), "80 GB": (80e9, 1), "8 x 80 GB": (80e9, 8)}
 """Bytes of a device, and devices."""

@@ -182,7 +182,7 @@ def _train(folder: Path, grid: Grid, job: Job, *, sole: bool = False) -> int:
 
 
 def _run_in_processes(folder: Path, grid: Grid, todo: Sequence[Job], at_once: int) -> int:
-    """Jobs in processes of their own, the dearest first. A signal is passed on; what a job says is in its folder."""
+    """Jobs in processes of their own, the costliest first. A signal is passed on; a job's output is in its folder."""
     if todo:
         _fill_store(grid)
     spawn = multiprocessing.get_context("spawn")

@@ -206,8 +206,8 @@ def _row(batch: Any) -> Any:
 
 
 def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
-    """Many worlds as a `VecEnv` of Stable-Baselines3: one compiled call a step, ends told as it wants them told, with
-    what the episode scored beside them."""
+    """Worlds as a `VecEnv` of Stable-Baselines3: one compiled call a step, with ends and scores of episodes in the
+    form that it expects."""
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
     columns = vector(name, num_envs, **options)

@@ -318,7 +318,7 @@ def jumanji(name: str) -> World:
 
 
 def navix(name: str) -> World:
-    """Navix, whose `step` begins anew after an end, and gives nothing of the step asked for: its inner one does not."""
+    """Navix. Its `step` resets after an end, and drops that step's result; so its inner step is called."""
     env = _import("navix").make(name)
 
     def begin(key: Key) -> tuple[PyTree, PyTree]:

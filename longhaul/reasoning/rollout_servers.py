@@ -47,7 +47,7 @@ class ServerError(RuntimeError):
 
 
 class Refused(ValueError):
-    """Answer that can't be used: another server is asked, or this one again once it is revived."""
+    """Answer that can't be used: the request goes to another server, or to this one again once it is revived."""
 
 
 class Ask(NamedTuple):
@@ -95,7 +95,7 @@ class Dialect(NamedTuple):
     body: Callable[[Ask, Rules, str], dict[str, Any]]  # with the model's name
     read: Callable[[Any], list[Choice]]
     version_route: str  # gives `weight_version`, the label of the weights that serve now
-    says: bool = True  # each answer names its weights; else they are asked for before and after it
+    says: bool = True  # each answer names its weights; else they are requested before and after it
 
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,

@@ -377,15 +377,15 @@ USE_EVERY = 2.0
 """Seconds between two looks at the machine's use."""
 
 GPU_PATIENCE = 10.0
-"""Seconds after which a driver that does not answer is asked again."""
+"""Seconds after which a driver that does not answer is queried again."""
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 def _machine() -> Callable[[], str]:
-    """Function that says what this process takes of memory, and what is used of GPUs where there are some.
+    """Function to a text: memory that this process takes, and the use of GPUs where there are some.
 
-    It never waits for the driver: a thread asks it, and the answer is in a later text.
+    It never waits for the driver: a thread queries it, and the answer is in a later text.
     """
     usage, gpus, at, process, program = "", "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
     asking = threading.Thread()

@@ -58,7 +58,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
-    placed(run, assembly)  # a device that is not there is said first
+    placed(run, assembly)  # a missing device is reported first
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     held = None
     if shares(run, assembly):

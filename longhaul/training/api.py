@@ -86,11 +86,11 @@ def begin(
     if isinstance(task, Named):
         if suite_adapters.is_suite(task.env):  # importing a suite may start JAX, as Brax does
             loop.prepare_devices(run.shown_devices, run.threads)
-        named(task)  # what is unknown or missing is said before anything is made
+        named(task)  # an unknown or missing environment is reported before anything is made
     loop.prepare_devices(run.shown_devices, run.threads)
     if external.is_own(type(run.algorithm)):
         external.check(run.algorithm, spec(run), RunContext(updates=1, mean=identity))
-    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
+    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing expensive precedes the training's own check
         algorithm = registry.make(spec(run), run.algorithm, RunContext(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     source = feed(run) if _reads(run) else None

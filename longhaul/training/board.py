@@ -117,7 +117,7 @@ class Folder:
         return self.path / name
 
     def curves(self, name: str) -> tuple[Curves, bool]:
-        """(curves of a run, brought up to date; True if they began anew)."""
+        """(curves of a run, brought up to date; True if they were read from the beginning)."""
         with self._lock:
             curves = self._open.pop(name, None) or Curves(self.of(name))
             self._open[name] = curves  # the last used one is the last

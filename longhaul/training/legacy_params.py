@@ -141,7 +141,7 @@ def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
 
 
 def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
-    """One array as float32, of an entry of `size` bytes: its shape and kind are looked at before it is read."""
+    """One array as float32, of an entry of `size` bytes: its shape and kind are checked before it is read."""
     try:
         version = np.lib.format.read_magic(file)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

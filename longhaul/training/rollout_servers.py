@@ -193,7 +193,7 @@ class Fleet:
             return 0.0
 
     def _revive(self, server: Server) -> float:
-        """Brings the newest version to a server, which then says that it has one that may be learnt from."""
+        """Brings the newest version to a server, and checks that it serves one that may be learnt from."""
         try:
             with self._locks.setdefault(server.address, threading.Lock()):
                 paused = self._updates.load(server)

@@ -499,7 +499,7 @@ class Mirror:
             self._there.discard(name)
 
     def _plain_files(self) -> Iterator[Path]:
-        """All files but checkpoints; the result last, since it tells that a run is done."""
+        """All files but checkpoints; the result last, since it marks the run as done."""
         local_folder = []
         for folder, folders, names in os.walk(self._folder):
             inner = Path(folder) != self._folder

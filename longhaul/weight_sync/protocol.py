@@ -249,7 +249,7 @@ def tick(cohort: Cohort, now: float) -> Cohort:
             cohort = drop(cohort, name, f"silent for {cohort.settings.lease:g} s")
     late = cohort.round
     if late is not None and late.deadline <= now:
-        for name in late.electors - late.ready:  # bound, but it never asked for the version
+        for name in late.electors - late.ready:  # bound, but it never requested the version
             cohort = drop(cohort, name, f"not ready with version {late.version} by the round's deadline")
         if cohort.round is not None:
             cohort = _end(cohort, cohort.settings.quorum == "all" and not cohort.round.spoilt)

@@ -71,7 +71,7 @@ class Publisher:
             library("zstandard")  # changes are coded by both; without them no version after the first would come
             library("numba")
         self._encodes, self._encoding = send_changes, threading.Lock()
-        self._encoded: tuple[int, Changes | None] = (-1, None)  # changes of the newest version that was asked for
+        self._encoded: tuple[int, Changes | None] = (-1, None)  # changes of the newest version that was requested
         self._peak_changes = 0
         self._cohort = protocol.open_cohort(run, self.epoch, settings)
         self._changed = threading.Condition(threading.RLock())

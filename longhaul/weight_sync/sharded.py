@@ -1,10 +1,11 @@
 """Sharded transfer: versions of a model from several sending processes to several receiving ones, all or none.
 
-Every process has its own shards (`resharding.Layout`), and nobody ever has the whole model. A coordinator, in one of
+Every process has its own shards (`resharding.Layout`), and none ever has the whole model. A coordinator, in one of
 the senders or beside them, runs rounds: receivers prepare memory, senders write each piece to its place
 (`shard_lanes`), receivers verify the senders' digests, and the version counts for all of them or for none. That is
 two-phase commit (Gray, 1978) with cooperative termination (Skeen, 1981): a receiver that has said ready and hears no
-verdict asks the others. Who was asked takes no more verdicts from the coordinator; if nobody has committed, all abort.
+verdict asks the others. A receiver that was asked takes no more verdicts from the coordinator; if none has committed,
+all abort.
 One process may die at any moment; a receiver that dies gets the next version when it is back.
 """
 
@@ -56,7 +57,7 @@ IMAGES = 3
 PAUSE = 0.05
 """Seconds between two attempts to connect, and between two questions to the other receivers."""
 
-HEAD = struct.Struct("<4s1s16sqI")  # magic, kind, secret, version, rank of who connects
+HEAD = struct.Struct("<4s1s16sqI")  # magic, kind, secret, version, rank of the connecting process
 MAGIC = b"LHR1"
 
 Stage = Callable[[str], None]
@@ -74,8 +75,8 @@ class Standing(StrEnum):
 
 
 def asked(standing: Standing | None) -> Standing:
-    """A receiver's standing after another one has asked for it: who was not ready never will be, and who was takes no
-    verdict from the coordinator any more."""
+    """Standing of a receiver once another one has asked for it. One that was not ready never will be; one that was
+    takes no verdict from the coordinator any more."""
     if standing is Standing.READY:
         return Standing.TERMINATING
     return Standing.ABORTED if standing in (None, Standing.STAGING) else standing

@@ -272,7 +272,7 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
 
 
 def serve(transport: str, descriptor: int, rows: int, width: int, streams: int) -> None:
-    """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
+    """A server that prints its address, and counts its answers in the memory of a descriptor."""
     end_with_parent()
     count = shared_memory.arrays(descriptor, COUNT)["count"]
     if transport == "bare":

@@ -84,7 +84,7 @@ class Cell(NamedTuple):
 
 
 def cells(recipe: str, sizes: Iterable[tuple[int, int]], precisions: Iterable[str], devices: int | None) -> list[Cell]:
-    """All cells, checked: what can't be run is said before the first is."""
+    """All cells, checked: one that can't be run is reported before the first runs."""
     grid = [Cell(recipe, envs, steps, precision, devices) for envs, steps in sizes for precision in precisions]
     for cell in grid:
         cell._replace(devices=devices or 1).run()  # to count them would take them from the workers

@@ -133,7 +133,7 @@ def sac(
     total_steps: int | None, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int,
     size: int | None, fill: float, precision: str,
 ) -> Prepared:  # fmt: skip
-    """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device if not told.
+    """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device by default.
 
     A share `fill` of the replay of `size` steps is taken to be filled, of random numbers: what is learnt from costs the
     same whatever it is, but some replays are dearer once they are full.

@@ -49,7 +49,7 @@ from longhaul.training.data import Feeding, feed
 from longhaul.types import PyTree
 
 MARGIN = 25.0
-"""Metres that a distance field reaches beyond its routes, if nothing else is asked for."""
+"""Metres that a distance field reaches beyond its routes, by default."""
 
 
 class Prepared(NamedTuple):
@@ -435,7 +435,7 @@ def _key(mesh: Any, number: int) -> jax.Array:
 
 
 def _prepare(batch: int, devices: int | None) -> int:
-    """Devices: as many as a training run with so many environments takes, if it is not said."""
+    """Number of devices that are prepared: by default those that a training run of so many environments takes."""
     learner = PPOConfig(num_minibatches=1)
     run = Run("bench", Named(), learner, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
     count = resolve(run).devices

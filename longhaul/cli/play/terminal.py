@@ -44,7 +44,7 @@ def is_unicode(stream: TextIO) -> bool:
 
 
 class Screen(NamedTuple):
-    """A terminal that is drawn on and asked for keys; from `screen`."""
+    """A terminal that is drawn on and gives keys; made by `screen`."""
 
     draw: Callable[[Sequence[Line]], None]
     key: Callable[[float | None], str | None]

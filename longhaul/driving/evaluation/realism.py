@@ -38,7 +38,7 @@ BEYOND_LINE = 5.0
 """A stop line holds for who passes within this lateral distance, m, of its route, as in `sim.features`."""
 
 CHUNK = 1 << 19
-"""Pairs of an agent and an object that are looked at together."""
+"""Pairs of an agent and an object that are compared together."""
 
 
 class Scene(NamedTuple):
@@ -86,7 +86,7 @@ def scene(scenario: Scenario) -> Scene:
 
 
 def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
-    """The features of rollouts [R, T, N, 3]. Frame 0 tells nothing: all begin there."""
+    """Features of rollouts [R, T, N, 3]. Frame 0 counts nowhere: all rollouts begin there."""
     dt, own = stage.dt, stage.agents
     pose = pose.astype(np.float64)
     velocity = _rate(pose[..., :2], present[..., None], dt)

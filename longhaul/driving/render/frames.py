@@ -129,7 +129,7 @@ def _line(view: View, points: np.ndarray, colour: Colour, width: float) -> None:
 
 
 def _draw_lights(view: View, recording: Recording, t: int) -> None:
-    """Red is a square, yellow a diamond, green a disc: told apart without colours."""
+    """Lights as shapes that differ without colours: red is a square, yellow a diamond, green a disc."""
     radius = 0.9 * PIXELS * FINE
     ink = COLOURS["ink"]
     known = np.isfinite(recording.light_position).all(-1)
@@ -172,7 +172,7 @@ def _draw_agents(view: View, recording: Recording, t: int) -> None:
 
 
 def _draw_front(view: View, pose: np.ndarray, length: float, width: float) -> None:
-    """An arrowhead towards the front, so that a still picture tells which way an agent faces."""
+    """An arrowhead towards the front, so that a still picture shows which way an agent faces."""
     cos, sin = np.cos(pose[2]), np.sin(pose[2])
     shape = np.array([[0.36 * length, 0.0], [0.12 * length, 0.3 * width], [0.12 * length, -0.3 * width]])
     tip = pose[:2] + shape @ np.array([[cos, sin], [-sin, cos]])

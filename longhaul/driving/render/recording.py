@@ -27,8 +27,8 @@ ROLES = {
     "fault": ("#d55e00", "#ff7a2e"), "good": ("#009e73", "#2fd3a5"), "ink": ("#1c1f23", "#e8eaed"),
     "muted": ("#5d656e", "#9aa3ad"), "panel": ("#ffffff", "#1d2126"),
 }  # fmt: skip
-"""The colour of each role on a light and on a dark page, told apart with the common kinds of colour blindness too (most
-are after Okabe and Ito)."""
+"""Colour of each role on a light and on a dark page. They differ with the common kinds of colour blindness, too (most
+are Okabe and Ito's)."""
 
 LIGHT = {role: light for role, (light, _) in ROLES.items()}
 DARK = {role: dark for role, (_, dark) in ROLES.items()}

@@ -144,7 +144,7 @@ def _parse(text: str) -> Line | None:
 
 
 def rewrite(out: Path, settings: Settings, lines: list[Line]) -> None:
-    """State anew with the lines that hold; the shards of the others are removed."""
+    """State rewritten with the lines that hold; the shards of the others are removed."""
     rows = [{"settings": asdict(settings)}, *(line._asdict() for line in lines)]
     replace_text(out / STATE, "".join(json.dumps(row) + "\n" for row in rows))
     kept = {line.shard for line in lines}
@@ -376,7 +376,7 @@ def _submit(processes: ProcessPoolExecutor, work: Callable[[Path], Packed], path
 
 
 def _in_own_process(path: Path, work: Callable[[Path], Packed]) -> Packed:
-    """Result of a file by a process of its own, be it that it dies."""
+    """Result of a file by a process of its own, also where that process dies."""
     alone: ProcessPoolExecutor = pool(1)
     try:
         return alone.submit(work, path).result()

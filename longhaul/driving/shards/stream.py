@@ -46,7 +46,7 @@ MOST_OPEN = 128
 """Shards that are kept open at once: each needs a file handle."""
 
 TOGETHER = 1 << 16
-"""Scenarios that are looked at together when batches are planned."""
+"""Scenarios that are considered together when batches are planned."""
 
 PATIENCE = 0.1
 """Seconds after which a thread that waits looks whether it is still wanted."""

@@ -440,8 +440,8 @@ def needs(
 
     Scenarios have shapes `sizes` (letters as of `shard.LETTERS`) and `Extents` `extents`, int64 [scenarios] all, and
     are cut to `agents` controlled agents and `horizon` steps, to any number of objects. Exact, but for routes where
-    some agents are cut, for lights where steps or agents are, and for paths: those count as if nobody were controlled
-    and everybody went on past the log's end.
+    some agents are cut, for lights where steps or agents are, and for paths: those count as if no object were
+    controlled and all went on past the log's end.
     """
     steps = np.minimum(sizes["T"], horizon or np.iinfo(np.int64).max)
     driven = np.minimum(extents["routes"], agents)

@@ -1,4 +1,4 @@
-"""Dynamics of driven agents: four models of motion, the actions that command them, and the actions that a log tells.
+"""Dynamics of driven agents: four models of motion, the actions that command them, and a log's motion as actions.
 
 An agent is the centre of its box, as in the logs. The models, by name:
 
@@ -79,7 +79,7 @@ SMALL = 1e-2
 """Move in a step, m, below which a motion has no curvature."""
 
 STEADY = 1e-3
-"""m^2/s^2: the square of a speed below which lateral acceleration says nothing of the curvature."""
+"""Square of a speed, m^2/s^2, below which lateral acceleration does not determine the curvature."""
 
 Number = Any  # a float, or a float32 array that broadcasts against the motion
 
@@ -406,7 +406,7 @@ PULL, STEER, SOFT = 1.0, 2.0, 1.0
 """1/s, 1/s and m/s: what is made up for of a distance to the way that is followed, along it and beside it."""
 
 ASTRAY, TURNED = 5.0, 0.5
-"""m, and rad: an agent farther from where the log has it can't be told by the log what to do."""
+"""Distances, m and rad, from an agent's logged place beyond which the log gives no action for it."""
 
 
 def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
@@ -421,7 +421,7 @@ def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
 def nearest_action(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
     """Action [A, ...] that leads nearest to `aim` in a step: inverse dynamics, as exactly as actions can say."""
     motion_model = MODELS[model]()
-    after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # whose moves are told by the place itself
+    after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # a move of `delta` aims at the place itself
     command = motion_model.invert(now, after, limits, dt)
     return make_actions(actions, motion_model.grids).write(motion_model.share(command, now, limits, dt))
 

@@ -37,7 +37,7 @@ NARROW = float(np.tan(np.deg2rad(30.0)))
 """Others are ahead, or behind, within 30 degrees of the agent's axis."""
 
 NEAR_LANE = 5.0
-"""Metres to the nearest lane beyond which nothing is said about lanes."""
+"""Distance, m, to the nearest lane beyond which an agent has no relation to lanes."""
 
 OPPOSED = -0.5
 """The cosine of the angle to a lane below which an agent drives against it: 120 degrees."""
@@ -56,7 +56,7 @@ class OnLanes(NamedTuple):
     along: jax.Array  # m to the nearest lane that leads within 90 degrees of its heading; FREE without
     against: jax.Array  # bool: it is in a lane that leads against it, and in none that does not
     straddles: jax.Array  # bool: its box reaches from its lane into another beside it
-    limit: jax.Array  # m/s, of the nearest lane that leads its way, else of the nearest; SLOWEST where none tells one
+    limit: jax.Array  # m/s, of the nearest lane that leads its way, else of the nearest; SLOWEST where none has one
     inferred: jax.Array  # bool: the limit is not the source's
     rule: jax.Array  # m/s: the limit by which a drive is scored: the source's, else that of the lane's kind
 

@@ -42,7 +42,7 @@ RANGE = 60.0
 """Metres within which neighbours are seen."""
 
 HORIZON = 4.0
-"""Seconds over which a closest approach is looked for."""
+"""Seconds ahead over which the closest approach is computed."""
 
 
 class Observation(NamedTuple):
@@ -53,7 +53,7 @@ class Observation(NamedTuple):
     road: Any  # [P]: clearance at the points of the fan, negative on the road
     lights: Any  # [LIGHTS]: the next stop line
     agents: Any  # [K, NEIGHBOUR], the last feature 1 where there is one; nearest first
-    points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are asked for
+    points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are observed
 
 
 def perceive(config: Config, scene: Scene, agent: Agent, key: Key | None) -> Scene:
@@ -107,11 +107,11 @@ def within(config: Config, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def hidden(scene: Scene, at: Motion, solid: jax.Array) -> jax.Array:
-    """bool [N]: whose middle is not seen from the agent's, because one of the other `solid` [N] boxes stands between.
+    """bool [N]: an object's middle is not seen from the agent's, because another `solid` [N] box stands between.
 
     Boxes in which the agent's middle lies hide nothing, or an agent in a collision would see nothing at all.
     """
-    # the line of sight in each box's frame: row i is looked at, column j may hide it
+    # the line of sight in each box's frame: row i is the object seen, column j may hide it
     u, v = into(at.x - scene.x, at.y - scene.y, scene.cos, scene.sin)
     du, dv = into((scene.x - at.x)[:, None], (scene.y - at.y)[:, None], scene.cos[None], scene.sin[None])
     enter_u, leave_u = _slab(u[None], du, scene.half_length[None])

@@ -85,7 +85,7 @@ class State(NamedTuple):
     stage: jax.Array  # uint8
     reactive: Reactive | None
     tally: Tally
-    goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
+    goals: jax.Array | None = None  # int8: how often it reached its goal; None unless goals put it back
     episode: jax.Array | None = None  # uint32 scalar, see `reward.weight_draws`; None without conditioning
     partners: Partners | None = None  # what drives the others; None: as the configuration says
     habits: Habits | None = None  # [N], of all objects; None where no agent evades
@@ -207,8 +207,11 @@ class Simulator:
         return state, self._observe(state, scene, features, key)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
-        """Action: [A, ...] as `spec.action` says, by `Config.dynamics` and `actions`; ignored unless the policy
-        drives. What is drawn from `key` is what chance hides from sight: scenarios differ, their course does not."""
+        """(state, time step) after an action [A, ...] of `spec.action`, which is ignored unless the policy drives.
+
+        `Config.dynamics` and `actions` give it its meaning. `key` draws what chance hides from sight, and no more: with
+        the same actions a scenario takes the same course.
+        """
         tables, config = self.tables, self.config
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
         state, held = self._respawned(state)
@@ -221,7 +224,7 @@ class Simulator:
         logged, present = self._logged(state.scenario, after.t)
         events = reward.detect_events(features, length, over)
         counts = paid = state.playing if held is None else state.playing & ~held
-        if config.driver == "log":  # where the log has lost an agent, nothing can be said about it
+        if config.driver == "log":  # where the log has lost an agent, its events mean nothing
             events = jax.tree.map(lambda event: event & present, events)
             counts = counts & present & self._logged(state.scenario, state.t)[1]
         events = self._without_exempt(state, events)
@@ -552,8 +555,8 @@ def clear(features: Features) -> jax.Array:
 def next_stage(
     stage: jax.Array, failed: jax.Array, arrived: jax.Array, over: jax.Array, free: jax.Array, goal: str, crash: str
 ) -> jax.Array:
-    """Stages [A] after a step. `failed` and `arrived` are of episodes that this ends or puts back, `over` says that the
-    log ends, `free` is the result of `clear`."""
+    """Stages [A] after a step. `failed` and `arrived` [A] are of episodes that the step ends or puts back, `over` is
+    True where the log ends, `free` is the result of `clear`."""
     plays = stage >= PLAYING
     if goal == "respawn":
         ready = (stage == GHOST) & free

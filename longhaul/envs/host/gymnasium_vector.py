@@ -201,7 +201,7 @@ class Vector:
         return HostStep(*out, finals)
 
     def _last(self, observation: Any, infos: dict[str, Any], rows: np.ndarray) -> Tree:
-        """Observations that the steps of these rows truly led to, in memory of its own, typed as the spec says."""
+        """Observations that the steps of these rows truly led to, in memory of their own, of the spec's types."""
         if self._mode != SAME_STEP:
             seen = take(self._form.read(observation, infos), rows)
         else:

@@ -31,7 +31,7 @@ class Unknown(Exception):
 
 
 def take(environment: Any) -> dict[str, np.ndarray] | None:
-    """Attributes as arrays of fixed shape, by "layer.form.name"; None where one can't be told."""
+    """Attributes as arrays of fixed shape, by "layer.form.name"; None where one can't be captured."""
     try:
         return {
             f"{depth}.{form}.{name}": packed
@@ -58,7 +58,7 @@ def unknown(environment: Any) -> str:
 
 
 def restore(environment: Any, state: dict[str, np.ndarray]) -> None:
-    """Restoration of what `take` took, in an environment that was made alike."""
+    """Puts an environment that was made alike into a state that `take` returned."""
     layers = _layers(environment)
     for path, packed in state.items():
         depth, form, name = path.split(".", 2)
@@ -66,7 +66,7 @@ def restore(environment: Any, state: dict[str, np.ndarray]) -> None:
 
 
 EXACT = "exact"
-"""Entry of a state: False where an attribute has changed its form since the first, and the state could not be told."""
+"""Entry of a state: False where an attribute has another form than in the first state, so that this one is lost."""
 
 
 class Snapshots:
@@ -76,7 +76,7 @@ class Snapshots:
         self._blank: dict[str, np.ndarray] | None = None
 
     def take(self, environments: Sequence[Any]) -> Tree | None:
-        """State of all, stacked; None where the first can't be told."""
+        """State of all, stacked; None where the first can't be captured."""
         each = [take(environment) for environment in environments]
         if self._blank is None:
             if each[0] is None:

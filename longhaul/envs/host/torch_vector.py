@@ -42,7 +42,7 @@ FINAL = ("final_obs", "final_observation")
 
 
 class TorchVector:
-    """An environment of tensors. `final` says whether its extras tell what the steps that ended led to."""
+    """An environment of tensors. `final` is True where its extras have the observations to which ended steps led."""
 
     def __init__(self, inner: Any, form: Form, final: bool) -> None:
         self.spec = replace(form.spec, true_successors=final)

@@ -80,7 +80,7 @@ class Finals(NamedTuple):
 
     columns: np.ndarray  # int32 [F]
     observation: Tree  # [F, ...], what the step truly led to
-    scores: dict[str, Measure]  # float32, bool [F]: what the environment says of the episode, beside return and length
+    scores: dict[str, Measure]  # float32, bool [F]: the environment's metrics of the episode, beside return and length
 
 
 class HostStep(NamedTuple):
@@ -97,9 +97,9 @@ class HostStep(NamedTuple):
 class HostVector(Protocol):
     """W worlds that reset themselves; see this file's head. One thread at a time may use one.
 
-    Actions are [B, ...] as `spaces.action_shape(spec.action)` says. `state` is everything that decides what comes, as
-    a tree of arrays that `restore` of any vector of the same description and size takes; None where the environment can
-    not tell it. Two vectors of one description, size and seed give the same bits for the same actions.
+    Actions are [B, ...] of `spaces.action_shape(spec.action)`. `state` is everything that decides what comes, as a tree
+    of arrays that `restore` of any vector of the same description and size takes; None where it can't be captured. Two
+    vectors of one description, size and seed give the same bits for the same actions.
     """
 
     @property
@@ -187,7 +187,7 @@ def check_action(spec: HostSpec, columns: int, action: Any) -> np.ndarray:
 
 
 def typed(spec: HostSpec, observation: Tree) -> Tree:
-    """Observations with the types that the spec says."""
+    """Observations with the types of the spec."""
     return mapped(lambda leaf, value: np.asarray(value, leaf.dtype), spec.observation, observation)
 
 
@@ -199,14 +199,14 @@ def stacked(spec: HostSpec, rows: Sequence[Tree]) -> Tree:
 
 
 class LostState(ValueError):
-    """A state that could not be told when it was taken; episodes begin anew."""
+    """State that could not be captured; new episodes begin."""
 
 
 NO_RESTORE = "this environment can't be put back into a state; reset it"
 
 
 def no_state(vector: HostVector) -> None:
-    """State of a vector whose environment can't tell it."""
+    """State of a vector whose environment has none that can be captured: None."""
 
 
 def no_restore(vector: HostVector, state: Tree) -> None:
@@ -285,7 +285,7 @@ class Batched(Protocol):
         """Observations of all, after new episodes began in the worlds `which`, bool [W]."""
 
     def state(self) -> Tree | None:
-        """All that decides what comes, as arrays; None where it can't be told."""
+        """All that decides what comes, as arrays; None where it can't be captured."""
 
     def restore(self, state: Tree) -> None: ...
 

@@ -280,7 +280,7 @@ def _move(state: State, blocks: Cells, words: jax.Array, found_first: bool) -> S
 
 
 def _order(keys: jax.Array, which: jax.Array) -> jax.Array:
-    """int32 [SLOTS]: 0, 1, ... in the order of 16-bit keys for slots that `which` says; NEVER for others."""
+    """Ranks int32 [SLOTS], 0, 1, ..., of 16-bit keys among the slots where `which` is True; NEVER for others."""
     key = c.once(jnp.where(which, keys.astype(jnp.int32) << 5 | np.arange(SLOTS, dtype=np.int32), 1 << 21))
     before = key[None] < key[:, None]
     return jnp.where(which, jnp.sum(before, axis=1), NEVER)

@@ -286,7 +286,7 @@ def total(values: jax.Array) -> jax.Array:
 
 
 def compact(codes: jax.Array, which: jax.Array, first: jax.Array | int = 0) -> jax.Array:
-    """int32 [SLOTS]: the codes that `which` says, one after the other from slot `first` on; what is beyond is lost."""
+    """Codes int32 [SLOTS] where `which` is True, one after the other from slot `first` on; what is beyond is lost."""
     place = once(jnp.where(which, w.rank(which) + first, w.FAR))
     codes = once(codes)
     moves = place[:, None] == np.arange(w.SLOTS)[None]
