@@ -91,7 +91,7 @@ class Replay(NamedTuple):
     prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
 
-def begun() -> Cursor:
+def start_cursor() -> Cursor:
     return Cursor(jnp.int32(0), jnp.int32(0))
 
 

@@ -146,7 +146,7 @@ def store(request: pytest.FixtureRequest) -> replay.Replay:
 
 
 def empty(store: replay.Replay) -> Any:
-    return jax.tree.map(lambda x: x[0], store.start()), replay.begun()
+    return jax.tree.map(lambda x: x[0], store.start()), replay.start_cursor()
 
 
 def test_samples_are_what_a_model_keeps(store: replay.Replay) -> None:
@@ -219,7 +219,7 @@ def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> N
 
         return jax.lax.fori_loop(0, 4, once, ring), cursor
 
-    ring, cursor = jax.eval_shape(lambda: (jax.tree.map(lambda x: x[0], made.start()), replay.begun()))
+    ring, cursor = jax.eval_shape(lambda: (jax.tree.map(lambda x: x[0], made.start()), replay.start_cursor()))
     seen = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     flag = jax.ShapeDtypeStruct((steps, columns), bool)
     action, version = jax.ShapeDtypeStruct((steps, columns), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -241,7 +241,7 @@ def algorithm(
         target = {name: jax.tree.map(jnp.copy, params[name]) for name in parts.targets}
         rings = Local(store.start()) if store else ()
         opt_state = {name: optimiser.init(network) for name, network in params.items()}
-        return State(params, target, opt_state, rings, replay.begun(), jnp.int32(0))
+        return State(params, target, opt_state, rings, replay.start_cursor(), jnp.int32(0))
 
     def held(cursor: Cursor) -> jax.Array:
         """Number of steps in the replay, over all shards."""

@@ -205,7 +205,7 @@ def _measured(
     shards, model = mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
     begun, memory = program.start(run.seed), profile.memory(program.executable)
     crossings = hlo.crossings(program.text()) if shards > 1 else compiled_run.two_shards(run) if most > 1 else []
-    state, carry = calibration.held(begun.state), calibration.held(begun.carry)
+    state, carry = calibration.total_bytes(begun.state), calibration.total_bytes(begun.carry)
     return Measured(
         seconds, program.assembly.steps_per_update // shards, work, compute_plan.collectives(crossings, model),
         float(memory.get("peak", 0)), state, carry / shards, model,

@@ -83,7 +83,7 @@ def reason(argv: Sequence[str]) -> int:
     if parsed["curve"] is not None:
         return _curve(folder, task, parsed, settings)
     held_out = problem_sets.held_out_task(task)
-    problems: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out(task, 1)[0]]
+    problems: list[str | Problem] = [*parsed["PROBLEM"]] or [problem_sets.held_out_problems(task, 1)[0]]
     if held_out.posed is not None:
         for prompt in parsed["PROBLEM"]:
             held_out.posed(prompt)  # a text that is no problem is reported before anything is loaded
@@ -144,7 +144,7 @@ def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
     run, policy, _ = restore_policy(folder)
-    held_out, problems = problem_sets.held_out_task(task), problem_sets.held_out(task, parsed["curve"])
+    held_out, problems = problem_sets.held_out_task(task), problem_sets.held_out_problems(task, parsed["curve"])
     tokeniser = reasoning_setup.tokeniser(run)
     posed = bank(held_out, problems, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)
     sampling = _sampling(run, parsed, settings.samples)

@@ -243,7 +243,7 @@ def given_settings(recipe: Run, parsed: flags.Parsed) -> dict[str, Any]:
     return stored | fields({name: parsed.values[name] for name in named})
 
 
-def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
+def given_fields(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
     """Settings of `run` that the words gave, by field, as JSON holds them."""
     settings = given_settings(run, parsed)
     return {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in settings.items()}

@@ -141,7 +141,7 @@ def _run(recipe: Run, parsed: flags.Parsed) -> int:
         tracking.save(of, tracked)
         publish.save(of, published)
 
-    asked = run_flags.asked(run, parsed)
+    asked = run_flags.given_fields(run, parsed)
     if folder is None:
         folder, outcome = api.begin(
             run, Path(parsed.values["runs-dir"]), name=parsed.values["run-name"], suffix=parsed.values["run-suffix"],

@@ -84,7 +84,7 @@ def answer(word: str, answers: Mapping[str, str] = ANSWERS) -> str | None:
     return next((line for words, line in answers.items() if word.lower().replace("_", "-") in words.split()), None)
 
 
-def others(config: Any) -> dict[str, str]:
+def aliases_of(config: Any) -> dict[str, str]:
     """Other names of settings -> their own, with underscores."""
     own = {leaf.name for leaf in config_fields.walk(config)}
     named = {name.replace("-", "_"): [word.replace("-", "_") for word in some] for name, some in ALIASES.items()}
@@ -96,7 +96,7 @@ def canonical(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises RunError where two names of one setting disagree.
     """
-    names = others(config)
+    names = aliases_of(config)
     named: dict[str, Any] = {}
     for word, value in settings.items():
         name = names.get(word, word)

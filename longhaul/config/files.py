@@ -122,7 +122,7 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
     known = {leaf.name: leaf for leaf in config_fields.walk(recipe)}
     by_path = {leaf.path: leaf.name for leaf in known.values()}
     inside = {leaf.path[:depth] for leaf in known.values() for depth in range(1, len(leaf.path))}
-    renamed = aliases.others(recipe)
+    renamed = aliases.aliases_of(recipe)
     settings: dict[str, Any] = {}
 
     def visit(tree: Mapping[str, Any], where: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -160,12 +160,13 @@ def timed(run: Run, calls: int, threads: int | None = None) -> Timed:
     n = process_group.share("updates of a call", lambda: max(1, min(block, round(CALL / once))))
     seconds, need = [update(n) for _ in range(calls)], device_memory.need(program.executable)
     return Timed(
-        seconds, program.assembly.steps_per_update, 0.0 if need is None else float(need.total), held(progress.state),
-        held(progress.carry), [list(each) for each in hlo.crossings(program.text())],
+        seconds, program.assembly.steps_per_update, 0.0 if need is None else float(need.total),
+        total_bytes(progress.state), total_bytes(progress.carry),
+        [list(each) for each in hlo.crossings(program.text())],
     )  # fmt: skip
 
 
-def held(tree: PyTree) -> float:
+def total_bytes(tree: PyTree) -> float:
     """Bytes of the arrays of a pytree, over all processes."""
     return float(sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)))
 

@@ -127,7 +127,7 @@ def compiled(run: Run, chip: str) -> dict[str, Any]:
     return {
         "work": compute_plan.work(1, 1, hlo.runs(text), hlo.read(text)), "crossings": hlo.crossings(text),
         "steps": assembly.steps_per_update, "memory": 0.0 if need is None else float(need.total),
-        "state_bytes": held(progress.state), "carry_bytes": held(progress.carry),
+        "state_bytes": total_bytes(progress.state), "carry_bytes": total_bytes(progress.carry),
     }  # fmt: skip
 
 
@@ -137,6 +137,6 @@ def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), tree)
 
 
-def held(tree: PyTree) -> float:
+def total_bytes(tree: PyTree) -> float:
     """Bytes of a pytree of shapes, over all devices."""
     return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))

@@ -49,7 +49,7 @@ from longhaul.runtime.signals import listening
 from longhaul.telemetry import pages
 from longhaul.telemetry.pages import HEIGHT, WIDTH, Axes, short
 from longhaul.training import loop
-from longhaul.training.run_dir import alone, as_now, load_run, write_json
+from longhaul.training.run_dir import alone, as_current, load_run, write_json
 
 FORMAT = 2
 """Version of grid.json; others are refused."""
@@ -142,7 +142,7 @@ def load_grid(folder: Path) -> Grid:
         stored = bounded_json.read(folder / "grid.json")
         if stored["format"] != FORMAT:
             raise TypeError(f"format {stored['format']}, and this version reads {FORMAT}")
-        grid: Grid = from_dict(Grid, stored["grid"] | {"base": as_now(stored["grid"]["base"])})
+        grid: Grid = from_dict(Grid, stored["grid"] | {"base": as_current(stored["grid"]["base"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder / 'grid.json'} can't be read ({error}); use the version that wrote it") from error
     return grid

@@ -182,7 +182,7 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
         keys.append(key)
         values.append(value)
         query = query.reshape(config.kv_heads, -1, *query.shape[1:])
-        mixed = jax.lax.platform_dependent(query, key, value, used, cpu=written_out, default=multiplied)
+        mixed = jax.lax.platform_dependent(query, key, value, used, cpu=attend_by_sums, default=attend_by_products)
         x = x + own["out"] @ mixed.reshape(-1, x.shape[1])
         gate, up = jnp.split(own["gated"] @ rms_norm(x, own["mlp_norm"], config.eps, FEATURES), 2)
         x = x + own["narrow"] @ (jax.nn.silu(gate) * up)
@@ -207,7 +207,7 @@ def _heads(
     return transformer.turned(query, turn, 1), transformer.turned(key, turn, 1), value
 
 
-def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
+def attend_by_products(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
     """Attention [kv_heads, group, head_dim, B] of one token of each row: a query of that shape to the slots that are
     `used`, by batched products over all of them; key and value [P + R, kv_heads, head_dim, B]."""
     scores = jnp.einsum("kgdb,skdb->skgb", query, key, preferred_element_type=jnp.float32)
@@ -215,12 +215,12 @@ def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, used: _Attend
     return jnp.einsum("skgb,skdb->kgdb", jax.nn.softmax(scores, axis=0).astype(value.dtype), value)
 
 
-def written_out(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
-    """Attention like `multiplied`, to the used pieces alone, by sums written out term by term.
+def attend_by_sums(query: jax.Array, key: jax.Array, value: jax.Array, used: _AttendedSlots) -> jax.Array:
+    """Attention like `attend_by_products`, to the used pieces alone, by sums written out term by term.
 
     On a CPU XLA does not multiply or add along an outer axis for all rows at once by itself; written out, each of these
-    sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `multiplied` takes 1.0, sums by `jnp.sum`
-    11.
+    sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `attend_by_products` takes 1.0, sums by
+    `jnp.sum` 11.
 
     A piece of several is read in parts of `PART` slots, by loops that nothing is fused across: otherwise XLA computes
     its scores twice, copies it, and adds its values in leaps over memory, in which no cache helps.

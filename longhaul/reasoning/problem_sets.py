@@ -85,7 +85,7 @@ def held_out_task(config: Reasoning) -> Task:
     return task(config, fewest=config.held_out_fewest)
 
 
-def held_out(config: Reasoning, count: int) -> list[Problem]:
+def held_out_problems(config: Reasoning, count: int) -> list[Problem]:
     """First `count` distinct held-out problems. Raises ValueError where there are fewer."""
     rng, source = np.random.default_rng(HELD_OUT), held_out_task(config)
     if not source.listed:
@@ -96,9 +96,9 @@ def held_out(config: Reasoning, count: int) -> list[Problem]:
     return [source.listed[place] for place in rng.permutation(len(source.listed))[:count]]
 
 
-def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
+def training_problems(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
     """Problems that a run trains on, without the first `without` held-out ones, those of few steps first."""
-    source, never = task(config), {problem.prompt for problem in held_out(config, without)}
+    source, never = task(config), {problem.prompt for problem in held_out_problems(config, without)}
     if source.listed:
         left = [problem for problem in source.listed if problem.prompt not in never]
         if not left:
@@ -115,7 +115,7 @@ def training(
 ) -> Bank:
     """Bank of a run's problems by its seed."""
     rng = np.random.default_rng(seed)
-    problems = asked(config, rng, without)
+    problems = training_problems(config, rng, without)
     return bank(task(config), problems, rng, length, tokeniser)
 
 

@@ -104,18 +104,18 @@ def init(key: Key, config: ModelConfig, *, blank: bool = False) -> Params:
     arrays = []
     for number, name, shape in named:
         if name.endswith(("bias", "_up")) or (blank and number not in drawn):
-            arrays.append(jnp.zeros(shape, kept_in(config, name)))
+            arrays.append(jnp.zeros(shape, parameter_dtype(config, name)))
         elif name.endswith("norm"):
             arrays.append(jnp.ones(shape, jnp.float32))
         else:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
             deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0
             arrays.append(deviation * drawn[number])
-    typed = [x.astype(kept_in(config, name)) for x, (_, name, _) in zip(arrays, named, strict=True)]
+    typed = [x.astype(parameter_dtype(config, name)) for x, (_, name, _) in zip(arrays, named, strict=True)]
     return jax.tree.unflatten(tree, typed)
 
 
-def kept_in(config: ModelConfig, name: str) -> Any:
+def parameter_dtype(config: ModelConfig, name: str) -> Any:
     """Type in which the parameter `name` is kept: float32, but for the frozen kernels of LoRA."""
     rounded = config.lora and name in (*ADAPTED, "embedding", "unembedding")
     return PRECISIONS[config.frozen] if rounded else jnp.float32

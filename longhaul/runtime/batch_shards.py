@@ -76,7 +76,7 @@ def by_device(mesh: Mesh) -> Shards:
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(meshes.shard_index(), carry)
 
-    mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_of_each
+    mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_by_leaf
     in_buckets = overlap.mean if mesh.shape[MODEL] == 1 < mesh.shape[DATA] else None
     return Shards(mesh.shape[DATA], mean, meshes.max_over_data, meshes.identity, each, in_buckets)
 

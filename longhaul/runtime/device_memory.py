@@ -147,18 +147,18 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
 
     `optimiser` is all of a learner's state except the acting parameters: Adam's moments, and counters.
     """
-    parameters = held(algorithm.policy(progress.state))
-    replay = held([x for x in jax.tree.leaves(progress.state, is_leaf=is_local) if is_local(x)])
+    parameters = bytes_on_device(algorithm.policy(progress.state))
+    replay = bytes_on_device([x for x in jax.tree.leaves(progress.state, is_leaf=is_local) if is_local(x)])
     sizes = {
         "parameters": parameters,
-        "optimiser": held(progress.state) - parameters - replay,
-        "environments": held(progress.carry),
-        "bank": held(context),
+        "optimiser": bytes_on_device(progress.state) - parameters - replay,
+        "environments": bytes_on_device(progress.carry),
+        "bank": bytes_on_device(context),
     }
     return sizes | ({"replay": replay} if replay else {})
 
 
-def held(tree: PyTree) -> int:
+def bytes_on_device(tree: PyTree) -> int:
     """Bytes of a pytree of arrays on the first device that has a part of it."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 

@@ -107,7 +107,7 @@ def mean_over_data(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def mean_of_each(tree: PyTree) -> PyTree:
+def mean_by_leaf(tree: PyTree) -> PyTree:
     """Mean over `data` leaf by leaf: for leaves split over `model`, which one buffer would gather."""
     return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmean(tree, DATA)
 

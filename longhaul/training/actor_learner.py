@@ -105,7 +105,7 @@ def _host_copy(tree: PyTree) -> PyTree:
 def placed(run: Run, assembly: Assembly) -> list[jax.Device]:
     """Device of each of this process's actors; [] where they are not threads of it."""
     assert run.acting.actors is not None
-    count = len(learner.own_places(run.acting.actors))
+    count = len(learner.process_places(run.acting.actors))
     if run.acting.actor_kind != "thread" or run.acting.rollout_servers:
         return []
     return placement.devices(assembly.mesh, count, (0,) if shares(run, assembly) else run.acting.actor_devices)
@@ -130,7 +130,7 @@ def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: 
     samples = rule.places * (max(each.temporaries + each.outputs for each in sampling) + weights)
     kept = rule.places * sum(each.temporaries for each in sampling if each.temporaries <= device_memory.KEPT)
     sizes = {
-        "the process": max(0, device_memory.resident() - device_memory.held(state)),
+        "the process": max(0, device_memory.resident() - device_memory.bytes_on_device(state)),
         "weights on their way": (rule.depth + rule.places) * weights,
         "sampling": max(samples - learns, kept) if rule.staleness == 0 else samples,  # in turn, or side by side
     }
@@ -203,7 +203,7 @@ def opened(
     waiting for actors."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     assert run.acting.actors is not None
-    own, where = learner.own_places(run.acting.actors), placed(run, assembly)
+    own, where = learner.process_places(run.acting.actors), placed(run, assembly)
 
     def make(actor: int) -> Collect:
         collect = learner.placed(made(actor), own.start)
@@ -307,7 +307,7 @@ def _on_device(
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates of a run whose learner steps the environment on its device by itself."""
     assert isinstance(run.environment, Named) and run.acting.actors is not None
-    worlds, place = run.num_envs // run.acting.actors, learner.own_places(run.acting.actors).start
+    worlds, place = run.num_envs // run.acting.actors, learner.process_places(run.acting.actors).start
     key_data = np.asarray(jax.random.key_data(progress.key))
     with closing(hosted.make(hosted.describe(run.environment.env), worlds)) as vector:
         assert isinstance(vector, TorchVector)

@@ -168,7 +168,7 @@ def _entering_actors(
     else:
         enter = acted.entering(collector_in, count)
     own = acted.with_pinned_weights(enter, layouts.rule(run.acting, updates).pinned, algorithm)
-    return lambda key, context: acted.whole_carry(own(key, context), mesh)
+    return lambda key, context: acted.joined_carry(own(key, context), mesh)
 
 
 def _entering_server(run: Run, algorithm: Algorithm) -> fused.Enter:
@@ -187,7 +187,7 @@ def check_room(assembly: Assembly, context: PyTree, *, fused_too: bool) -> None:
     enter = assembly.enter if fused_too else lambda key, context: ()
     begun = fused.outline(assembly.algorithm, enter, context, assembly.mesh)
     of_device = max(1, len(assembly.members) // assembly.mesh.size)
-    device_memory.check_state(of_device * device_memory.held((begun.state, begun.carry)), assembly.mesh)
+    device_memory.check_state(of_device * device_memory.bytes_on_device((begun.state, begun.carry)), assembly.mesh)
 
 
 def completing(run: Run, world: World, prompts: int) -> Collector:

@@ -162,7 +162,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     assert isinstance(task, Reasoning) and isinstance(config, Reasoner)
     held_out, problems, tokeniser = (
         problem_sets.held_out_task(task),
-        problem_sets.held_out(task, count),
+        problem_sets.held_out_problems(task, count),
         reasoning_setup.tokeniser(run),
     )
     bank = sampler.bank(held_out, problems, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, tokeniser)

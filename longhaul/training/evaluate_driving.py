@@ -216,7 +216,7 @@ class Drives(NamedTuple):
     def subset(self, which: Sequence[int]) -> Drives:
         """Drives restricted to these scenarios."""
         files = tuple(self.files[i] for i in which) if self.files else ()
-        return Drives(self.run, scenario_set.held([self.scenarios[i] for i in which], files))
+        return Drives(self.run, scenario_set.in_memory([self.scenarios[i] for i in which], files))
 
     def named(self, ids: Sequence[str]) -> Drives:
         """Drives restricted to the scenarios of these ids, each that has one of them; all where none is given.
@@ -289,7 +289,7 @@ def drives(
         else:
             task = dataclasses.replace(task, simulator=settings)
             loaded = _from_files(task, paths, count)
-            scenarios = scenario_set.held([scenario for _, scenario in loaded], [file for file, _ in loaded])
+            scenarios = scenario_set.in_memory([scenario for _, scenario in loaded], [file for file, _ in loaded])
     else:
         scenarios = scenario_set.generated(
             count or run.evaluation_episodes or 128, agents=settings.agents, horizon=task.horizon,

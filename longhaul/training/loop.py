@@ -193,7 +193,7 @@ class Attempt:
                 )
             progress = nan_rollback.around(progress, checkpoint, self.detours, assembly.mesh)
             if self.resumed and process_group.index() == 0:
-                about = {"decisions": decided, "asked": run_dir.load_asked(folder) | dict(self.asked)}
+                about = {"decisions": decided, "asked": run_dir.load_asked_settings(folder) | dict(self.asked)}
                 resume.record(folder, run, standing, source, about, edits)
             _look(stop, int(progress.updates), assembly)
             if int(progress.updates) < assembly.updates:
@@ -265,7 +265,7 @@ class Attempt:
             others = {flag: module._asdict() for flag, module in modules.items()}
             about |= {"module": others.pop("env")} if "env" in others else {}
             about |= {"modules": others} if others else {}
-            save_run(self.folder, run, provenance() | about | {"asked": run_dir.load_asked(self.folder)})
+            save_run(self.folder, run, provenance() | about | {"asked": run_dir.load_asked_settings(self.folder)})
         for line in decided:
             say(line)
         return parameters, decided
@@ -502,7 +502,7 @@ class Loop:
         self.tell(heartbeat.RESTS)
         progress = self.progress
         if self.run.topology == "actors":
-            progress = progress._replace(carry=learner.whole_carry(progress.carry, self.assembly.mesh))
+            progress = progress._replace(carry=learner.joined_carry(progress.carry, self.assembly.mesh))
         if reasoning_setup.adapts(self.run):
             progress = reasoning_setup.adapters(self.run, progress)
         try:

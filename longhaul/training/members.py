@@ -216,10 +216,10 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
         return pages.table([cell(name) for name in header], lines)
 
     tables_of = "".join(table(*each) for each in tables)
-    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{tables_of}{each_member(every_record, rows)}'
+    return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{tables_of}{member_sections(every_record, rows)}'
 
 
-def each_member(records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+def member_sections(records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
     """HTML of a folded part a member: its evaluation, where there is one, and its curves."""
     parts = []
     some = records[:: -(-len(records) // MOST_POINTS) or 1]
@@ -247,7 +247,7 @@ def unfinished(folder: Path, run: Run) -> str:
         {"member": i, "seed": member.seed, "hyperparameters": member.values}
         for i, member in enumerate(members_of(run))
     ]  # fmt: skip
-    return each_member(records, rows)
+    return member_sections(records, rows)
 
 
 def ranking(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -126,7 +126,7 @@ def marker(run: Run) -> Marking:
     """Verifier of a resolved run's completions, on the host."""
     task, config = both(run)
     assert run.evaluation_episodes is not None
-    problems = problem_sets.asked(task, np.random.default_rng(run.seed), run.evaluation_episodes)
+    problems = problem_sets.training_problems(task, np.random.default_rng(run.seed), run.evaluation_episodes)
     return marking(problem_sets.task(task), problems, tokeniser(run), config.group)
 
 

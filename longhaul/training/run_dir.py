@@ -173,14 +173,14 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
     write_json(folder / "run.json", head | about)
 
 
-def load_asked(folder: Path) -> dict[str, Any]:
+def load_asked_settings(folder: Path) -> dict[str, Any]:
     """Settings that a run's user gave, by field; empty for a run that an older version wrote, or that has no folder."""
     path = folder / "run.json"
     asked: dict[str, Any] = bounded_json.read(path).get("asked", {}) if path.is_file() else {}
     return asked
 
 
-def as_now(run: dict[str, Any]) -> dict[str, Any]:
+def as_current(run: dict[str, Any]) -> dict[str, Any]:
     """Run of an older run.json with the fields of this version; a missing field gets its old behaviour."""
     algorithm = run["algorithm"]
     if not isinstance(algorithm, dict):
@@ -247,7 +247,7 @@ def read_run(folder: Path) -> Run:
     if version != FORMAT:
         raise RunError(f"{path} has format {version}, and this version reads {FORMAT}; use the one that wrote it")
     try:
-        run: Run = from_dict(Run, as_now(data["run"]))
+        run: Run = from_dict(Run, as_current(data["run"]))
         config_fields.check(run)
         if run.model < 1:
             raise FieldError("mesh", run.mesh, "model must be at least 1")

@@ -74,7 +74,7 @@ class Standing(StrEnum):
     ABORTED = "aborted"
 
 
-def asked(standing: Standing | None) -> Standing:
+def after_inquiry(standing: Standing | None) -> Standing:
     """Standing of a receiver once another one has asked for it. One that was not ready never will be; one that was
     takes no verdict from the coordinator any more."""
     if standing is Standing.READY:
@@ -82,7 +82,7 @@ def asked(standing: Standing | None) -> Standing:
     return Standing.ABORTED if standing in (None, Standing.STAGING) else standing
 
 
-def settled(others: Iterable[Standing | None]) -> Standing:
+def verdict_of(others: Iterable[Standing | None]) -> Standing:
     """Verdict of a receiver that was ready, from the others' standings after it has asked them; None: dead."""
     return Standing.COMMITTED if Standing.COMMITTED in others else Standing.ABORTED
 
@@ -786,7 +786,7 @@ class Receiver:
             return
         self._at("doubt")
         answers = [self._asked_of(each, made.version) for each in self._others]
-        self._decide(made.version, settled(answers))
+        self._decide(made.version, verdict_of(answers))
 
     def _asked_of(self, other: Mapping[str, Any], version: int) -> Standing | None:
         """Another receiver's standing; None where it is dead."""
@@ -824,7 +824,7 @@ class Receiver:
             sock.settimeout(PATIENCE)
             if kind == b"?":
                 with self._changed:
-                    standing = asked(self._standings.get(version))
+                    standing = after_inquiry(self._standings.get(version))
                     self._standings[version] = standing
                 sock.sendall(standing.value.encode())
             elif kind == b"s":

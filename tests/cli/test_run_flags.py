@@ -204,7 +204,7 @@ def test_a_folder_is_named_after_recipe_and_time_and_kept(
     assert folder.parent == Path("my/runs")
     assert folder.name.startswith("cartpole-")
     assert json.loads((tmp_path / folder / "run.json").read_text())["run"] == to_dict(begun[0][0])
-    assert run_dir.load_asked(tmp_path / folder) == {}
+    assert run_dir.load_asked_settings(tmp_path / folder) == {}
 
 
 def test_resuming_takes_the_run_of_the_folder(longhaul: Any, begun: list[tuple[Run, Path]], stored: Path) -> None:

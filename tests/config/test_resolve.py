@@ -215,7 +215,7 @@ def test_a_run_file_from_before_the_network_was_nested_is_read(recipe: str) -> N
         if run.environment.in_words:
             looks = dataclasses.replace(run.algorithm.gate, verdict=True)
             run = dataclasses.replace(run, algorithm=dataclasses.replace(run.algorithm, gate=looks))
-    assert from_dict(Run, run_dir.as_now(written)) == run
+    assert from_dict(Run, run_dir.as_current(written)) == run
 
 
 def test_fields_of_a_network_that_an_algorithm_does_not_have_are_refused() -> None:

@@ -145,7 +145,7 @@ def test_the_index_lists_every_page() -> None:
 def test_words_of_other_libraries_on_the_pages_are_settings_or_answered() -> None:
     runs = [recipes.recipe(name) for name in ("ppo", "pendulum-sac", "reasoning-questions")]
     known = {leaf.name for run in runs for leaf in config_fields.walk(run)} | {
-        word for run in runs for word in aliases.others(run)
+        word for run in runs for word in aliases.aliases_of(run)
     }
     for name, fewest in (("configuration", 20), ("reasoning", 10)):
         table = (ROOT / f"docs/{name}.md").read_text().split("## Words of other libraries")[1].split("\n#")[0]

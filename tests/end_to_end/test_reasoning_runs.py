@@ -179,7 +179,7 @@ def test_the_recipe_learns_with_a_seed_that_had_been_its_worst(tmp_path: Path) -
 
 
 def test_no_run_trains_on_what_is_held_out() -> None:
-    asked = problem_sets.held_out(TASK, 40)
+    asked = problem_sets.held_out_problems(TASK, 40)
     never = {bytes(np.array(tokenizer.encode(problem.prompt))) for problem in asked}
     assert len(never) == 40
     assert min(len(problem.steps) for problem in asked) == 2
@@ -188,7 +188,7 @@ def test_no_run_trains_on_what_is_held_out() -> None:
         prompts = {bytes(row[row != tokenizer.PAD].astype(np.int64)) for row in np.asarray(bank.prompt)}
         assert not never & prompts
     assert not np.array_equal(banks[0].prompt, banks[1].prompt)
-    assert problem_sets.held_out(TASK, 60)[:40] == asked  # more are asked, and the first stay
+    assert problem_sets.held_out_problems(TASK, 60)[:40] == asked  # more are asked, and the first stay
 
 
 # ----------------------------------------------------------------------------------------------------------- quality
@@ -473,7 +473,9 @@ def test_a_run_on_questions_is_evaluated_and_asked(
     assert begin(run, tmp_path / "run").code == 0
     _, trained, _ = restore_policy(tmp_path / "run")
     scores, chains = evaluate.reasoner(run, 2)(trained)
-    assert [chain["prompt"] for chain in chains] == [each.prompt for each in problem_sets.held_out(run.environment, 2)]
+    assert [chain["prompt"] for chain in chains] == [
+        each.prompt for each in problem_sets.held_out_problems(run.environment, 2)
+    ]
     assert scores.means()["pass_at_k"] >= scores.means()["pass_at_1"]
     known, other = json.loads((files / "sums.jsonl").read_text().splitlines()[0])["question"], "what is two ?"
     assert reason.reason([str(tmp_path / "run"), known, other, "--samples", "4"]) == 0
@@ -590,8 +592,8 @@ def test_another_file_may_be_held_out(files: Path, tmp_path: Path) -> None:
     run = asking(files, evaluation_episodes=1)
     assert isinstance(run.environment, Reasoning)
     task = dataclasses.replace(run.environment, held_out_questions=str(tmp_path / "other.jsonl"))
-    assert [each.prompt for each in problem_sets.held_out(task, 1)] == ["what is one ?"]
-    assert len(problem_sets.asked(task, np.random.default_rng(0), 1)) == 8
+    assert [each.prompt for each in problem_sets.held_out_problems(task, 1)] == ["what is one ?"]
+    assert len(problem_sets.training_problems(task, np.random.default_rng(0), 1)) == 8
 
 
 def test_the_recipe_asks_for_a_file() -> None:

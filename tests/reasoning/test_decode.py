@@ -90,7 +90,7 @@ def test_attention_to_pieces_is_that_to_all_that_is_seen(
     query = jax.random.normal(keys[0], (2, 3, 8, 5))
     key, value = (jax.random.normal(each, (8 + ring, 2, 8, 5)) for each in keys[1:])
     asked, own = np.arange(8)[:, None] >= np.array([5, 6, 7, 6, 5]), np.minimum([0, 5, 2, 4, 1], ring - 1)
-    hows = [quick(how) for how in (decode.multiplied, decode.written_out)]
+    hows = [quick(how) for how in (decode.attend_by_products, decode.attend_by_sums)]
     for place, pieces in zip((0, 3, 5 % ring, 11 % ring), read, strict=True):
         zero = jnp.zeros(5, jnp.int32)
         used = decode._attended_slots(

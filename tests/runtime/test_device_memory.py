@@ -44,8 +44,10 @@ def test_all_of_progress_is_donated(made: Program) -> None:
     assert sorted(map(int, aliases)) == list(range(len(jax.tree.leaves(progress))))
     need = device_memory.need(made.executable)
     assert need is not None
-    assert need.donated == device_memory.held(progress)
-    assert need.arguments - need.donated == device_memory.held(made.context) + 4, "the bank, and the number of updates"
+    assert need.donated == device_memory.bytes_on_device(progress)
+    assert need.arguments - need.donated == device_memory.bytes_on_device(made.context) + 4, (
+        "the bank, and the number of updates"
+    )
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
     del about["run"]["population"]
     about["run"] |= {"block": None, "log_interval": None, "threads": None, "devices": 1}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    assert run_dir.as_now(about["run"])["population"]["seeds"] == 1
+    assert run_dir.as_current(about["run"])["population"]["seeds"] == 1
 
 
 # --------------------------------------------------------------------------------------- numbers that are not finite

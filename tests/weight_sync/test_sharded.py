@@ -293,13 +293,13 @@ def test_an_acceptor_that_can_start_no_thread_goes_on(monkeypatch: pytest.Monkey
 
 
 def test_whoever_is_asked_takes_no_verdict_any_more() -> None:
-    assert [sharded.asked(each) for each in (None, *Standing)] == [
+    assert [sharded.after_inquiry(each) for each in (None, *Standing)] == [
         Standing.ABORTED, Standing.ABORTED, Standing.TERMINATING, Standing.TERMINATING, Standing.COMMITTED,
         Standing.ABORTED,
     ]  # fmt: skip
-    assert sharded.settled([None, Standing.TERMINATING, Standing.COMMITTED]) is Standing.COMMITTED
+    assert sharded.verdict_of([None, Standing.TERMINATING, Standing.COMMITTED]) is Standing.COMMITTED
     for others in ([], [None], [Standing.TERMINATING, Standing.ABORTED]):
-        assert sharded.settled(others) is Standing.ABORTED
+        assert sharded.verdict_of(others) is Standing.ABORTED
 
 
 @pytest.mark.parametrize("told", [0, 1])

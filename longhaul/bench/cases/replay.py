@@ -79,7 +79,7 @@ def replay(
             ring, cursor = carried
             return store.add(ring, cursor, data)
 
-        return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.begun()))
+        return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.start_cursor()))
 
     ring, cursor = jax.block_until_ready(jax.jit(filled)(jax.random.key(0)))
     data, held = rollout(jax.random.key(1)), sum(x.nbytes for x in jax.tree.leaves(ring))

@@ -57,7 +57,7 @@ class ScenarioSet:
         return map(self.load, range(len(self)))
 
 
-def held(scenarios: Sequence[Scenario], files: Sequence[str] = ()) -> ScenarioSet:
+def in_memory(scenarios: Sequence[Scenario], files: Sequence[str] = ()) -> ScenarioSet:
     """All `scenarios` in memory."""
     kept = list(scenarios)
     return ScenarioSet(tuple(s.id for s in kept), facts(map(_measure, kept)), kept.__getitem__, tuple(files))
@@ -89,7 +89,7 @@ def generated(
     first = HELD_OUT + seed * POPULATION
     make = functools.partial(scenario_source.generated, agents=agents, horizon=horizon, control=control)
     if count <= MOST_HELD:
-        return held(make(first, count, workers=workers))
+        return in_memory(make(first, count, workers=workers))
     rows, ids = [], []
     for begin in range(0, count, MOST_HELD):
         for scenario in make(first + begin, min(MOST_HELD, count - begin), workers=workers):

@@ -225,7 +225,7 @@ def supervise(command: Sequence[str], start: Start, restarts: int, deadline: flo
                 time.sleep(LOOK)
             if signals or history.exhausted:
                 return code
-            arguments = again(command, folder) if folder is not None and began else list(command)
+            arguments = resume_command(command, folder) if folder is not None and began else list(command)
             say(f"starts again ({history.failures} of {restarts}), from update {max(newest, 0)}")
 
 
@@ -255,7 +255,7 @@ def report(ended: Ended) -> str:
     return ended.first.words() + (f"; after it: {', '.join(after)}" if after else "")
 
 
-def again(command: Sequence[str], folder: Path) -> list[str]:
+def resume_command(command: Sequence[str], folder: Path) -> list[str]:
     """Command that resumes the run in `folder`."""
     if any(word == "--resume" or word.startswith("--resume=") for word in command):
         return list(command)

@@ -54,7 +54,7 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
 
     def enter(key: Key, context: PyTree) -> PyTree:
         each = []
-        for actor in learner.own_places(count):
+        for actor in learner.process_places(count):
             with closing(registry.make(registry.describe(name), sizes.worlds)) as vector:
                 key_data = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
                 each.append(_fresh_carry(vector, algorithm, int(key_data.ravel()[-1]) >> 1))

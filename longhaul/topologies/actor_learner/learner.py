@@ -194,7 +194,7 @@ def _leaf(shape: Any) -> Leaf:
     return Leaf(tuple(shape.shape), str(shape.dtype))
 
 
-def own_places(actors: int) -> range:
+def process_places(actors: int) -> range:
     """Places of a batch that this process's actors fill; with several learners an equal share of all, in order."""
     share = actors // process_group.count()
     return range(share * process_group.index(), share * (process_group.index() + 1))
@@ -220,7 +220,7 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
     def enter(key: Key, context: PyTree) -> PyTree:
         start = collector_in(context).start
         begin = jax.jit(lambda key, place: _raw_leaves(start(jax.random.fold_in(key, place))))
-        each = [jax.device_get(begin(key, jnp.int32(place))) for place in own_places(actors)]
+        each = [jax.device_get(begin(key, jnp.int32(place))) for place in process_places(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
         return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
 
@@ -240,7 +240,7 @@ def with_pinned_weights(enter: fused.Enter, pinned: int, algorithm: Algorithm) -
     return begin
 
 
-def whole_carry(carry: PyTree, mesh: Mesh) -> PyTree:
+def joined_carry(carry: PyTree, mesh: Mesh) -> PyTree:
     """Carry of a checkpoint: with several learners the states of all their environments, as arrays of all processes."""
     if not mesh.is_multi_process:
         return carry

@@ -46,7 +46,7 @@ from longhaul.training import hub, init_from, members, reasoning_setup
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.data import Feed
-from longhaul.training.run_dir import as_now, called, load_asked, load_run, write_json
+from longhaul.training.run_dir import as_current, called, load_asked_settings, load_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 SIZES = ("num_envs", "num_steps", "devices", "model")
@@ -131,7 +131,7 @@ def restored(
     assembly: Assembly, context: PyTree,
 ) -> Progress:  # fmt: skip
     """Progress of the checkpoint in the layout of `begun`, on the current mesh, in the run's `context`."""
-    if not begins_anew(now, source):
+    if not restarts_episodes(now, source):
         return _restored(run, checkpoints, checkpoint, begun)
     kept = _restored(run, checkpoints, checkpoint, begun._replace(carry=()), part=True)
     return fused.entered(kept, assembly.enter, context)
@@ -154,7 +154,7 @@ def _restored(
     return reasoning_setup.whole(run, kept, begun)
 
 
-def begins_anew(now: Standing, source: Feed) -> bool:
+def restarts_episodes(now: Standing, source: Feed) -> bool:
     """True if the checkpoint's environment states do not fit the run's sizes, or its place in the data."""
     return "num_envs" in now.resized or ("num_steps" in now.resized and source.period is not None)
 
@@ -162,7 +162,7 @@ def begins_anew(now: Standing, source: Feed) -> bool:
 def dropped(now: Standing, source: Feed) -> list[str]:
     """Lines on state that is not carried over."""
     counts = source.period is not None and bool(now.resized.keys() & {"num_envs", "num_steps"})
-    return [BEGIN_ANEW] * begins_anew(now, source) + [PERIOD] * counts
+    return [BEGIN_ANEW] * restarts_episodes(now, source) + [PERIOD] * counts
 
 
 def fewer(shards: int, devices_of: Sequence[int], envs: int, model: int = 1) -> int:
@@ -200,7 +200,7 @@ def edits(folder: Path, checkpoint: Checkpoint) -> dict[str, list[Any]]:
     for entry in bounded_json.read(folder / "run.json").get("history", ()):
         known |= {name: after for name, (_, after) in entry["changed"].items()}
     now = json.loads(json.dumps(to_dict(load_run(folder))))
-    pairs = changes(as_now(checkpoint.metadata["run"]), now)
+    pairs = changes(as_current(checkpoint.metadata["run"]), now)
     return {name: pair for name, pair in pairs.items() if name not in known or known[name] != pair[1]}
 
 
@@ -282,7 +282,7 @@ def continued(folder: Path, stored: Run, given: Mapping[str, Any]) -> Run:
             )
     changed = {name: value for name, value in free.items() if value != before[name]}
     if any(known[name].setting.resume == CHANGEABLE for name in changed):
-        stored = reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
+        stored = reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked_settings(folder).keys())
     run = replaced(stored, free)
     check_topology(run, changed)
     return run

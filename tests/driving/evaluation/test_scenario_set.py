@@ -27,7 +27,7 @@ def test_scenarios_made_when_due_are_those_that_would_be_held(
 ) -> None:
     """Across a block's end; with another seed they are others."""
     asked = {**COMPILED, "control": "vehicles", "workers": 1}
-    held = scenario_set.held(made)
+    held = scenario_set.in_memory(made)
     monkeypatch.setattr(scenario_set, "MOST_HELD", 32)
     due = scenario_set.generated(40, **asked)
     assert due.load is not held.load
@@ -45,7 +45,7 @@ def test_a_sample_of_shards_follows_from_its_seed(made: list[Scenario], tmp_path
     every = scenario_set.packed(library, None, objects=128, **COMPILED)
     assert every.ids == tuple(s.id for s in made)
     assert [Path(name).name for name in every.files] == ["a.lhs"] * 25 + ["b.lhs"] * 15
-    assert every.facts == scenario_set.held(list(every)).facts
+    assert every.facts == scenario_set.in_memory(list(every)).facts
     some, again, other = (
         scenario_set.packed(library, 12, objects=128, seed=seed, **COMPILED) for seed in (3, 3, 4)
     )  # fmt: skip

@@ -122,7 +122,7 @@ from longhaul.cli import main as cli
 from longhaul.runtime.launch import supervisor
 if sys.argv[1]:
     supervisor.PAUSES = (0.01, 0.02)
-    supervisor.again = lambda command, folder: [*command, "--resume", str(folder)]
+    supervisor.resume_command = lambda command, folder: [*command, "--resume", str(folder)]
 sys.exit(cli.main(["launch", *sys.argv[2:]]))
 """
 

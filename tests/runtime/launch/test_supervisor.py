@@ -121,7 +121,7 @@ def test_who_died_of_what_is_one_line() -> None:
     ],
 )
 def test_a_new_start_goes_on_with_the_run(command: str, words: str) -> None:
-    assert supervisor.again(command.split(), Path("runs/x")) == words.split()
+    assert supervisor.resume_command(command.split(), Path("runs/x")) == words.split()
 
 
 def test_the_newest_step_is_that_of_a_whole_checkpoint(tmp_path: Path) -> None:
