@@ -126,10 +126,10 @@ def replay(
     layout = _Layout(
         rows, sizes.columns, places, sizes, spec, action, n_step, prioritised, *_packing(spec.observation, half)
     )
-    of = functools.partial
+    part = functools.partial
     return Replay(
-        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_choose, layout), of(_look, layout),
-        _prioritise,
+        rows, part(_start, layout), part(_add, layout), part(_sample, layout), part(_choose, layout),
+        part(_look, layout), _prioritise,
     )  # fmt: skip
 
 
@@ -154,35 +154,37 @@ class _Layout(NamedTuple):
         return self.unpack(jax.tree.map(lambda x: x[row, column], ring.observation))
 
 
-def _start(of: _Layout) -> Ring:
-    rows, columns = of.rows, of.columns
-    packed = jax.eval_shape(lambda: of.pack(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of.spec.observation)))
-    observation = jax.tree.map(lambda x: jnp.zeros((rows + of.places, columns, *x.shape), x.dtype), packed)
+def _start(layout: _Layout) -> Ring:
+    rows, columns = layout.rows, layout.columns
+    packed = jax.eval_shape(
+        lambda: layout.pack(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.spec.observation))
+    )
+    observation = jax.tree.map(lambda x: jnp.zeros((rows + layout.places, columns, *x.shape), x.dtype), packed)
     ring = Ring(
         observation,
         jax.tree.map(lambda x: jnp.zeros_like(x[0]), observation),
         jnp.zeros(columns, bool),
-        jnp.zeros((rows, columns, *of.action.shape), of.action.dtype),
+        jnp.zeros((rows, columns, *layout.action.shape), layout.action.dtype),
         jnp.zeros((rows, columns), jnp.float32),
-        jnp.full((rows, columns), NOBODY, of.kept),
+        jnp.full((rows, columns), NOBODY, layout.kept),
         jnp.zeros(columns, jnp.int32),
-        sum_tree.start(rows * columns) if of.prioritised else (),
+        sum_tree.start(rows * columns) if layout.prioritised else (),
         jnp.float32(1.0),
     )
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (of.sizes.shards, *x.shape)), ring)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (layout.sizes.shards, *x.shape)), ring)
 
 
-def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, Cursor]:
-    rows, steps, places, column = of.rows, of.sizes.steps, of.places, jnp.arange(of.columns)
-    assert data.reward.shape == (steps, of.columns), (data.reward.shape, of.sizes)
+def _add(layout: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, Cursor]:
+    rows, steps, places, column = layout.rows, layout.sizes.steps, layout.places, jnp.arange(layout.columns)
+    assert data.reward.shape == (steps, layout.columns), (data.reward.shape, layout.sizes)
     at, after = cursor.at, (cursor.at + steps) % rows
     before = (at - 1) % rows
-    new, last, truncated = (of.pack(x) for x in (data.observation, *data.successors))
+    new, last, truncated = (layout.pack(x) for x in (data.observation, *data.successors))
     broken = _differ(ring.last, jax.tree.map(lambda x: x[0], new)) & ring.open
     cut = data.truncated & ~data.terminated & data.valid
     place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
     ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
-    ending = jnp.where(data.valid, ending, NOBODY).astype(of.kept)
+    ending = jnp.where(data.valid, ending, NOBODY).astype(layout.kept)
     # A column's k-th truncation in a rollout goes to the k-th free place; places out of range are dropped.
     k = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])[:, None]
     where = jnp.where(k < jnp.sum(cut, axis=0)[None], rows + (ring.cuts[None] + k) % places, rows + places)
@@ -196,46 +198,46 @@ def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, 
         observation=jax.tree.map(write, ring.observation, new, last, truncated),
         last=last,
         open=ending[-1] == ON,
-        action=_put(ring.action, data.action.astype(of.action.dtype), at),
+        action=_put(ring.action, data.action.astype(layout.action.dtype), at),
         reward=_put(ring.reward, data.reward, at),
         ending=_put(endings, ending, at),
         cuts=(ring.cuts + jnp.sum(cut, axis=0, dtype=jnp.int32)) % places,
     )
     if isinstance(ring.tree, Tree):
         ring = ring._replace(
-            tree=_with_priorities(of, ring, ring.tree, at, after, data.valid, jnp.where(broken, before, after))
+            tree=_with_priorities(layout, ring, ring.tree, at, after, data.valid, jnp.where(broken, before, after))
         )
     return ring, Cursor(after, jnp.minimum(cursor.filled + steps, rows - 1))
 
 
 def _with_priorities(
-    of: _Layout, ring: Ring, tree: Tree, at: jax.Array, after: jax.Array, valid: jax.Array, lost: jax.Array
+    layout: _Layout, ring: Ring, tree: Tree, at: jax.Array, after: jax.Array, valid: jax.Array, lost: jax.Array
 ) -> Tree:
     """Tree with the priorities of new rows. The row at the cursor holds the newest step's successor and cannot be
     sampled, nor can the step in row `lost` [B], whose successor is not known."""
     worth = jnp.where(valid, ring.greatest, 0.0).reshape(-1)
-    nothing = jnp.zeros(of.columns)
-    rows = (at * of.columns, worth), (after * of.columns, nothing)
-    return sum_tree.change(tree, rows, lost * of.columns + jnp.arange(of.columns), nothing)
+    nothing = jnp.zeros(layout.columns)
+    rows = (at * layout.columns, worth), (after * layout.columns, nothing)
+    return sum_tree.change(tree, rows, lost * layout.columns + jnp.arange(layout.columns), nothing)
 
 
-def _choose(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Chosen:
+def _choose(layout: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Chosen:
     if isinstance(ring.tree, Tree):
         index, priority = sum_tree.draw(ring.tree, key, n)
         least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
         return Chosen(index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0))
     drawn = prng.bits(key, (2, n))
-    row = (_bounded(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
-    return Chosen(row * of.columns + _bounded(drawn[1], of.columns), jnp.ones(n, jnp.float32))
+    row = (_bounded(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % layout.rows
+    return Chosen(row * layout.columns + _bounded(drawn[1], layout.columns), jnp.ones(n, jnp.float32))
 
 
-def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
-    return _look(of, ring, cursor, _choose(of, ring, cursor, key, n, beta))
+def _sample(layout: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
+    return _look(layout, ring, cursor, _choose(layout, ring, cursor, key, n, beta))
 
 
-def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transitions:
-    rows, n_step, (n,) = of.rows, of.n_step, chosen.place.shape
-    row, column = chosen.place // of.columns, chosen.place % of.columns
+def _look(layout: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transitions:
+    rows, n_step, (n,) = layout.rows, layout.n_step, chosen.place.shape
+    row, column = chosen.place // layout.columns, chosen.place % layout.columns
     ahead = jnp.arange(n_step)[:, None]
     newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
     window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
@@ -247,8 +249,8 @@ def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transition
     last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
     following = jnp.where(last >= 0, rows + last, (row + m) % rows)
     return Transitions(
-        of.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
-        last == TERMINATED, of.look(ring, following, column), jnp.where(m > 0, chosen.weight, 0.0), chosen.place,
+        layout.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
+        last == TERMINATED, layout.look(ring, following, column), jnp.where(m > 0, chosen.weight, 0.0), chosen.place,
     )  # fmt: skip
 
 

@@ -288,8 +288,8 @@ def in_micro_batches(function: Callable[[Params, Batch], Any], pieces: int) -> C
         def add(i: jax.Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, piece(i))
 
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(piece, jnp.int32(0)))
-        return jax.lax.fori_loop(0, pieces, add, none)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(piece, jnp.int32(0)))
+        return jax.lax.fori_loop(0, pieces, add, zeros)
 
     return run
 

@@ -87,8 +87,8 @@ def answer(word: str, answers: Mapping[str, str] = ANSWERS) -> str | None:
 def aliases_of(config: Any) -> dict[str, str]:
     """Other names of settings -> their own, with underscores."""
     own = {leaf.name for leaf in config_fields.walk(config)}
-    named = {name.replace("-", "_"): [word.replace("-", "_") for word in some] for name, some in ALIASES.items()}
-    return {word: name for name, some in named.items() if name in own for word in some if word not in own}
+    named = {name.replace("-", "_"): [word.replace("-", "_") for word in aliases] for name, aliases in ALIASES.items()}
+    return {word: name for name, aliases in named.items() if name in own for word in aliases if word not in own}
 
 
 def canonical(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def as_typed(text: str, words: list[str]) -> str:
     """An error's text with flags as the user typed them among `words`: --learning-rate or --num_envs."""
     written = [word.partition("=")[0] for word in words if word.startswith("--")]
     typed = {word.replace("_", "-"): word for word in written}
-    for name, some in ALIASES.items():
-        for word in [typed[f"--{alias}"] for alias in some if f"--{alias}" in typed]:
+    for name, aliases in ALIASES.items():
+        for word in [typed[f"--{alias}"] for alias in aliases if f"--{alias}" in typed]:
             typed.setdefault(f"--{name}", word)
     return re.sub(r"--[a-z][a-z-]*", lambda flag: typed.get(flag[0], flag[0]), text)

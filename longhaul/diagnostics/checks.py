@@ -232,20 +232,20 @@ def compilation(run: Run) -> tuple[Check, Program]:
     """Seconds of compilation, cold and from a persistent cache; and the program."""
     with fresh_cache():
         cold = compiled(run)
-        again = compiled(run, cold.source)
+        warm = compiled(run, cold.source)
     figures = {
-        "trace_seconds": cold.trace_seconds, "compile_seconds": cold.compile_seconds, "cached": again.hit,
-        "cached_seconds": again.compile_seconds,
+        "trace_seconds": cold.trace_seconds, "compile_seconds": cold.compile_seconds, "cached": warm.hit,
+        "cached_seconds": warm.compile_seconds,
     }  # fmt: skip
     value = (
         f"traced in {cold.trace_seconds:.1f} s, compiled in {cold.compile_seconds:.1f} s, "
-        f"from the cache in {again.compile_seconds:.1f} s"
+        f"from the cache in {warm.compile_seconds:.1f} s"
     )
     bound = f"from the cache <= {WARM:.0%}"
-    if not again.hit:
+    if not warm.hit:
         remedy = "the same program was compiled twice: something in it differs from run to run, an address or a time"
         return judged("compilation", FAIL, value, bound, remedy, **figures), cold
-    slow = again.compile_seconds > max(WARM * cold.compile_seconds, 1.0)
+    slow = warm.compile_seconds > max(WARM * cold.compile_seconds, 1.0)
     remedy = "loading takes as long as compiling: keep the cache on a faster disk"
     return judged("compilation", WARN if slow else PASS, value, bound, remedy, **figures), cold
 
@@ -490,11 +490,11 @@ def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float
 
     It needs no normal distribution and no equal variances; with few seeds it can never be very small.
     """
-    both, n = np.array([*first, *second], np.float64), len(first)
-    seen = abs(both[:n].mean() - both[n:].mean())
-    total = both.sum()
-    picked = np.array([both[list(some)].sum() for some in itertools.combinations(range(len(both)), n)])
-    apart = np.abs(picked / n - (total - picked) / (len(both) - n))
+    returns, n = np.array([*first, *second], np.float64), len(first)
+    seen = abs(returns[:n].mean() - returns[n:].mean())
+    total = returns.sum()
+    picked = np.array([returns[list(some)].sum() for some in itertools.combinations(range(len(returns)), n)])
+    apart = np.abs(picked / n - (total - picked) / (len(returns) - n))
     return float(np.mean(apart >= seen * (1.0 - 1e-9)))
 
 
@@ -512,12 +512,12 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     return Comparison(difference, permutation_chance(alone, together), gained, spread)
 
 
-def convergence(one: Program, many: Program, *, seeds: int, updates: int) -> Check:
+def convergence(alone: Program, many: Program, *, seeds: int, updates: int) -> Check:
     """Short curves of one device against many at the same batch: an exact permutation test over seeds.
 
     Other numbers of devices draw other random numbers, so only distributions over seeds can be compared.
     """
-    sides = [[curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
+    sides = [[curve(each, seed, updates) for seed in range(seeds)] for each in (alone, many)]
     result, devices = compare(*sides), many.assembly.mesh.size
     if result is None:
         return skipped("convergence", f"no episode ended in {updates} updates", "give more --updates")

@@ -227,8 +227,8 @@ def row(
     alone += communication_seconds(program, chip, assumed, program.model)
     communication = communication_seconds(program, chip, assumed, devices)
     times = alone, compute + communication, communication
-    off = None if here else OFF.get((chip.name, program.own))
-    error = None if off is None else off + communication / (compute + communication)
+    known_error = None if here else OFF.get((chip.name, program.own))
+    error = None if known_error is None else known_error + communication / (compute + communication)
     return _row(program, chip, assumed, devices, steps, times, strong=strong, error=error)
 
 

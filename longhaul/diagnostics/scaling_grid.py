@@ -354,8 +354,8 @@ def page(name: str, summary: Mapping[str, Any]) -> str:
     return pages.page(f"{name} · Longhaul", body, styles=styles)
 
 
-def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str, label: str, law: Law | None) -> str:
-    """A `<figure>` of failure over `along`, a line for each value of `by`; empty if there are no points.
+def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, group: str, label: str, law: Law | None) -> str:
+    """A `<figure>` of failure over `along`, a line for each value of `group`; empty if there are no points.
 
     Discs are measured, whiskers reach from the least to the greatest of the seeds, lines are the law (without one they
     join the points).
@@ -367,10 +367,10 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
     y = np.log10([*ends, *([law.e] if law is not None and law.e > min(ends) / 10 else [])])
     axes = Axes(x.min() - 0.1, x.max() + 0.1, y.min() - 0.08, y.max() + 0.08, log=True)
     parts, entries = [], []
-    for i, value in enumerate(sorted({point[by] for point in points})):
-        own = sorted((point for point in points if point[by] == value), key=lambda point: point[along])
-        parts.append(_line(own, along, by, law, axes, i % 5))
-        entries.append(f'<li class="s{i % 5}">{short(value)} {html.escape(by)}</li>')
+    for i, value in enumerate(sorted({point[group] for point in points})):
+        own = sorted((point for point in points if point[group] == value), key=lambda point: point[along])
+        parts.append(_line(own, along, group, law, axes, i % 5))
+        entries.append(f'<li class="s{i % 5}">{short(value)} {html.escape(group)}</li>')
     return (
         f'<figure class="curve"><figcaption><span>{html.escape(title)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">'
@@ -378,13 +378,13 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
     )
 
 
-def _line(own: Sequence[Mapping[str, Any]], along: str, by: str, law: Law | None, axes: Axes, colour: int) -> str:
+def _line(own: Sequence[Mapping[str, Any]], along: str, group: str, law: Law | None, axes: Axes, colour: int) -> str:
     """Points of one line, and the law through them."""
     if law is None:
         x, y = (np.array([point[name] for point in own], float) for name in (along, "failure"))
     else:
         x = 10.0 ** np.linspace(axes.left, axes.right, SAMPLES)
-        sides = {along: x, by: np.full(SAMPLES, float(own[0][by]))}
+        sides = {along: x, group: np.full(SAMPLES, float(own[0][group]))}
         y = law.at(sides["parameters"], sides["scenarios"])
     inside = np.log10(y) <= axes.high
     places = zip(axes.x(x[inside]).tolist(), axes.y(y[inside]).tolist(), strict=True)

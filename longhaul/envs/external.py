@@ -332,9 +332,9 @@ def _check_against_spec(name: str, found: PyTree, expected: PyTree, agents: tupl
 
 
 def _check_same_form(name: str, found: PyTree, expected: PyTree, says: str = "reset's is") -> None:
-    structure, other = jax.tree.structure(found), jax.tree.structure(expected)
-    if bool(structure != other):  # type: ignore[operator]  # JAX says nothing of their types
-        raise ValueError(f"{name} is {structure}; {says} {other}")
+    structure, expected_structure = jax.tree.structure(found), jax.tree.structure(expected)
+    if bool(structure != expected_structure):  # type: ignore[operator]  # JAX says nothing of their types
+        raise ValueError(f"{name} is {structure}; {says} {expected_structure}")
     for (path, leaf), like in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {_form(leaf)}; {says} {_form(like)}")

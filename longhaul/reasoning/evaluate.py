@@ -117,7 +117,7 @@ def evaluate_on_host(
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """Evaluation of a task that the host checks, like `evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
-    on = turns.continuing(config, sampling, tokeniser).go_on
+    go_on = turns.continuing(config, sampling, tokeniser).go_on
     compiled: list[jax.stages.Compiled] = []
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
@@ -126,7 +126,7 @@ def evaluate_on_host(
         if not compiled:
             compiled.append(device_memory.compiled(sample, *arguments))
         drawn = jax.device_get(compiled[0](*arguments))
-        drawn = on(params, np.repeat(posed.prompt, sampling.group, axis=0), drawn, keys)
+        drawn = go_on(params, np.repeat(posed.prompt, sampling.group, axis=0), drawn, keys)
         return quality_on_host(task, problems, drawn, tokeniser, sampling.group), drawn
 
     return evaluate

@@ -405,9 +405,9 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
     inner.encode_special_tokens = True  # as text
     ends = _ends(Path(folder))
 
-    def numbers_of(text: str, by: Any) -> list[int]:
+    def numbers_of(text: str, tokenizer: Any) -> list[int]:
         try:
-            return list(by.encode(text, add_special_tokens=False).ids)
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
         except TypeError:
             raise ValueError(f"{text!r:.40} has half of a character, a lone surrogate") from None
         except BaseException as error:  # a panic of Rust, where a regular expression gives up
@@ -415,7 +415,7 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
                 raise
             raise HubError(f"{path} can't read {text!r:.40}: {str(error).splitlines()[0]}") from None
 
-    encode, with_marks = (functools.partial(numbers_of, by=by) for by in (inner, marked))
+    encode, with_marks = (functools.partial(numbers_of, tokenizer=by) for by in (inner, marked))
     count = 1 + max(inner.get_vocab().values(), default=-1)
     end = _template(Path(folder))[1].get("eos_token")
     for word, odd in (*((number, number >= count) for number in ends),

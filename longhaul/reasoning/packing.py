@@ -63,10 +63,10 @@ def packed(prompt: jax.Array, problem: jax.Array, counts: jax.Array, *, room: in
         before = jnp.where(same_problem, 0, prompt_lengths[which] - 1)
         fits = before + length[which] <= free
         row = jnp.argmin(jnp.where(fits, each + number * ~same_problem, 2 * number)).astype(jnp.int32)
-        some, begin = length[which] > 0, room - free[row]
-        taken = jnp.where(some, before[row] + length[which], 0)
-        after = free.at[row].add(-taken), last.at[row].set(jnp.where(some, problem[which], last[row]))
-        return after, (jnp.where(some, row, -1), begin + before[row], before[row])
+        used, begin = length[which] > 0, room - free[row]
+        taken = jnp.where(used, before[row] + length[which], 0)
+        after = free.at[row].add(-taken), last.at[row].set(jnp.where(used, problem[which], last[row]))
+        return after, (jnp.where(used, row, -1), begin + before[row], before[row])
 
     empty = jnp.full(number, room, jnp.int32), jnp.full(number, -1, jnp.int32)
     _, places = jax.lax.scan(put, empty, order)
@@ -88,8 +88,8 @@ def laid(to: Packed, prompt: jax.Array, text: jax.Array, number: jax.Array, *, r
         text[own, jnp.clip(step - 1, 0, steps - 1)],
         prompt[own, jnp.clip(width - 1 + step, 0, width - 1)],
     )
-    of = to.problem[own]
-    same = (own[:, None] == own[None]) | (asking[None] & (of[:, None] == of[None]))
+    problem = to.problem[own]
+    same = (own[:, None] == own[None]) | (asking[None] & (problem[:, None] == problem[None]))
     seen = same & used[None] & jnp.tril(jnp.ones((room, room), bool))
     position = jnp.where(used, to.asked[own] - 1 + step, 0)
     target = jnp.where(used & ~asking, own * steps + step, count * steps)
@@ -105,8 +105,8 @@ def summed(function: Callable[[Row], Any], to: Packed, prompt: jax.Array, text: 
     def add(number: jax.Array, sums: Any) -> Any:
         return jax.tree.map(jnp.add, sums, of_row(number))
 
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_row, jnp.int32(0)))
-    return jax.lax.fori_loop(0, to.rows, add, none)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_row, jnp.int32(0)))
+    return jax.lax.fori_loop(0, to.rows, add, zeros)
 
 
 def log_probs(

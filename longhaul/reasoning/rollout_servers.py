@@ -240,8 +240,8 @@ class _Work:
         after = max(SOON, LATE * self.longest) if self.longest else math.inf
         for place, holders in self.sent.items():
             if self.answers[place] is None and len(holders) == 1:
-                other, since = holders[0]
-                if other is not server and now - since > after:
+                holder, since = holders[0]
+                if holder is not server and now - since > after:
                     return place
         return None
 

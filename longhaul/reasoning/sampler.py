@@ -406,9 +406,9 @@ def _blank_flow(count: int) -> _Flow:
 def _compacted(now: _Decoding, fewer: int) -> _Decoding:
     """The same completions, without most rows that have ended."""
     left = jnp.argsort(now.flow.ended, stable=True)[:fewer]
-    token, flow, of = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
-    return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=of,
-                        row=now.row.at[of].set(jnp.arange(fewer)))  # fmt: skip
+    token, flow, numbers = jax.tree.map(lambda x: x[left], (now.token, now.flow, now.number))
+    return now._replace(cache=decode.of_rows(now.cache, left), token=token, flow=flow, number=numbers,
+                        row=now.row.at[numbers].set(jnp.arange(fewer)))  # fmt: skip
 
 
 def sampler(

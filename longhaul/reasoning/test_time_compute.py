@@ -218,7 +218,7 @@ def drawing(
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
     sampling = dataclasses.replace(sampling, group=1, wave=ROWS)
     sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
-    on = turns.continuing(config, sampling, tokeniser).go_on
+    go_on = turns.continuing(config, sampling, tokeniser).go_on
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
@@ -232,7 +232,7 @@ def drawing(
         calls += 1
         drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), keys,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
-        drawn = on(params, padded, drawn, keys)
+        drawn = go_on(params, padded, drawn, keys)
         return texts(drawn, count, tokeniser)[: len(prompts)]
 
     return draw

@@ -252,13 +252,13 @@ def _single_text(mask: jax.Array) -> Places:
     return Places(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, seen)
 
 
-def _bitcast(x: jax.Array, of: Any, to: Any) -> jax.Array:
-    """`x` read as another type if it is of type `of`.
+def _bitcast(x: jax.Array, dtype: Any, to: Any) -> jax.Array:
+    """`x` read as another type, `to`, if it is of type `dtype`.
 
     A layer's frozen kernels in bfloat16 are sliced out of the stack as integers: else XLA widens the whole stack before
     the loop over layers, as a copy in float32.
     """
-    return jax.lax.bitcast_convert_type(x, to) if x.dtype == of else x
+    return jax.lax.bitcast_convert_type(x, to) if x.dtype == dtype else x
 
 
 class _Kernels(NamedTuple):
@@ -272,8 +272,8 @@ class _Kernels(NamedTuple):
         if f"{name}_bias" in self.weights:
             y = y + along_last(self.weights[f"{name}_bias"].astype(self.dtype), y)
         if f"{name}_down" in self.weights:
-            down, up = self.weights[f"{name}_down"], self.weights[f"{name}_up"]
-            y = y + affine(affine(x, down), ALPHA / down.shape[-1] * up)
+            lora_down, lora_up = self.weights[f"{name}_down"], self.weights[f"{name}_up"]
+            y = y + affine(affine(x, lora_down), ALPHA / lora_down.shape[-1] * lora_up)
         return y
 
 

@@ -61,15 +61,15 @@ def continuing(config: ModelConfig, sampling: Sampling, tokeniser: Tokeniser) ->
         while (going := _continued_rows(batch, begun, going, tokeniser)).any():
             filled = batch.written.sum(axis=1)
             of_turn = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, turn)
-            for some in _chunks(np.flatnonzero(going), min(together, len(prompt))):
-                so_far = np.full((len(some), prompt.shape[1] + length), tokeniser.pad, np.int32)
-                for place, row in enumerate(some):
+            for chunk in _chunks(np.flatnonzero(going), min(together, len(prompt))):
+                so_far = np.full((len(chunk), prompt.shape[1] + length), tokeniser.pad, np.int32)
+                for place, row in enumerate(chunk):
                     text = np.concatenate([prompt[row][prompt[row] != tokeniser.pad], batch.token[row, : filled[row]]])
                     so_far[place, -len(text) :] = text
-                most = jnp.asarray(length - filled[some], jnp.int32)
-                arguments = params, jnp.asarray(so_far), of_turn[some], jnp.int32(UNBOUNDED), most
+                most = jnp.asarray(length - filled[chunk], jnp.int32)
+                arguments = params, jnp.asarray(so_far), of_turn[chunk], jnp.int32(UNBOUNDED), most
                 more = jax.device_get(program(params, prompt.shape)(*arguments))
-                for place, row in enumerate(some):
+                for place, row in enumerate(chunk):
                     begun[row] = filled[row]
                     for old, new in zip(batch, more, strict=True):
                         old[row, filled[row] :] = new[place, : length - filled[row]]

@@ -42,19 +42,19 @@ def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int, fsdp: int = 
     if len(shape) > 1:
         names = [name for name in path[-2:] if name != "kernel"]
         axes = [*(reversed(pair) if names and _ROWS.fullmatch(names[-1]) else pair), *axes]
-    by: dict[int, tuple[str, ...]] = {}
+    axes_of: dict[int, tuple[str, ...]] = {}
     if model > 1 and (chosen := next((axis for axis in axes if shape[axis] % model == 0), None)) is not None:
-        by[chosen] = (MODEL,)
+        axes_of[chosen] = (MODEL,)
     if fsdp > 1:
         # A kernel's own axes come first: of stacked layers a loop takes one, which then lies on all devices.
         own = [axis for axis in longest if axis in pair or len(shape) == 1]
-        free = [axis for axis in dict.fromkeys([*own, *longest]) if axis not in by and shape[axis] % fsdp == 0]
-        both = [axis for axis in by if shape[axis] % (fsdp * model) == 0]
+        free = [axis for axis in dict.fromkeys([*own, *longest]) if axis not in axes_of and shape[axis] % fsdp == 0]
+        both = [axis for axis in axes_of if shape[axis] % (fsdp * model) == 0]
         for axis in [*free, *both][:1]:
-            by[axis] = (FSDP, *by.get(axis, ()))
-    if not by:
+            axes_of[axis] = (FSDP, *axes_of.get(axis, ()))
+    if not axes_of:
         return PartitionSpec()
-    split = {axis: mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes for axis, mesh_axes in by.items()}
+    split = {axis: mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes for axis, mesh_axes in axes_of.items()}
     return PartitionSpec(*(split.get(axis) for axis in range(len(shape))))
 
 

@@ -83,8 +83,8 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool
             raise ValueError(f"{where} has no leaf {leaf_name} ({_form_text(needed)}), which this run has: {REMEDY}")
         stored = table[leaf_name]
         if (needed["dtype"], needed["shape"]) != (stored["dtype"], stored["shape"]):
-            both = f"{_form_text(stored)} in {where}, and {_form_text(needed)} in this run"
-            raise ValueError(f"leaf {leaf_name} is {both}: {REMEDY}")
+            difference = f"{_form_text(stored)} in {where}, and {_form_text(needed)} in this run"
+            raise ValueError(f"leaf {leaf_name} is {difference}: {REMEDY}")
     surplus = sorted(table.keys() - like.keys())
     if surplus and not part:
         stored = table[surplus[0]]

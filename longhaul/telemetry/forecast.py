@@ -87,8 +87,8 @@ def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 2
     rng = np.random.default_rng(seed)
     spread = (residual - residual.mean()) * np.sqrt(len(x) / max(len(x) - 3, 1))
     drawn = (reward - start - residual)[None] + rng.choice(spread, (draws, len(x)))
-    again = minimise(gains, drawn, np.repeat(best[None], draws, axis=0), bounds, steps=STEPS, longest=1.0)[0]
-    numbers = np.stack([start + again[:, 0], np.exp(again[:, 1]), np.exp(again[:, 2])])
+    refitted = minimise(gains, drawn, np.repeat(best[None], draws, axis=0), bounds, steps=STEPS, longest=1.0)[0]
+    numbers = np.stack([start + refitted[:, 0], np.exp(refitted[:, 1]), np.exp(refitted[:, 2])])
     ends = np.quantile(numbers, (0.05, 0.95), axis=1)
     law = Ceiling(start, start + float(best[0]), float(np.exp(best[1])), float(np.exp(best[2])))
     intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(Ceiling._fields[1:])}

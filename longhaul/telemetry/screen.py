@@ -414,7 +414,8 @@ def _gpus() -> str:
         output = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
         rows = [[float(cell) for cell in line.split(",")] for line in output.splitlines()]
         return "".join(
-            f"  GPU {i} {use:.0f} %, {used / 1024:.1f} of {of / 1024:.1f} GiB" for i, (use, used, of) in enumerate(rows)
+            f"  GPU {i} {use:.0f} %, {taken / 1024:.1f} of {size / 1024:.1f} GiB"
+            for i, (use, taken, size) in enumerate(rows)
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""

@@ -136,9 +136,9 @@ def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] 
     if not file.exists():
         return None
     last = None
-    other = file.with_name(file.name + ".partial")
+    partial = file.with_name(file.name + ".partial")
     with _as_metrics_error(file):
-        with open(other, "wb") as kept:
+        with open(partial, "wb") as kept:
             for line, record in _lines(file):
                 number = record.get("update")
                 if not isinstance(number, int):
@@ -150,7 +150,7 @@ def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] 
                     last = record
             kept.flush()
             os.fsync(kept.fileno())
-        os.replace(other, file)
+        os.replace(partial, file)
     return last
 
 

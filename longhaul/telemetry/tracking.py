@@ -159,19 +159,21 @@ def chosen(
             changes["rewind"] = "rewind" in explicit and values["rewind"]
         trackers[name] = known._replace(on=name in names, **changes)
         if name in names and resolved(name, trackers[name]) != "disabled" and importlib.util.find_spec(name) is None:
-            asked, off = ("--wandb", " (--no-wandb)") if name == "wandb" else (f"--track {name}", "")
-            raise TrackingError(f"{asked} needs {name}: pip install 'longhaul-rl[{kind.extra}]', or leave it out{off}")
+            asked, negation = ("--wandb", " (--no-wandb)") if name == "wandb" else (f"--track {name}", "")
+            raise TrackingError(
+                f"{asked} needs {name}: pip install 'longhaul-rl[{kind.extra}]', or leave it out{negation}"
+            )
     return trackers
 
 
 def idle(explicit: frozenset[str], tracked: Mapping[str, Tracking]) -> Iterator[str]:
     """Lines on the flags `explicit` that no tracker takes."""
-    on = {name for name, tracking in tracked.items() if tracking.on}
+    active = {name for name, tracking in tracked.items() if tracking.on}
     for flag, takers in (("project", set(KINDS)), ("entity", {"wandb", "swanlab"})):
-        if flag in explicit and not on & takers:
+        if flag in explicit and not active & takers:
             yield f"--{flag} does nothing without --wandb"
     for flag in ("wandb-mode", "artifact", "rewind"):
-        if flag in explicit and "wandb" not in on:
+        if flag in explicit and "wandb" not in active:
             yield f"--{flag} does nothing without --wandb"
     if "rewind" in explicit and "resume" not in explicit:
         yield "--rewind does nothing without --resume"
@@ -205,10 +207,10 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
     `note` takes one line. `stopping` reports a signal, after which the end waits only briefly. The sink of an untracked
     run does nothing. No failure of a tracker raises.
     """
-    on = [name for name, tracked in load_all(folder).items() if tracked.on and resolved(name, tracked) != "disabled"]
-    records = sinks.read(folder / "metrics.jsonl") if on and (folder / "metrics.jsonl").exists() else []
+    names = [name for name, tracked in load_all(folder).items() if tracked.on and resolved(name, tracked) != "disabled"]
+    records = sinks.read(folder / "metrics.jsonl") if names and (folder / "metrics.jsonl").exists() else []
     last = int(records[-1]["update"]) if records else 0
-    followers = [Follower(folder, name, note, last) for name in on]
+    followers = [Follower(folder, name, note, last) for name in names]
 
     def write(record: Record) -> None:
         for follower in followers:

@@ -314,10 +314,12 @@ def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
     before, now = about.get("data"), source.about
     if before is None or now is None or before == now:
         return
-    task, of = run.environment, "scenarios" if isinstance(run.environment, Driving) else "steps"
+    task, kind = run.environment, "scenarios" if isinstance(run.environment, Driving) else "steps"
     files = f"--data {' '.join(task.data)}" if isinstance(task, Driving) else "--recorded"
-    count = now[of]
-    difference = f"{count} {of}, and {before[of]} when" if count != before[of] else f"{count} other {of} than when"
+    count = now[kind]
+    difference = (
+        f"{count} {kind}, and {before[kind]} when" if count != before[kind] else f"{count} other {kind} than when"
+    )
     raise RunError(f"{files} holds {difference} run {name} began; bring those data back, or start a new run")
 
 

@@ -69,11 +69,11 @@ def draw(
     run, policies = loaded[0][0], [policy for _, policy in loaded]
     switches = {"safety": safety, "skip_bad_logs": skip_bad_logs}
     run = replaced(run, **{name: bool(value) for name, value in switches.items() if value is not None})
-    some = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic).named(scenarios)
+    drives = evaluate_driving.drives(run, data, None if scenarios else episodes, traffic).named(scenarios)
     changes = evaluate_driving.past_violations(run) if past_violations else {}
-    shown = range(len(some.scenarios))
+    shown = range(len(drives.scenarios))
     films = [
-        [labelled(film, each) for film in some.play(policy, driver_of(each), shown, **changes)[1]]
+        [labelled(film, each) for film in drives.play(policy, driver_of(each), shown, **changes)[1]]
         for each, policy in zip(who, policies, strict=True)
     ]
     with screen.stage("drawing"):

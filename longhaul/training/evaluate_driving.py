@@ -165,11 +165,11 @@ class Drives(NamedTuple):
         steps = shell.spec.max_steps
         assert steps is not None
 
-        def drive(policy: Params | None, tables: DeviceBank, some: jax.Array) -> Any:
+        def drive(policy: Params | None, tables: DeviceBank, selected: jax.Array) -> Any:
             environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
 
             def observe(state: Any) -> Any:
-                chosen = jax.tree.map(lambda leaf: leaf[some[0]], state)
+                chosen = jax.tree.map(lambda leaf: leaf[selected[0]], state)
                 return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
 
             through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
@@ -192,11 +192,11 @@ class Drives(NamedTuple):
             with screen.stage(title, len(self.scenarios)) as advance, opened() as batches:
                 for batch in batches:
                     where = {which: np.argwhere(batch.numbers == which) for which in record}
-                    some = np.zeros((mesh.devices.size, films), np.int32)
+                    selected = np.zeros((mesh.devices.size, films), np.int32)
                     for i, which in enumerate(record):
                         for device, lane in where[which]:
-                            some[device, i] = lane
-                    episodes, frames = jax.device_get(program(policy, batch.tables, some))
+                            selected[device, i] = lane
+                    episodes, frames = jax.device_get(program(policy, batch.tables, selected))
                     rows.append(rows_of(episodes, batch))
                     for i, which in enumerate(record):
                         for device, _ in where[which]:
@@ -367,8 +367,8 @@ def worst(scores: Scores, count: int) -> list[int]:
     keys = [name for name in ("accuracy", "vmax_score", "progress", "return") if name in scores.metrics]
 
     def badness(number: int) -> list[float]:
-        of = (scores.metrics[name].valid & (group == number) for name in keys)
-        return [float(np.mean(scores.metrics[n].value[some])) if some.any() else np.inf for n, some in zip(keys, of)]
+        valid = (scores.metrics[name].valid & (group == number) for name in keys)
+        return [float(np.mean(scores.metrics[n].value[rows])) if rows.any() else np.inf for n, rows in zip(keys, valid)]
 
     return sorted(dict.fromkeys(group.tolist()), key=badness)[:count]
 

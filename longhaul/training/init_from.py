@@ -78,7 +78,7 @@ def applied(run: Run, spec: Spec, state: PyTree) -> tuple[PyTree, str]:
             f"{', '.join(sorted(source)[:4])}, and the "
             f"run {', '.join(sorted(name for name in named if name.partition('.')[0] in fields)[:4])}"
         )
-    shares = ", ".join(f"{count} of {of} of the {part}" for part, (count, of) in matched.items() if of)
+    shares = ", ".join(f"{count} of {total} of the {part}" for part, (count, total) in matched.items() if total)
     lacking = [name for name in named if name.partition(".")[0] in fields and name not in source]
     if lacking:
         shares += f"; without {', '.join(lacking[:4])}" + (f" and {len(lacking) - 4} more" if lacking[4:] else "")

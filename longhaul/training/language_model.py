@@ -165,9 +165,9 @@ class LanguageModel:
         self._end = weakref.finalize(self, engine.close)
         return engine
 
-    def _read(self, text: str, by: Callable[[str], list[int]]) -> list[int]:
+    def _read(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         try:
-            numbers = by(text)
+            numbers = encode(text)
         except ValueError as error:
             raise RunError(f"{text!r:.60} can't be read: {error}") from error
         if not numbers:

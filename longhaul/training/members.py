@@ -177,8 +177,8 @@ def _mean_and_deviation(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], d
 
 def settings(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
     """(label, numbers of its members) of each setting of the swept hyperparameters, in order."""
-    for _, some in itertools.groupby(rows, key=lambda row: sorted(row["hyperparameters"].items())):
-        group = list(some)
+    for _, grouped in itertools.groupby(rows, key=lambda row: sorted(row["hyperparameters"].items())):
+        group = list(grouped)
         yield Member(0, dict(group[0]["hyperparameters"])).label(), [row["member"] for row in group]
 
 
@@ -222,11 +222,11 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
 def member_sections(records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
     """HTML of a folded part a member: its evaluation, where there is one, and its curves."""
     parts = []
-    some = records[:: -(-len(records) // MOST_POINTS) or 1]
+    sampled = records[:: -(-len(records) // MOST_POINTS) or 1]
     for row in rows:
         label = Member(row["seed"], dict(row["hyperparameters"])).label()
         title = html.escape(f"Run {row['member']}: " + ", ".join(filter(None, (f"seed {row['seed']}", label))))
-        main, others = report.figures([of_member(record, row["member"]) for record in some])
+        main, others = report.figures([of_member(record, row["member"]) for record in sampled])
         drawn = f'<div class="curves">{main or "".join(others)}</div>'
         scores = report.evaluation_table(row.get("evaluation"))
         parts.append(

@@ -247,32 +247,32 @@ def _round(graph: Graph, equation: Any, x: Value) -> Value:
     return graph.node("Mul", graph.node("Sign", x), away)
 
 
-def _shift(graph: Graph, equation: Any, x: Value, by: Value) -> Value:
+def _shift(graph: Graph, equation: Any, x: Value, shift: Value) -> Value:
     """Shift of bits: to the left, or to the right with zeros, as uint32."""
     dtype = equation.invars[0].aval.dtype
     if dtype.itemsize > 4 or (dtype.kind == "i" and dtype.itemsize < 4):
         raise RunError(f"this policy shifts the bits of {dtype}, which --to onnx does not translate; take --to jax")
     left = equation.primitive.name == "shift_left"
-    operands = (graph.cast(value, np.uint32) for value in (x, by))
+    operands = (graph.cast(value, np.uint32) for value in (x, shift))
     return graph.cast(graph.node("BitShift", *operands, direction="LEFT" if left else "RIGHT"), dtype)
 
 
-def _shift_signed(graph: Graph, equation: Any, x: Value, by: Value) -> Value:
+def _shift_signed(graph: Graph, equation: Any, x: Value, shift: Value) -> Value:
     """Division by a power of two towards minus infinity; ONNX shifts unsigned numbers alone."""
     x, two = graph.cast(x, np.int64), np.array(2, np.int64)
-    by = graph.cast(by, np.int64)
-    whole = two**by if isinstance(by, np.ndarray) else graph.node("Pow", two, by)
+    shift = graph.cast(shift, np.int64)
+    whole = two**shift if isinstance(shift, np.ndarray) else graph.node("Pow", two, shift)
     floor = graph.node("Div", graph.node("Sub", x, graph.node("Mod", x, whole)), whole)
     return graph.cast(floor, equation.outvars[0].aval.dtype)
 
 
 def _select(graph: Graph, equation: Any, which: Value, *cases: Value) -> Value:
-    of, dtype = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    selector_dtype, dtype = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     held = np.dtype(np.int32) if dtype == np.bool_ else dtype if dtype in KERNELS or dtype == jnp.bfloat16 else np.int64
     cases = tuple(x if held == dtype else graph.cast(x, held) for x in cases)
     selected = cases[0]
     for i, case in enumerate(cases[1:], 1):
-        chosen = which if of == np.bool_ else graph.node("Equal", which, np.array(i, of))
+        chosen = which if selector_dtype == np.bool_ else graph.node("Equal", which, np.array(i, selector_dtype))
         selected = graph.node("Where", chosen, case, selected)
     return selected if held == dtype else graph.cast(selected, dtype)
 

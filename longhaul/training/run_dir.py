@@ -266,8 +266,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     result = bounded_json.read(path)
     members = result.get("members")
     each = [result] if members is None else members if isinstance(members, list) else [None]
-    scores = [one.get("evaluation") if isinstance(one, dict) else None for one in each]
-    known = all(isinstance(one, dict) and all(isinstance(of, dict) for of in one.values()) for one in scores)
+    scores = [row.get("evaluation") if isinstance(row, dict) else None for row in each]
+    known = all(isinstance(row, dict) and all(isinstance(value, dict) for value in row.values()) for row in scores)
     steps = result.get("agent_steps", 0)
     if not known or type(steps) is not int or _is_long(result):
         raise ValueError(f"{path} is no result of a run; remove it, and go on with --resume {folder}")

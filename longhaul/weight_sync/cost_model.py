@@ -124,92 +124,95 @@ class Cost(NamedTuple):
         return max(busy, key=lambda name: busy[name])
 
 
-def costs(of: Setting) -> tuple[Cost, ...]:
+def costs(case: Setting) -> tuple[Cost, ...]:
     """Costs of the kinds of update: full, by deltas made on the accelerators, by deltas made by the hosts' cores."""
-    return full(of), delta(of), delta(of, host=True)
+    return full(case), delta(case), delta(case, host=True)
 
 
-def full(of: Setting) -> Cost:
+def full(case: Setting) -> Cost:
     """Cost of sending all parameters."""
-    return _cost("full", of, 1.0, [], [])
+    return _cost("full", case, 1.0, [], [])
 
 
-def delta(of: Setting, host: bool = False) -> Cost:
+def delta(case: Setting, host: bool = False) -> Cost:
     """Cost of a delta: fewer bytes travel, but whole shards are read for the difference and again to apply it."""
-    shard, part = of.nbytes / of.trainers, of.nbytes / of.per_replica
-    on = of.hbm * of.codec_share
+    shard, part = case.nbytes / case.trainers, case.nbytes / case.per_replica
+    codec_rate = case.hbm * case.codec_share
     if host:
         before = [
-            Term("base from accelerator", shard / of.pcie, "bytes / trainers / PCIe", "sender PCIe"),
-            Term("encode", shard / (of.cores * of.core_encode), "bytes / trainers / cores / encoding", "sender cores"),
+            Term("base from accelerator", shard / case.pcie, "bytes / trainers / PCIe", "sender PCIe"),
+            Term(
+                "encode", shard / (case.cores * case.core_encode), "bytes / trainers / cores / encoding", "sender cores"
+            ),
         ]
         each = "bytes / receivers of a replica"
         after = [
-            Term("decode", part / (of.cores * of.core_decode), f"{each} / cores / decoding", "receiver cores"),
-            Term("place", part / of.pcie, f"{each} / PCIe", "receiver PCIe"),
+            Term("decode", part / (case.cores * case.core_decode), f"{each} / cores / decoding", "receiver cores"),
+            Term("place", part / case.pcie, f"{each} / PCIe", "receiver PCIe"),
         ]
-        return _cost("delta, by host cores", of, of.delta_ratio, before, after)
+        return _cost("delta, by host cores", case, case.delta_ratio, before, after)
     before = [
-        Term("diff", 2.0 * shard / of.hbm, "2 x bytes / trainers / memory", "sender memory"),
-        Term("encode", shard / on, "bytes / trainers / (memory x codec's share)", "sender memory"),
+        Term("diff", 2.0 * shard / case.hbm, "2 x bytes / trainers / memory", "sender memory"),
+        Term("encode", shard / codec_rate, "bytes / trainers / (memory x codec's share)", "sender memory"),
     ]
     each = "bytes / receivers of a replica"
-    after = [Term("decode", part / on, f"{each} / (memory x codec's share)", "receiver memory")]
-    return _cost("delta, on accelerators", of, of.delta_ratio, before, after)
+    after = [Term("decode", part / codec_rate, f"{each} / (memory x codec's share)", "receiver memory")]
+    return _cost("delta, on accelerators", case, case.delta_ratio, before, after)
 
 
-def _cost(name: str, of: Setting, ratio: float, before: list[Term], after: list[Term]) -> Cost:
+def _cost(name: str, case: Setting, ratio: float, before: list[Term], after: list[Term]) -> Cost:
     """Cost of a transfer of bytes / ratio, between the terms `before` and `after`."""
-    sent, nic = of.nbytes / ratio, of.nic * of.efficiency
-    part = sent / of.per_replica
+    sent, nic = case.nbytes / ratio, case.nic * case.efficiency
+    part = sent / case.per_replica
     over = "" if ratio == 1.0 else " / ratio"
-    direct = of.replicas * sent / (of.trainers * nic)
-    passed = sent / (of.trainers * nic)
-    buckets = max(1, math.ceil(part / of.bucket))
-    relayed = of.relay and direct > max(part / nic, passed)
+    direct = case.replicas * sent / (case.trainers * nic)
+    passed = sent / (case.trainers * nic)
+    buckets = max(1, math.ceil(part / case.bucket))
+    relayed = case.relay and direct > max(part / nic, passed)
     each = f"bytes{over} / receivers of a replica"
     sender = Term("sender NIC", direct, f"replicas x bytes{over} / trainers / link", "sender NIC")
     if relayed:
         sender = Term("sender NIC", passed, f"bytes{over} / trainers / link: to the first replica", "sender NIC")
     terms = [*before, sender, Term("receiver NIC", part / nic, f"{each} / link", "receiver NIC")]
     if relayed:
-        hops = math.ceil(math.log2(of.replicas)) if of.replicas > 1 else 0
+        hops = math.ceil(math.log2(case.replicas)) if case.replicas > 1 else 0
         terms.append(Term("relay NIC", part / nic, f"{each} / link, on the way out", "receiver NIC, out"))
         filling = hops * part / buckets / nic
         terms.append(Term("relay filling", filling, "log2(replicas) x a bucket / link"))
-    if of.staged:
+    if case.staged:
         out = f"bytes{over} / trainers / PCIe"
-        terms.append(Term("sender PCIe", sent / of.trainers / of.pcie, out, "sender PCIe"))
-        terms.append(Term("receiver PCIe", part / of.pcie, f"{each} / PCIe", "receiver PCIe"))
-    copied = 3.0 * of.nbytes / of.per_replica / of.hbm
+        terms.append(Term("sender PCIe", sent / case.trainers / case.pcie, out, "sender PCIe"))
+        terms.append(Term("receiver PCIe", part / case.pcie, f"{each} / PCIe", "receiver PCIe"))
+    copied = 3.0 * case.nbytes / case.per_replica / case.hbm
     staging = "3 x bytes / receivers of a replica / memory"
     terms += [*after, Term("staging and check", copied, staging, "receiver memory")]
-    messages = 4.0 * of.latency * math.ceil(math.log2(max(2, of.replicas * of.per_replica)))
+    messages = 4.0 * case.latency * math.ceil(math.log2(max(2, case.replicas * case.per_replica)))
     terms.append(Term("protocol", messages, "4 messages x log2(receivers) x latency"))
-    terms.append(Term("swap", of.swap, "the pause that consumers feel"))
-    return Cost(name, tuple(terms), buckets, of.swap)
+    terms.append(Term("swap", case.swap, "the pause that consumers feel"))
+    return Cost(name, tuple(terms), buckets, case.swap)
 
 
-def assumptions(of: Setting) -> list[tuple[str, str]]:
+def assumptions(case: Setting) -> list[tuple[str, str]]:
     """Assumptions of the model: (name, value in words)."""
     return [
-        ("parameters", f"{of.params:.4g} of {of.itemsize:g} bytes: {of.nbytes / GB:,.1f} GB"),
-        ("trainers", f"{of.trainers:,}, each with {of.nbytes / of.trainers / GB:,.2f} GB of them"),
-        ("receivers", f"{of.replicas:,} replicas of {of.per_replica:,}, each with "
-         f"{of.nbytes / of.per_replica / GB:,.1f} GB"),
-        ("memory", f"{2.0 * of.held / GB:,.1f} GB of {of.memory / GB:,.0f} while a receiver stages a version beside "
-         f"its own{': too much' if 2.0 * of.held > of.memory else ''}"),
-        ("link", f"{of.nic * 8 / GB:g} Gb/s an accelerator and direction, of which {of.efficiency:.0%} is reached"),
-        ("path", "through the hosts' memory, by PCIe" if of.staged else "from accelerator to accelerator"),
-        ("PCIe, memory", f"{of.pcie / GB:g} GB/s, {of.hbm / GB:g} GB/s"),
-        ("bucket", f"{of.bucket / 1e6:g} MB a receiver"),
-        ("relay", "replicas pass on what they got where that is faster" if of.relay else "none"),
-        ("delta", f"{of.delta_ratio:g} times smaller than dense: it follows from the learning rate (docs/sync.md)"),
-        ("codec on accelerators", f"{of.codec_share:.0%} of the memory's bandwidth: assumed, there is no kernel yet"),
-        ("codec on hosts", f"{of.cores} cores an accelerator, each {of.core_encode / GB:g} GB/s encoding and "
-         f"{of.core_decode / GB:g} decoding"),
+        ("parameters", f"{case.params:.4g} of {case.itemsize:g} bytes: {case.nbytes / GB:,.1f} GB"),
+        ("trainers", f"{case.trainers:,}, each with {case.nbytes / case.trainers / GB:,.2f} GB of them"),
+        ("receivers", f"{case.replicas:,} replicas of {case.per_replica:,}, each with "
+         f"{case.nbytes / case.per_replica / GB:,.1f} GB"),
+        ("memory", f"{2.0 * case.held / GB:,.1f} GB of {case.memory / GB:,.0f} while a receiver stages a version "
+         f"beside its own{': too much' if 2.0 * case.held > case.memory else ''}"),
+        ("link", f"{case.nic * 8 / GB:g} Gb/s an accelerator and direction, of which {case.efficiency:.0%} "
+         "is reached"),
+        ("path", "through the hosts' memory, by PCIe" if case.staged else "from accelerator to accelerator"),
+        ("PCIe, memory", f"{case.pcie / GB:g} GB/s, {case.hbm / GB:g} GB/s"),
+        ("bucket", f"{case.bucket / 1e6:g} MB a receiver"),
+        ("relay", "replicas pass on what they got where that is faster" if case.relay else "none"),
+        ("delta", f"{case.delta_ratio:g} times smaller than dense: it follows from the learning rate (docs/sync.md)"),
+        ("codec on accelerators", f"{case.codec_share:.0%} of the memory's bandwidth: assumed, there is no kernel yet"),
+        ("codec on hosts", f"{case.cores} cores an accelerator, each {case.core_encode / GB:g} GB/s encoding and "
+         f"{case.core_decode / GB:g} decoding"),
         ("staging", "written, read for its digest, and read by the first use; then one pointer is swapped"),
-        ("messages", f"{of.latency * 1e6:g} us each; swap {of.swap * 1e3:g} ms"),
+        ("messages", f"{case.latency * 1e6:g} us each; swap {case.swap * 1e3:g} ms"),
     ]  # fmt: skip
 
 
@@ -256,14 +259,14 @@ class Rehearsal(NamedTuple):
     ended: float
 
 
-def sharded(sent: int, received: int, least: Sequence[Rehearsal], some: Sequence[Rehearsal]) -> Cost:
+def sharded(sent: int, received: int, smaller: Sequence[Rehearsal], larger: Sequence[Rehearsal]) -> Cost:
     """Cost of a sharded round in which the busiest sender sends `sent` bytes, and the busiest receiver gets `received`.
 
-    `least` are rounds of next to nothing, and `some` of a part of the plan (`resharding.sample`), by the same
+    `smaller` are rounds of next to nothing, and `larger` of a part of the plan (`resharding.sample`), by the same
     processes, whose pages, numbers at once and lengths of runs are those of the whole. Medians of both make the line on
-    which each stage lies: messages, and seconds a byte. ValueError where `some` have no more bytes than `least`.
+    which each stage lies: messages, and seconds a byte. ValueError where `larger` have no more bytes than `smaller`.
     """
-    few, more = ([statistics.median(each) for each in zip(*rounds, strict=True)] for rounds in (least, some))
+    few, more = ([statistics.median(each) for each in zip(*rounds, strict=True)] for rounds in (smaller, larger))
     if more[0] <= few[0] or more[1] <= few[1]:
         raise ValueError("rounds of a part must have more bytes than those of next to nothing; give a larger share")
     stages = [[b - a for a, b in zip((0.0, *times), times)] for times in (few[2:], more[2:])]

@@ -288,7 +288,7 @@ class Publisher:
                 if undecided is None:
                     self.seconds["round"] = time.perf_counter() - self._began
                 keep = {after.committed, undecided, after.before[0] if self._encodes else None}
-                self._versions = {version: one for version, one in self._versions.items() if version in keep}
+                self._versions = {version: kept for version, kept in self._versions.items() if version in keep}
                 self._changed.notify_all()
                 for changed in self._alerts:
                     changed()

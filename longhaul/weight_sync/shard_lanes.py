@@ -162,10 +162,10 @@ def stream(
     return tuple(pieces(between(plan, sender, receiver), source, destination, most, whole=whole))
 
 
-def _view(part: np.ndarray, of: Runs) -> np.ndarray:
+def _view(part: np.ndarray, runs: Runs) -> np.ndarray:
     """View of runs in a part, uint8 [counts..., length]."""
-    counts, strides = (tuple(each) for each in zip(*of.axes, strict=True)) if of.axes else ((), ())
-    return np.ndarray((*counts, of.length), np.uint8, part, of.offset, (*strides, 1))
+    counts, strides = (tuple(each) for each in zip(*runs.axes, strict=True)) if runs.axes else ((), ())
+    return np.ndarray((*counts, runs.length), np.uint8, part, runs.offset, (*strides, 1))
 
 
 class Packed:
@@ -308,9 +308,14 @@ def _bundles(rows: Sequence[Row], tensors: Sequence[int]) -> np.ndarray:
     ends: list[int] = []
     first = 0
     for at, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
-        of = rows[first]
-        alike = (tensor, row.source_step, row.length, row.runs) == (tensors[first], of.source_step, of.length, of.runs)
-        if not alike or row.source >= of.source + of.source_step or at - first == GROUP:
+        head = rows[first]
+        alike = (tensor, row.source_step, row.length, row.runs) == (
+            tensors[first],
+            head.source_step,
+            head.length,
+            head.runs,
+        )
+        if not alike or row.source >= head.source + head.source_step or at - first == GROUP:
             ends.append(at)
             first = at
     return np.array([*ends, len(rows)] if rows else [], np.int64)

@@ -788,13 +788,13 @@ class Receiver:
         answers = [self._asked_of(each, made.version) for each in self._others]
         self._decide(made.version, verdict_of(answers))
 
-    def _asked_of(self, other: Mapping[str, Any], version: int) -> Standing | None:
+    def _asked_of(self, peer: Mapping[str, Any], version: int) -> Standing | None:
         """Another receiver's standing; None where it is dead."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             try:
-                with socket.create_connection((other["host"], int(other["port"])), timeout=PATIENCE) as sock:
-                    sock.sendall(HEAD.pack(MAGIC, b"?", bytes.fromhex(other["secret"]), version, self.rank))
+                with socket.create_connection((peer["host"], int(peer["port"])), timeout=PATIENCE) as sock:
+                    sock.sendall(HEAD.pack(MAGIC, b"?", bytes.fromhex(peer["secret"]), version, self.rank))
                     answer = sock.recv(16).decode("ascii", "replace")
                     if answer:
                         return Standing(answer)

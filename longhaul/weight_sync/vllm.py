@@ -118,14 +118,14 @@ class Worker:
             raise PhaseError(f"version {announced.version} came within an update to {self._version}; start it again")
         named = set(range(announced.begin, announced.end))
         if not named <= self._left:
-            these = f"tensors {announced.begin} to {announced.end} of version {announced.version}"
-            raise PhaseError(f"{these}: missing, or already loaded")
+            problem = f"tensors {announced.begin} to {announced.end} of version {announced.version}"
+            raise PhaseError(f"{problem}: missing, or already loaded")
         self._model.stage((names[i], torch_tensor(tensors[names[i]])) for i in range(announced.begin, announced.end))
         self._left -= named
         if announced.last:  # vLLM forgets an update that fails here, and not one that can't end
             if self._left:
-                these = f"version {announced.version} lacks {len(self._left)} tensors at its end"
-                raise PhaseError(f"{these}; start it again")
+                problem = f"version {announced.version} lacks {len(self._left)} tensors at its end"
+                raise PhaseError(f"{problem}; start it again")
             self._model.apply()
             self._applied = True
 
@@ -470,11 +470,11 @@ class Beside:
         """Packs the layers whose weight another layer loaded, which vLLM's layerwise reload leaves as they were."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        for those in self._tied:
-            loaded = next((copy for copy in those if is_packed(copy)), None)
+        for group in self._tied:
+            loaded = next((copy for copy in group if is_packed(copy)), None)
             if loaded is None:
                 continue
-            for copy in those:
+            for copy in group:
                 if not is_packed(copy):
                     copy._parameters["weight"] = loaded._parameters["weight"]
                     copy.quant_method.process_weights_after_loading(copy)

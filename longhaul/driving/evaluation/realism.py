@@ -66,8 +66,8 @@ def scene(scenario: Scenario) -> Scene:
     slots = np.flatnonzero(scenario.controlled >= 0)
     agents = scenario.controlled[slots]
     s = scenario.light_s[slots]
-    on = np.isfinite(s) & (s >= 0.0) & (s <= ROUTE_SPACING * (scenario.route_points[slots, None] - 1))
-    s = np.where(on, s, 0.0)
+    on_route = np.isfinite(s) & (s >= 0.0) & (s <= ROUTE_SPACING * (scenario.route_points[slots, None] - 1))
+    s = np.where(on_route, s, 0.0)
     index = (s / ROUTE_SPACING).astype(int)
     stops = scenario.route[slots[:, None], index].astype(float)
     rest = s - ROUTE_SPACING * index
@@ -78,7 +78,7 @@ def scene(scenario: Scenario) -> Scene:
         size=scenario.size.astype(float),
         agents=agents,
         vehicle=scenario.kind[agents] == VEHICLE,
-        stops=np.where(on[..., None], stops, np.nan),
+        stops=np.where(on_route[..., None], stops, np.nan),
         lights=scenario.light_state[slots],
         field=scenario.field,
         origin=np.asarray(scenario.field_origin, float),
@@ -96,8 +96,8 @@ def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
     later = np.arange(pose.shape[1]) > 0
     counted = present[..., own] & later[:, None]
     distance, time = _neighbours(stage, pose, present, velocity)
-    off = clearance(stage, pose)
-    edge = Measure(off, counted & (stage.field.size > 0))
+    distance_off = clearance(stage, pose)
+    edge = Measure(distance_off, counted & (stage.field.size > 0))
     near = Measure(np.where(np.isfinite(distance), distance, 1e3), counted & np.isfinite(distance))
     series = {
         "linear_speed": Measure(speed.value[..., own], speed.valid[..., own]),
@@ -111,7 +111,7 @@ def measure(stage: Scene, pose: np.ndarray, present: np.ndarray) -> Features:
     played = np.any(counted, axis=1)
     events = {
         "collision": Measure((counted & (distance < 0.0)).any(1), played),
-        "offroad": Measure((edge.valid & (off > 0.0)).any(1), edge.valid.any(1)),
+        "offroad": Measure((edge.valid & (distance_off > 0.0)).any(1), edge.valid.any(1)),
         "red_light": _red_light_violations(stage, pose, present, played),
     }
     return Features(series, events)
@@ -341,7 +341,7 @@ def _min_ade(
     stage: Scene, pose: np.ndarray, present: np.ndarray, logged: np.ndarray, logged_present: np.ndarray
 ) -> Measure:  # fmt: skip
     away = np.linalg.norm((pose - logged)[:, 1:, stage.agents, :2], axis=-1)
-    both = (present & logged_present)[:, 1:, stage.agents]
-    count = both.sum((1, 2))
-    mean = np.where(both, away, 0.0).sum((1, 2)) / np.maximum(count, 1)
+    both_present = (present & logged_present)[:, 1:, stage.agents]
+    count = both_present.sum((1, 2))
+    mean = np.where(both_present, away, 0.0).sum((1, 2)) / np.maximum(count, 1)
     return Measure(float(mean[count > 0].min()) if np.any(count > 0) else 0.0, bool(np.any(count > 0)))

@@ -168,9 +168,9 @@ def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int 
     greatest, at = np.zeros(len(values), values.dtype), Position(0, 0)
     together = max(1, TOGETHER // (size * hosts))
     for begin in range(0, count, together):
-        some = min(together, count - begin)
-        chosen, at = picks(values.shape[1], some * size * hosts, at, seed=seed)
-        sums = [row[chosen].reshape(some, size, hosts).sum(1).max() for row in values]
+        batches_now = min(together, count - begin)
+        chosen, at = picks(values.shape[1], batches_now * size * hosts, at, seed=seed)
+        sums = [row[chosen].reshape(batches_now, size, hosts).sum(1).max() for row in values]
         greatest = np.maximum(greatest, sums)
     return greatest
 

@@ -197,8 +197,8 @@ def arrange(bank: Bank, agents: int, *, reactive: bool, driven: int | None = Non
 def record(bank: Bank, arcs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """`motion` [S, T, C, N] with its scales [S, 3]; `arcs`: nothing, or arc lengths and walls [S, T, N]."""
     wall = [np.where(values < NOWHERE, values, 0.0) for values in arcs]
-    none = np.zeros((len(bank.steps), 1), np.float32)
-    known = (bank.pose[..., :2], bank.velocity, np.stack(wall, 1) if arcs else none)
+    no_wall = np.zeros((len(bank.steps), 1), np.float32)
+    known = (bank.pose[..., :2], bank.velocity, np.stack(wall, 1) if arcs else no_wall)
     scale = np.stack([scale_for(values) for values in known], 1)
     scale[:, 2] *= np.float32(MOST / (MOST - 1))  # for MOST itself means nowhere
     metre, speed, arc = (scale[:, i, None, None] for i in range(3))

@@ -265,11 +265,11 @@ def delta(moves: np.ndarray, slips: np.ndarray, turns: np.ndarray) -> Model:
         return tuple(jnp.clip(part, -low, high) for part, (low, high) in zip(command, bounds(limits, dt), strict=True))
 
     def step(now: Drive, command: Command, limits: Limits, dt: jax.Array) -> Drive:
-        on, left, turn = within(command, limits, dt)
+        ahead, left, turn = within(command, limits, dt)
         heading = now.motion.heading
-        x, y = out_of(on, left, jnp.cos(heading), jnp.sin(heading))
-        way = jnp.hypot(on, left)
-        speed = jnp.where(on < 0.0, -way, way) / dt
+        x, y = out_of(ahead, left, jnp.cos(heading), jnp.sin(heading))
+        way = jnp.hypot(ahead, left)
+        speed = jnp.where(ahead < 0.0, -way, way) / dt
         curvature = jnp.where(way > SMALL, turn / jnp.maximum(way, SMALL), 0.0)
         motion = Motion(now.motion.x + x, now.motion.y + y, wrap(heading + turn), speed)
         curvature = jnp.clip(curvature, -limits.curvature, limits.curvature)
@@ -277,8 +277,8 @@ def delta(moves: np.ndarray, slips: np.ndarray, turns: np.ndarray) -> Model:
 
     def inverse(now: Drive, after: Motion, limits: Limits, dt: jax.Array) -> Command:
         x, y, heading, _ = now.motion
-        on, left = into(after.x - x, after.y - y, jnp.cos(heading), jnp.sin(heading))
-        return within((on, left, wrap(after.heading - heading)), limits, dt)
+        ahead, left = into(after.x - x, after.y - y, jnp.cos(heading), jnp.sin(heading))
+        return within((ahead, left, wrap(after.heading - heading)), limits, dt)
 
     return Model((moves, slips, turns), scale, share, step, inverse)
 

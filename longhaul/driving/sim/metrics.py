@@ -349,6 +349,6 @@ def metrics(
     return {name: Measure(value.astype(jnp.float32), valid) for name, (value, valid) in values.items()}
 
 
-def _grade(some: jax.Array, much: jax.Array) -> jax.Array:
+def _grade(fault: jax.Array, grave: jax.Array) -> jax.Array:
     """1, 0.5 after some of a fault, 0 after much."""
-    return jnp.where(much, 0.0, jnp.where(some, 0.5, 1.0))
+    return jnp.where(grave, 0.0, jnp.where(fault, 0.5, 1.0))

@@ -239,9 +239,9 @@ def nearness(others: Relative) -> tuple[jax.Array, jax.Array]:
 
 def nearby(features: Features, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices [K] of the `count` others that are nearest, now and at their closest approach; whether each is seen."""
-    now, then = nearness(features.others)
+    now, later = nearness(features.others)
     near = features.seen & (now < RANGE)
-    chosen = nearest(jnp.where(near, now + then, FREE), count)
+    chosen = nearest(jnp.where(near, now + later, FREE), count)
     return chosen, pick(near, chosen)
 
 

@@ -360,7 +360,7 @@ def _contents_line(cell: Cell, style: Style) -> list[Span]:
 def panel(view: View) -> list[Line]:
     """Stage, stocks and programs: at most 19 lines of 30 columns."""
     health = "green" if view.hp > 2 else "yellow" if view.hp > 1 else "bold red"
-    on = [name for name, is_on in (("show", view.show), ("calm", view.calm), ("step", view.step)) if is_on]
+    active = [name for name, is_on in (("show", view.show), ("calm", view.calm), ("step", view.step)) if is_on]
     won = view.stage > w.STAGES
     stage = "won" if won else f"stage {view.stage} of {w.STAGES}"
     lines: list[Line] = [
@@ -369,7 +369,7 @@ def panel(view: View) -> list[Line]:
         ((f"{f'credits {view.credits}':14}energy {view.energy}", ""),),
         ((f"{f'siphons {view.siphons}':14}score {view.score}", ""),),
         ((f"next task in turn {view.next_task}", "dim"),),
-        ((f"on: {', '.join(on)}" if on else "", "cyan"),),
+        ((f"on: {', '.join(active)}" if active else "", "cyan"),),
         ((f"programs: {'' if view.programs else 'none'}".rstrip(), "bold" if view.programs else "dim"),),
     ]
     entries = [_program(view, action) for action in view.programs]

@@ -122,11 +122,11 @@ class CartPole:
         physics += rates
         self._steps += 1
         np.abs(physics[::2], out=self._far)
-        off, fallen = self._far > BOUNDS
-        off |= fallen
+        fell, fallen = self._far > BOUNDS
+        fell |= fallen
         self._seen.T[...] = physics
         # Truncated: at the limit, and not terminated.
-        return self._seen, self._reward, off, (self._steps >= self._limit) > off
+        return self._seen, self._reward, fell, (self._steps >= self._limit) > fell
 
     def state(self) -> Tree:
         return {

@@ -176,8 +176,8 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
                     if planned.number < wanted.number:
                         say(f"goes on with {planned.number} of {wanted.number} processes: there are no nodes for more")
                     each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
-                    for actor, its in zip(placed.actors, each_variables, strict=True):
-                        actor.begin.remote([*local.PROGRAM[1:], *command], its, os.getcwd())  # `look` reports a failure
+                    for actor, own in zip(placed.actors, each_variables, strict=True):
+                        actor.begin.remote([*local.PROGRAM[1:], *command], own, os.getcwd())  # `look` reports a failure
                     return OnRay(placed, printed)
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))

@@ -49,10 +49,10 @@ def begin(session: Session) -> Tracker:
     if mode != "cloud" and own.is_file():  # each of this run's records is written again
         shutil.rmtree(own.read_text(), ignore_errors=True)
     before = set(where.glob("run-*"))
-    again = {"id": tracked.id, "resume": "allow"} if mode == "cloud" else {}
+    resumed = {"id": tracked.id, "resume": "allow"} if mode == "cloud" else {}
     run = swanlab.init(
         mode=mode, project=tracked.project, workspace=tracked.entity, experiment_name=folder.name, config=about,
-        logdir=str(where), **again,
+        logdir=str(where), **resumed,
     )  # fmt: skip
     if mode != "cloud":
         (place,) = set(where.glob("run-*")) - before

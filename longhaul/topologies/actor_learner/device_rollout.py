@@ -58,8 +58,8 @@ class Programs:
         """Memory for rollouts, and no episode under way."""
         rollout = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self._data)
         columns = self._data.reward.shape[1]
-        zero, none = jnp.zeros(columns), jnp.zeros(columns, jnp.int32)
-        return Running(rollout, self._algorithm.memory(columns), zero, none, none.copy(), jnp.zeros(3))
+        zero, zeros = jnp.zeros(columns), jnp.zeros(columns, jnp.int32)
+        return Running(rollout, self._algorithm.memory(columns), zero, zeros, zeros.copy(), jnp.zeros(3))
 
     def _first(
         self, policy: PyTree, running: Running, observation: Tree, key: Key, where: tuple[Any, Any], version: Any

@@ -53,7 +53,9 @@ def name(device: jax.Device) -> str:
 
 def describe(placed: Sequence[jax.Device]) -> str:
     """Line for people: "actors act on cpu:1 (0, 2), cpu:2 (1, 3)"."""
-    by: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for actor, device in enumerate(placed):
-        by.setdefault(name(device), []).append(actor)
-    return "actors act on " + ", ".join(f"{where} ({', '.join(map(str, who))})" for where, who in by.items())
+        groups.setdefault(name(device), []).append(actor)
+    return "actors act on " + ", ".join(
+        f"{label} ({', '.join(map(str, numbers))})" for label, numbers in groups.items()
+    )

@@ -433,12 +433,12 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file durably under another name first, so that `path` is always whole."""
-    other = path.with_name(path.name + PARTIAL)
-    with open(other, "wb") as file:
+    partial = path.with_name(path.name + PARTIAL)
+    with open(partial, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.rename(other, path)
+    os.rename(partial, path)
     files.sync(path.parent)
 
 

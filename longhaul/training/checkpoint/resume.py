@@ -145,10 +145,10 @@ def _restored(
     if BASE not in checkpoint.metadata:
         return checkpoints.restore(checkpoint, begun, part=part).progress
     assert isinstance(run.algorithm, GRPOConfig)
-    if (now := huggingface.digest(folder := run.algorithm.model_folder)) != (then := checkpoint.metadata[BASE]):
+    if (now := huggingface.digest(folder := run.algorithm.model_folder)) != (recorded := checkpoint.metadata[BASE]):
         raise RunError(
             f"the weights in {folder} have SHA-256 {now[:12]}, and checkpoint {checkpoint.step} adapts those of "
-            f"{str(then)[:12]}; bring these back"
+            f"{str(recorded)[:12]}; bring these back"
         )
     kept = checkpoints.restore(checkpoint, reasoning_setup.adapters(run, begun), part=part).progress
     return reasoning_setup.whole(run, kept, begun)

@@ -189,20 +189,20 @@ def _bytes(data: Buffer) -> memoryview:
     return memoryview(data).cast("B")
 
 
-def _spans(of: Patterns) -> list[slice]:
-    return [slice(at, min(at + block_codec.BLOCK, of.size)) for at in range(0, of.size, block_codec.BLOCK)]
+def _spans(words: Patterns) -> list[slice]:
+    return [slice(at, min(at + block_codec.BLOCK, words.size)) for at in range(0, words.size, block_codec.BLOCK)]
 
 
 def _done(
-    work: Sequence[Callable[[], Any]], of: Patterns, running: Sequence[Running], pool: Executor | None
+    work: Sequence[Callable[[], Any]], words: Patterns, running: Sequence[Running], pool: Executor | None
 ) -> tuple[list[Any], list[bytes]]:
     """(results of each block's work, digests afterwards). Without a pool, a block is digested while in the cache."""
     if pool is not None and len(work) > 1:
         return list(pool.map(lambda call: call(), work)), [each.end() for each in running]
 
     results = []
-    for call, span in zip(work, _spans(of)):
+    for call, span in zip(work, _spans(words)):
         results.append(call())
         for each in running:
-            each.upto(span.stop * of.itemsize)
+            each.upto(span.stop * words.itemsize)
     return results, [each.end() for each in running]
