@@ -56,7 +56,7 @@ def check(config: InMinibatches, *, columns: int, steps: int) -> None:
 class Parts(NamedTuple):
     """Network of an algorithm with actor and critic, and the distribution that its outputs mean."""
 
-    seen: PyTree  # input of the network for one observation, as ShapeDtypeStruct
+    inputs: PyTree  # input of the network for one observation, as ShapeDtypeStruct
     policy: Distribution
     network: actor_critic.ActorCritic
 
@@ -65,15 +65,15 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     """Network of a config for environments of `spec`; `norm` normalises its layers. Raises ValueError where the two do
     not fit."""
     net = config.network
-    seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    inputs = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     if spec.expand is not None:
         if config.normalise_observation:
             raise ValueError(
                 "normalise_observation is on, and this environment's observations are stored packed; turn it off"
             )
-        seen = jax.eval_shape(spec.expand, seen)
+        inputs = jax.eval_shape(spec.expand, inputs)
     policy = distribution(spec.action)
-    if config.normalise_observation and net.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
+    if config.normalise_observation and net.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(inputs)):
         raise ValueError(
             f"normalise_observation is on, and torso {net.torso} reads from an item's last feature whether it is "
             "there, which would be normalised too; turn it off, or take torso mlp"
@@ -84,19 +84,19 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     }  # fmt: skip
     width, depth = net.hidden_dim, net.num_layers
     if net.model_size is not None:
-        width, depth = actor_critic.width_and_depth(seen, policy.size, net.model_size, **options)
+        width, depth = actor_critic.width_and_depth(inputs, policy.size, net.model_size, **options)
     expand, live = spec.expand, None
     if spec.compact is not None and actor_critic.takes_live(net.torso, net.shared, net.memory, norm):
         expand, live = spec.compact
-    network = actor_critic.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
+    network = actor_critic.actor_critic(inputs, policy.size, sizes=(width,) * depth, live=live, **options)
     if expand is None:
-        return Parts(seen, policy, network)
+        return Parts(inputs, policy, network)
 
     def expanding(apply: actor_critic.Apply) -> actor_critic.Apply:
         """Stored observations are expanded at their use and never kept expanded."""
         return lambda params, memory, observation: apply(params, memory, expand(observation))
 
-    return Parts(seen, policy, network._replace(apply=expanding(network.apply), both=expanding(network.both)))
+    return Parts(inputs, policy, network._replace(apply=expanding(network.apply), both=expanding(network.both)))
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
@@ -115,7 +115,7 @@ def starting(parts: Parts, config: OnActorCritic, optimiser: optax.GradientTrans
 
     def init(key: Key) -> State:
         params = parts.network.init(key)
-        moments = normalise.start(parts.seen) if config.normalise_observation else ()
+        moments = normalise.start(parts.inputs) if config.normalise_observation else ()
         return State(params, optimiser.init(params), moments, jnp.int32(0))
 
     return init
@@ -167,8 +167,8 @@ def advanced(
     """
     moments = state.moments
     if isinstance(moments, normalise.Moments):
-        seen, valid = look((), data.observation)[0], None if weight is None else data.valid
-        moments = normalise.update(moments, seen, valid, context.mean, context.isolated)
+        inputs, valid = look((), data.observation)[0], None if weight is None else data.valid
+        moments = normalise.update(moments, inputs, valid, context.mean, context.isolated)
     return State(params, opt_state, moments, state.updates + 1)
 
 

@@ -17,7 +17,7 @@ import optax
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import DQNConfig
-from longhaul.algorithms.off_policy import Parts, Policy, Sight
+from longhaul.algorithms.off_policy import Parts, Policy, Preprocessor
 from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
@@ -28,21 +28,21 @@ Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
 """(params, input, mask of legal choices) -> value of each choice, float32 [..., n]; the least float if not legal."""
 
 
-def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Sight, Values]:
+def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Preprocessor, Values]:
     if not isinstance(spec.action, Discrete):
         raise ValueError(f"DQN learns one choice, and this environment takes {spec.action}")
-    sight = off_policy.sight(spec)
+    preprocessor = off_policy.preprocessor(spec)
     n = spec.action.n
-    tower = off_policy.tower(config, sight.shape, n + config.duelling)
+    tower = off_policy.tower(config, preprocessor.shape, n + config.duelling)
 
-    def values(params: Params, seen: PyTree, mask: jax.Array | None) -> jax.Array:
-        q = tower.apply(params, seen)
+    def values(params: Params, inputs: PyTree, mask: jax.Array | None) -> jax.Array:
+        q = tower.apply(params, inputs)
         if config.duelling:
             value, advantage = q[..., :1], q[..., 1:]
             q = value + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
         return q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
 
-    return tower, sight, values
+    return tower, preprocessor, values
 
 
 def _value_of(q: jax.Array, choice: jax.Array) -> jax.Array:
@@ -55,18 +55,18 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
 
     Raises ValueError where an action is more than one choice.
     """
-    tower, sight, values = _values(spec, config)
+    tower, preprocessor, values = _values(spec, config)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         """Huber(Q(s, a) - r - gamma Q'(s', argmax Q(s', .))); without `double` the argmax is that of Q'."""
-        seen, mask = sight.look(batch.observation)
-        next_seen, mask_next = sight.look(batch.successor)
-        next_q = values(target["q"], next_seen, mask_next)
-        selector = values(params["q"], next_seen, mask_next) if config.double else next_q
+        inputs, mask = preprocessor.look(batch.observation)
+        next_inputs, mask_next = preprocessor.look(batch.successor)
+        next_q = values(target["q"], next_inputs, mask_next)
+        selector = values(params["q"], next_inputs, mask_next) if config.double else next_q
         next_value = _value_of(next_q, jnp.argmax(selector, axis=-1))
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = jax.lax.stop_gradient(config.reward_scale * reward + discount * next_value)
-        q = _value_of(values(params["q"], seen, mask), batch.action)
+        q = _value_of(values(params["q"], inputs, mask), batch.action)
         row_loss = optax.huber_loss(q, q_target)
         return row_loss, {"value_loss": row_loss, "q": q}, q - q_target
 
@@ -75,8 +75,8 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
         return config.epsilon + (config.epsilon_final - config.epsilon) * passed
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
-        seen, mask = sight.look(observation)
-        q = values(acting.params, seen, mask)
+        inputs, mask = preprocessor.look(observation)
+        q = values(acting.params, inputs, mask)
         best = jnp.argmax(q, axis=-1).astype(jnp.int32)
         if key is None:
             return best, memory, ()
@@ -95,10 +95,10 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
 
 def network(spec: Spec, config: DQNConfig) -> actor_critic.ActorCritic:
     """Network whose `apply` takes a `Policy`: values of the choices in place of logits, and the greatest value."""
-    tower, sight, values = _values(spec, config)
+    tower, preprocessor, values = _values(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        q = values(policy.params, *sight.look(observation))
+        q = values(policy.params, *preprocessor.look(observation))
         return q, jnp.max(q, axis=-1), memory
 
     return actor_critic.ActorCritic(tower.init, apply, lambda columns: (), apply)

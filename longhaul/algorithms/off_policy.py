@@ -89,24 +89,24 @@ def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
         raise FieldError("n_step", config.n_step, f"it must be below the replay's {room // (shards * columns)} rows")
 
 
-def tower(config: OffPolicy, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
+def tower(config: OffPolicy, inputs: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
     """Network of a config."""
     net = config.network
     return actor_critic.tower(
-        seen, outputs, torso=net.torso, sizes=(net.hidden_dim,) * net.num_layers, activation=net.activation,
+        inputs, outputs, torso=net.torso, sizes=(net.hidden_dim,) * net.num_layers, activation=net.activation,
         precision=net.precision, remat=net.remat, init=net.init, scale=scale,
     )  # fmt: skip
 
 
-class Sight(NamedTuple):
-    """Inputs of networks for observations."""
+class Preprocessor(NamedTuple):
+    """Preprocessor of stored observations into inputs of networks."""
 
     shape: PyTree  # of one input
     look: Callable[[PyTree], tuple[PyTree, jax.Array | None]]  # stored -> (input, mask of legal actions)
 
 
-def sight(spec: Spec) -> Sight:
-    """Sight of observations without their mask, expanded where they are stored packed."""
+def preprocessor(spec: Spec) -> Preprocessor:
+    """Preprocessor of observations without their mask, expanded where they are stored packed."""
     stored = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     expand = spec.expand or (lambda x: x)
 
@@ -114,7 +114,7 @@ def sight(spec: Spec) -> Sight:
         visible, mask = observation if isinstance(observation, Masked) else (observation, None)
         return expand(visible), mask
 
-    return Sight(jax.eval_shape(expand, stored), look)
+    return Preprocessor(jax.eval_shape(expand, stored), look)
 
 
 def uniform_legal(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
@@ -140,16 +140,16 @@ def _centre_and_half(box: Box, action: jax.Array) -> list[jax.Array]:
     return [jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2)]
 
 
-def q_values(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
+def q_values(critic: actor_critic.Tower, params: Sequence[Params], inputs: PyTree, action: jax.Array) -> jax.Array:
     """Values float32 [critics, ...] of a vector within -1 to 1 by several critics."""
-    return jnp.stack([critic.apply(critic_params, (seen, action))[..., 0] for critic_params in params])
+    return jnp.stack([critic.apply(critic_params, (inputs, action))[..., 0] for critic_params in params])
 
 
-def actor_network(actor: actor_critic.Tower, sight: Sight) -> actor_critic.ActorCritic:
+def actor_network(actor: actor_critic.Tower, preprocessor: Preprocessor) -> actor_critic.ActorCritic:
     """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        parameters = actor.apply(policy.params, sight.look(observation)[0])
+        parameters = actor.apply(policy.params, preprocessor.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
     return actor_critic.ActorCritic(actor.init, apply, lambda columns: (), apply)

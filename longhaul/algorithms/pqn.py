@@ -37,7 +37,7 @@ class Policy(NamedTuple):
 class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
-    seen: PyTree  # (input of the network, mask of legal choices or None)
+    inputs: PyTree  # (input of the network, mask of legal choices or None)
     action: jax.Array  # int32 [rows]
     target: jax.Array  # float32 [rows]: Q(lambda)'s, for the value of the action
     weight: jax.Array | None  # float32; None where every row counts alike
@@ -54,8 +54,8 @@ def _q_parts(spec: Spec, config: PQNConfig) -> Parts:
     inner = parts.network
 
     def apply(params: Params, memory: PyTree, looked: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        seen, mask = looked
-        q, value, memory = inner.apply(params, memory, seen)
+        inputs, mask = looked
+        q, value, memory = inner.apply(params, memory, inputs)
         if config.duelling:
             q = value[..., None] + q - jnp.mean(q, axis=-1, keepdims=True)
         q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
@@ -69,9 +69,9 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 
     def loss(params: Params, batch: Batch, _: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
-            q, _, _ = network.apply(params, (), batch.seen)
+            q, _, _ = network.apply(params, (), batch.inputs)
         else:
-            q, _, _ = values.along_time(network, params, batch.memory, batch.seen, batch.begins)
+            q, _, _ = values.along_time(network, params, batch.memory, batch.inputs, batch.begins)
         # A masked sum: the gradient of an index is a scatter.
         q = jnp.sum(jnp.where(jax.nn.one_hot(batch.action, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
         total = 0.5 * jnp.square(q - batch.target)
@@ -92,8 +92,8 @@ def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
 
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
         """(batch of one shard, its errors before the update)."""
-        seen, *others = (actor_critic.look(state.moments, o) for o in (data.observation, *data.successors))
-        value, successor = values.estimates(network, state.params, data, (seen, *others), config.chunk, state.updates)
+        inputs, *others = (actor_critic.look(state.moments, o) for o in (data.observation, *data.successors))
+        value, successor = values.estimates(network, state.params, data, (inputs, *others), config.chunk, state.updates)
         lambda_return = jax.vmap(
             lambda r, s, end, cut: returns.q_lambda(r, s, end, cut, gamma=config.gamma, lam=config.q_lambda),
             in_axes=1, out_axes=1,
@@ -101,7 +101,7 @@ def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
         target = lambda_return(data.reward * config.reward_scale, successor, data.terminated, data.truncated)
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
         begins = values.begins(data) if config.network.memory else None
-        return Batch(seen, data.action, target, weight, begins, data.memory), target - value
+        return Batch(inputs, data.action, target, weight, begins, data.memory), target - value
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         batch, error = context.isolated(see)(state, data)

@@ -24,7 +24,7 @@ import numpy as np
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import SACConfig
-from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.algorithms.off_policy import Parts, Policy, Preprocessor, State
 from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
@@ -45,25 +45,25 @@ class _Networks:
     """Networks of a config for environments of `spec`: the actor's, and one critic's."""
 
     def __init__(self, spec: Spec, config: SACConfig) -> None:
-        self.sight: Sight = off_policy.sight(spec)
+        self.preprocessor: Preprocessor = off_policy.preprocessor(spec)
         self.policy: Distribution = distribution(spec.action)
-        seen = self.sight.shape
+        inputs = self.preprocessor.shape
         match spec.action:
             case Box(low, _):
                 size = self.policy.size + self.policy.free  # a deviation of its own for each observation
                 action = jax.ShapeDtypeStruct((len(low),), jnp.float32)
-                self.actor = off_policy.tower(config, seen, size, 0.01)
-                self.critic = off_policy.tower(config, (seen, action), 1)
+                self.actor = off_policy.tower(config, inputs, size, 0.01)
+                self.critic = off_policy.tower(config, (inputs, action), 1)
             case Discrete(n):
-                self.actor = off_policy.tower(config, seen, n, 0.01)
-                self.critic = off_policy.tower(config, seen, n)
+                self.actor = off_policy.tower(config, inputs, n, 0.01)
+                self.critic = off_policy.tower(config, inputs, n)
             case _:
                 raise ValueError(f"SAC learns one choice or a vector, and this environment takes {spec.action}")
 
 
-def _twin_values(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
+def _twin_values(critic: actor_critic.Tower, params: tuple[Params, Params], inputs: PyTree) -> jax.Array:
     """Values float32 [2, ..., n] of both critics."""
-    return jnp.stack([critic.apply(each, seen) for each in params])
+    return jnp.stack([critic.apply(each, inputs) for each in params])
 
 
 RowLoss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
@@ -116,7 +116,7 @@ def _box_losses(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
 
     Noise is that of (a, a'). Actions lie within -1 to 1, and entropies are of these.
     """
-    policy, look = networks.policy, networks.sight.look
+    policy, look = networks.policy, networks.preprocessor.look
     from_noise = policy.from_noise
     assert from_noise is not None, "a vector's distribution has it"
     half = (np.asarray(box.high, np.float32) - np.asarray(box.low, np.float32)) / 2
@@ -130,18 +130,18 @@ def _box_losses(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         noise_now, noise_next = noise
-        seen, next_seen = look(batch.observation)[0], look(batch.successor)[0]
+        inputs, next_inputs = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
-        action, log_prob = drawn(networks.actor.apply(params["actor"], next_seen), noise_next)
-        next_q = jnp.min(off_policy.q_values(networks.critic, target["critics"], next_seen, action), axis=0)
+        action, log_prob = drawn(networks.actor.apply(params["actor"], next_inputs), noise_next)
+        next_q = jnp.min(off_policy.q_values(networks.critic, target["critics"], next_inputs, action), axis=0)
         next_value = next_q - alpha * log_prob
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = config.reward_scale * reward + discount * next_value
-        q = off_policy.q_values(networks.critic, params["critics"], seen, batch.action[..., : len(half)])
-        parameters = networks.actor.apply(params["actor"], seen)
+        q = off_policy.q_values(networks.critic, params["critics"], inputs, batch.action[..., : len(half)])
+        parameters = networks.actor.apply(params["actor"], inputs)
         action, log_prob = drawn(parameters, noise_now)
         frozen = jax.lax.stop_gradient(params["critics"])
-        min_q = jnp.min(off_policy.q_values(networks.critic, frozen, seen, action), axis=0)
+        min_q = jnp.min(off_policy.q_values(networks.critic, frozen, inputs, action), axis=0)
         actor_loss, surplus = alpha * log_prob - min_q, -log_prob - target_entropy
         rows, metrics, error = _row_losses(config, params, q, q_target, actor_loss, surplus)
         imitation, imitation_metrics = _imitation(
@@ -155,27 +155,27 @@ def _box_losses(config: SACConfig, networks: _Networks, box: Box) -> RowLoss:
 
 def _discrete_losses(config: SACConfig, networks: _Networks) -> RowLoss:
     """Losses of Christodoulou: those of `_box_losses` with expectations over the legal choices in place of draws."""
-    look = networks.sight.look
+    look = networks.preprocessor.look
 
-    def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def chances(params: Params, inputs: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(probabilities [n, choices], their logarithms, 0 where a choice is not legal)."""
-        logits = networks.actor.apply(params, seen)
+        logits = networks.actor.apply(params, inputs)
         logits = logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
         log_p = jax.nn.log_softmax(logits)
         return jnp.exp(log_p), log_p if mask is None else jnp.where(mask, log_p, 0.0)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
-        seen, mask = look(batch.observation)
-        next_seen, mask_next = look(batch.successor)
+        inputs, mask = look(batch.observation)
+        next_inputs, mask_next = look(batch.successor)
         alpha = _temperature(config, params)
-        p, log_p = chances(params["actor"], next_seen, mask_next)
-        next_q = jnp.min(_twin_values(networks.critic, target["critics"], next_seen), axis=0)
+        p, log_p = chances(params["actor"], next_inputs, mask_next)
+        next_q = jnp.min(_twin_values(networks.critic, target["critics"], next_inputs), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = config.reward_scale * reward + discount * jnp.sum(p * (next_q - alpha * log_p), axis=-1)
-        all_q = _twin_values(networks.critic, params["critics"], seen)
+        all_q = _twin_values(networks.critic, params["critics"], inputs)
         chosen = jax.nn.one_hot(batch.action, all_q.shape[-1], dtype=bool)
         q = jnp.sum(jnp.where(chosen, all_q, 0.0), axis=-1)
-        p, log_p = chances(params["actor"], seen, mask)
+        p, log_p = chances(params["actor"], inputs, mask)
         min_q = jax.lax.stop_gradient(jnp.min(all_q, axis=0))
         actor_loss = jnp.sum(p * (alpha * log_p - min_q), axis=-1)
         entropy = -jnp.sum(p * log_p, axis=-1)
@@ -236,8 +236,8 @@ def _acting(spec: Spec, networks: _Networks) -> Callable[..., tuple[jax.Array, P
     policy = networks.policy
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
-        seen, mask = networks.sight.look(observation)
-        parameters = networks.actor.apply(acting.params, seen)
+        inputs, mask = networks.preprocessor.look(observation)
+        parameters = networks.actor.apply(acting.params, inputs)
         if key is None:
             return policy.action(policy.mode(parameters, mask)), memory, ()
         key_policy, key_uniform, key_explore = prng.split(key, 3)
@@ -259,13 +259,13 @@ def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array
     networks = _Networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
-        seen, mask = networks.sight.look(observation)
-        parameters = networks.actor.apply(state.params["actor"], seen)
+        inputs, mask = networks.preprocessor.look(observation)
+        parameters = networks.actor.apply(state.params["actor"], inputs)
         if isinstance(spec.action, Box):
             action = jnp.tanh(networks.policy.mode(parameters, None))
-            return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], seen, action), axis=0)
+            return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], inputs, action), axis=0)
         p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
-        return jnp.sum(p * jnp.min(_twin_values(networks.critic, state.params["critics"], seen), axis=0), axis=-1)
+        return jnp.sum(p * jnp.min(_twin_values(networks.critic, state.params["critics"], inputs), axis=0), axis=-1)
 
     return value
 
@@ -273,4 +273,4 @@ def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array
 def network(spec: Spec, config: SACConfig) -> actor_critic.ActorCritic:
     """Actor whose `apply` takes a `Policy`, as of `off_policy.actor_network`."""
     networks = _Networks(spec, config)
-    return off_policy.actor_network(networks.actor, networks.sight)
+    return off_policy.actor_network(networks.actor, networks.preprocessor)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import TD3Config
-from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.algorithms.off_policy import Parts, Policy, Preprocessor, State
 from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
@@ -37,22 +37,22 @@ class _Networks(NamedTuple):
 
     actor: actor_critic.Tower
     critic: actor_critic.Tower  # one of two
-    sight: Sight
+    preprocessor: Preprocessor
     box: Box
 
 
 def _networks(spec: Spec, config: TD3Config) -> _Networks:
     if not isinstance(spec.action, Box):
         raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
-    sight = off_policy.sight(spec)
+    preprocessor = off_policy.preprocessor(spec)
     action = jax.ShapeDtypeStruct((len(spec.action.low),), jnp.float32)
-    actor = off_policy.tower(config, sight.shape, action.shape[0], 0.01)
-    return _Networks(actor, off_policy.tower(config, (sight.shape, action), 1), sight, spec.action)
+    actor = off_policy.tower(config, preprocessor.shape, action.shape[0], 0.01)
+    return _Networks(actor, off_policy.tower(config, (preprocessor.shape, action), 1), preprocessor, spec.action)
 
 
 def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
     """TD3 for environments of `spec`; without `context.sizes` it acts and cannot learn. ValueError without a Box."""
-    actor, critic, sight, box = _networks(spec, config)
+    actor, critic, preprocessor, box = _networks(spec, config)
 
     def init(key: Key) -> dict[str, Params]:
         first, *rest = jax.random.split(key, 3)
@@ -60,23 +60,23 @@ def td3(spec: Spec, config: TD3Config, context: RunContext) -> Algorithm:
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: jax.Array) -> Any:
         """1/2 sum_i (Q_i(s, a) - r - gamma min_i Q'_i(s', a'))^2 - Q_1(s, mu(s)); a' is mu'(s') plus clipped noise."""
-        seen, next_seen = sight.look(batch.observation)[0], sight.look(batch.successor)[0]
-        next_action = jnp.tanh(actor.apply(target["actor"], next_seen))
+        inputs, next_inputs = preprocessor.look(batch.observation)[0], preprocessor.look(batch.successor)[0]
+        next_action = jnp.tanh(actor.apply(target["actor"], next_inputs))
         noise_clipped = jnp.clip(config.target_noise * noise, -config.noise_clip, config.noise_clip)
         next_action = jnp.clip(next_action + noise_clipped, -1.0, 1.0)
-        next_q = jnp.min(off_policy.q_values(critic, target["critics"], next_seen, next_action), axis=0)
+        next_q = jnp.min(off_policy.q_values(critic, target["critics"], next_inputs, next_action), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = jax.lax.stop_gradient(config.reward_scale * reward + discount * next_q)
-        q = off_policy.q_values(critic, params["critics"], seen, batch.action)
+        q = off_policy.q_values(critic, params["critics"], inputs, batch.action)
         error = q - q_target[None]
         frozen = jax.lax.stop_gradient(params["critics"][:1])
-        actor_q = off_policy.q_values(critic, frozen, seen, jnp.tanh(actor.apply(params["actor"], seen)))[0]
+        actor_q = off_policy.q_values(critic, frozen, inputs, jnp.tanh(actor.apply(params["actor"], inputs)))[0]
         critic_loss = 0.5 * jnp.sum(jnp.square(error), axis=0)
         metrics = {"value_loss": critic_loss, "policy_loss": -actor_q, "q": jnp.mean(q, axis=0)}
         return critic_loss - actor_q, metrics, jnp.mean(jnp.abs(error), axis=0)
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
-        action = jnp.tanh(actor.apply(acting.params, sight.look(observation)[0]))
+        action = jnp.tanh(actor.apply(acting.params, preprocessor.look(observation)[0]))
         if key is not None:
             key_noise, key_uniform, key_explore = prng.split(key, 3)
             uniform = 2.0 * prng.uniform(key_uniform, action.shape) - 1.0
@@ -100,9 +100,9 @@ def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array
     networks = _networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
-        seen = networks.sight.look(observation)[0]
-        action = jnp.tanh(networks.actor.apply(state.params["actor"], seen))
-        return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], seen, action), axis=0)
+        inputs = networks.preprocessor.look(observation)[0]
+        action = jnp.tanh(networks.actor.apply(state.params["actor"], inputs))
+        return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], inputs, action), axis=0)
 
     return value
 
@@ -110,4 +110,4 @@ def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array
 def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
     """Actor whose `apply` takes a `Policy`, as of `off_policy.actor_network`."""
     networks = _networks(spec, config)
-    return off_policy.actor_network(networks.actor, networks.sight)
+    return off_policy.actor_network(networks.actor, networks.preprocessor)

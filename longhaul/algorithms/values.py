@@ -25,9 +25,9 @@ def along_time(
     initial = jnp.zeros_like(memory)
 
     def step(memory: jax.Array, now: tuple[PyTree, jax.Array]) -> tuple[jax.Array, Any]:
-        seen, begin = now
+        inputs, begin = now
         memory = jnp.where(begin[:, None], initial, memory)
-        parameters, value, memory = network.apply(params, memory, seen)
+        parameters, value, memory = network.apply(params, memory, inputs)
         return memory, (parameters, value, memory)
 
     return jax.lax.scan(step, memory, (observation, begins))[1]

@@ -368,9 +368,9 @@ def questions(
     def prompted(problem: Problem) -> Problem:
         return problem._replace(prompt=template.replace(QUESTION, problem.prompt))
 
-    problems = {name: prompted(question) for name, (question, _) in known.items()}
-    bare = {problems[name].prompt: each for name, each in known.items()}
-    listed = tuple(problems.values())
+    listed_problems = {name: prompted(question) for name, (question, _) in known.items()}
+    bare = {listed_problems[name].prompt: each for name, each in known.items()}
+    listed = tuple(listed_problems.values())
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         return bare[problem.prompt][1]
@@ -382,7 +382,7 @@ def questions(
     def posed(prompt: str) -> Problem:
         """Problem by its question or its whole prompt; a text that is not in the file has no known answer."""
         question = bare[prompt][0].prompt if prompt in bare else prompt
-        return problems.get(question) or prompted(Problem(question, ""))
+        return listed_problems.get(question) or prompted(Problem(question, ""))
 
     return Task(
         Path(path).stem, lambda rng: listed[int(rng.integers(len(listed)))], solution, reward, soundness, False, posed,

@@ -386,8 +386,8 @@ def _is_whole(path: Path) -> bool:
 def _is_intact(path: Path) -> bool:
     """True if each file of a checkpoint that was fetched has the size and digest of its manifest."""
     try:
-        files = bounded_json.read(path / MANIFEST)["contents"]["files"]
-        for name, (size, digest) in files.items():
+        expected = bounded_json.read(path / MANIFEST)["contents"]["files"]
+        for name, (size, digest) in expected.items():
             with open(path / name, "rb") as file:
                 if os.fstat(file.fileno()).st_size != size or hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return False

@@ -154,7 +154,7 @@ def _codec(rows: int, width: int) -> Codec:
     return Codec(wire.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
 
 
-def client(transport: str, address: str, rows: int, width: int, streams: int) -> None:
+def client(kind: str, address: str, rows: int, width: int, streams: int) -> None:
     """So many streams from one process, each with one message on the way, until the server is gone; no longer than the
     process that began it, by which it may be stopped at the time."""
     end_with_parent()
@@ -178,13 +178,13 @@ def client(transport: str, address: str, rows: int, width: int, streams: int) ->
     async def all_() -> None:
         import grpc
 
-        if transport == "bare":
+        if kind == "bare":
             channels = [grpc.aio.insecure_channel(address) for _ in range(streams)]
             await asyncio.gather(*(bare(channel) for channel in channels))
         else:
             await asyncio.gather(*(ours(number) for number in range(streams)))
 
-    (asyncio.run if transport == "bare" else run)(all_())
+    (asyncio.run if kind == "bare" else run)(all_())
 
 
 COUNT = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
@@ -200,11 +200,11 @@ class _Echo:
     Each in its own: loops of one process that use gRPC are all woken by what any of them waits for.
     """
 
-    def __init__(self, transport: str, sizes: Sequence[int], closed: ExitStack) -> None:
-        self._what, self._sizes, self._most, self._closed = transport, sizes, 64 * sizes[-1], closed
+    def __init__(self, kind: str, sizes: Sequence[int], closed: ExitStack) -> None:
+        self._what, self._sizes, self._most, self._closed = kind, sizes, 64 * sizes[-1], closed
         descriptor = shared_memory.create(COUNT.size)
         self._count = shared_memory.arrays(descriptor, COUNT)["count"]
-        self._server = self._begun(serve, transport, descriptor, *sizes, keep=[descriptor])
+        self._server = self._begun(serve, kind, descriptor, *sizes, keep=[descriptor])
         os.close(descriptor)
 
     def _begun(self, call: Callable[..., None], *given: str | int, keep: Sequence[int] = ()) -> Process:
@@ -271,11 +271,11 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-def serve(transport: str, descriptor: int, rows: int, width: int, streams: int) -> None:
+def serve(kind: str, descriptor: int, rows: int, width: int, streams: int) -> None:
     """A server that prints its address, and counts its answers in the memory of a descriptor."""
     end_with_parent()
     count = shared_memory.arrays(descriptor, COUNT)["count"]
-    if transport == "bare":
+    if kind == "bare":
         return asyncio.run(_bare(count, rows))
     lane = GrpcTransport(_codec(rows, width), streams, 1, lambda actor, life: [0])
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)

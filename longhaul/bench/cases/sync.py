@@ -376,8 +376,8 @@ KINDS: dict[str, Callable[[Shapes, int], Layout]] = {
 def layout_of(word: str, shapes: Shapes) -> Layout:
     """Layout of these tensors by its word."""
     kind, count, ranks = parsed(word)
-    layout = KINDS[kind](shapes, ranks)
-    return replicas(layout, count) if count > 1 else layout
+    single = KINDS[kind](shapes, ranks)
+    return replicas(single, count) if count > 1 else single
 
 
 def layouts(model: str, source: str, destination: str) -> Iterator[dict[str, Any]]:

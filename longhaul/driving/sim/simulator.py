@@ -394,7 +394,7 @@ class Simulator:
             present = present & self._logged(state.scenario, state.t)[1]
         drift = self.config.traffic == "constant"
         tables, reactive = self.tables, state.reactive
-        return traffic.scene(tables, state.scenario, state.t, state.motion, present, reactive, drift, state.partners)
+        return traffic.scene_at(tables, state.scenario, state.t, state.motion, present, reactive, drift, state.partners)
 
     def _agents(self, state: State) -> Agent:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)

@@ -107,7 +107,7 @@ def reacting(s: jax.Array, speed: jax.Array) -> Reactive:
     return Reactive(jnp.where(s < 0.0, NOT_YET, (ways << SPEED_BITS) | paces))
 
 
-def scene(
+def scene_at(
     tables: DeviceBank,
     scenario: jax.Array,
     t: jax.Array,

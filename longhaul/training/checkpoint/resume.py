@@ -234,9 +234,9 @@ def record(
     """
     changed, lost = {**edited, **changes(load_run(folder), run)}, dropped(now, source)
     if changed or now.resized:
-        edits = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
+        listed = _words({name: list(pair) for name, pair in now.resized.items()} | changed)
         print(
-            f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {edits}: "
+            f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with {listed}: "
             f"{' and '.join(lost) or 'nothing is dropped'}; parameters, optimiser, normalisers and schedules go on"
             f"{_longer(run, now) if 'total_steps' in changed else ''}",
             file=sys.stderr, flush=True,

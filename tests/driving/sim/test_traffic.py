@@ -180,7 +180,7 @@ def test_a_vehicle_that_is_held_up_does_not_vanish_on_its_way_and_stops_at_its_e
     @jax.jit
     def pushed(s: jax.Array) -> tuple[jax.Array, traffic.Reactive]:
         state, t = traffic.reacting(s, jnp.zeros_like(s)), jnp.int32(5)
-        here = traffic.scene(tables_, jnp.int32(0), t, still(), jnp.array([True]), state)
+        here = traffic.scene_at(tables_, jnp.int32(0), t, still(), jnp.array([True]), state)
         return here.present, traffic.react(tables_, jnp.int32(0), t, here, state)
 
     there, after = pushed(jnp.full(16, 500.0))
