@@ -74,13 +74,22 @@ def learner(config: AlgorithmConfig) -> Learner:
 def on_policy(config: AlgorithmConfig) -> OnPolicy:
     """Config of an algorithm with a policy and without a replay; ValueError for others."""
     if external.is_own(type(config)):
-        raise ValueError(f"{external.name_of(config)} is of your own, and this is for PPO, IMPALA")
+        raise ValueError(
+            f"{external.name_of(config)} is of your own, and this is for PPO, IMPALA; choose a recipe of one"
+        )
     if isinstance(config, OffPolicy):
-        raise ValueError(f"{config.title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
+        raise ValueError(
+            f"{config.title} learns from a replay, and this is for algorithms without: PPO, IMPALA; choose a recipe "
+            "of one"
+        )
     if isinstance(config, PQNConfig):
-        raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
+        raise ValueError(
+            "PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA; choose a recipe of one"
+        )
     if not isinstance(config, OnPolicy):
-        raise ValueError(f"{config.title} does not learn from rewards alone; this is for PPO, IMPALA")
+        raise ValueError(
+            f"{config.title} does not learn from rewards alone, and this is for PPO, IMPALA; choose a recipe of one"
+        )
     return config
 
 

@@ -202,7 +202,10 @@ def _score_policy(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -
             real = evaluate_driving.score(drives, acting, who, parsed["rollouts"])
     else:
         if process_group.together():
-            raise FlagError(f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}")
+            raise FlagError(
+                f"several processes evaluate driving alone, and run {folder.name} is {named_task(run)}; "
+                "evaluate it in one"
+            )
         for name in ("data", "scenario", "traffic", "realism", "worst"):
             if parsed[name]:
                 task = named_task(run)

@@ -264,7 +264,10 @@ def _address(address: str, runs_dir: str = RUNS_DIR.default) -> str:
         if (path / "weights").is_dir():
             return f"folder:{path / 'weights'}"
         if not any(path.glob("checkpoints/*/manifest.json")):
-            raise FlagError(f"{address} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
+            raise FlagError(
+                f"{address} is a run without checkpoints yet, and with no versions in {path / 'weights'}; wait for its "
+                "first one"
+            )
         return f"{CHECKPOINTS}:{path}"
     if ":" in address:
         with suppress(ValueError):

@@ -347,7 +347,10 @@ def _check_driving(task: Driving) -> None:
 def _check_reasoning(run: Run) -> None:
     """Raises RunError or FieldError where settings of reasoning do not fit each other, the algorithm or topology."""
     if isinstance(run.environment, Reasoning) != isinstance(run.algorithm, Reasoner):
-        raise RunError(f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does")
+        raise RunError(
+            f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does; take a recipe "
+            "reasoning-..., or another algorithm"
+        )
     if not isinstance(run.environment, Reasoning):
         return
     if run.topology == "central" or (run.topology == "actors" and run.acting.actor_kind == "ray"):

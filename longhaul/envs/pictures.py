@@ -43,7 +43,7 @@ def painter(name: str, environment: Environment) -> Draw:
     shapes = [leaf.shape for leaf in jax.tree.leaves(environment.spec.observation)]
     if len(shapes) == 1 and len(shapes[0]) == 3:
         return lambda states, seen: [image(jax.tree.leaves(each)[0]) for each in seen]
-    raise ValueError(f"{name} has no picture: its observations are no images, and nobody wrote how to draw it")
+    raise ValueError(f"{name} has no picture: its observations are no images, and there is no drawing of its states")
 
 
 # ---------------------------------------------------------------------------------------------------- classic control

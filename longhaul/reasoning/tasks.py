@@ -363,7 +363,7 @@ def questions(
             question, answer = _question(line, f"{path}:{line_number}")
             known.setdefault(question.prompt, (question, answer))
     if not known:
-        raise ValueError(f"{path}: holds no question")
+        raise ValueError(f"{path}: holds no question; write one a line")
 
     def prompted(problem: Problem) -> Problem:
         return problem._replace(prompt=template.replace(QUESTION, problem.prompt))

@@ -215,7 +215,9 @@ def drawing(
     if max_reasoning_steps < 0:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
     if max_reasoning_steps < UNBOUNDED and tokeniser.answer == tokenizer.NONE:
-        raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
+        raise ValueError(
+            f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer; leave it out"
+        )
     sampling = dataclasses.replace(sampling, group=1, wave=ROWS)
     sample = jax.jit(sampler(config, sampling, tokeniser=tokeniser))
     go_on = turns.continuing(config, sampling, tokeniser).go_on

@@ -99,7 +99,9 @@ def virtual(mesh: Mesh) -> Shards:
     """
     devices = mesh.shape[DATA]
     if VIRTUAL % devices:
-        raise ValueError(f"{VIRTUAL} virtual shards can't be shared evenly by {devices} devices")
+        raise ValueError(
+            f"{VIRTUAL} virtual shards can't be shared evenly by {devices} devices; give a divisor of {VIRTUAL}"
+        )
     own = VIRTUAL // devices
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -155,7 +155,9 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > (most := most_of_a_file()):
-            raise RunError(f"--init-from {path} holds more than {most:,} bytes, three quarters of the memory")
+            raise RunError(
+                f"--init-from {path} holds more than {most:,} bytes, three quarters of the memory; give a smaller file"
+            )
         if entries and all(legacy_params.NAME.fullmatch(entry.filename) for entry in entries):
             return _of_legacy(path, spec)
         with np.load(path, allow_pickle=False) as file:
@@ -169,7 +171,10 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
 def _of_legacy(path: Path, spec: Spec) -> dict[str, np.ndarray]:
     """Arrays of the old HackMatrix trainer, by the names of our network."""
     if not isinstance(spec.action, Discrete) or spec.expand is None:
-        raise RunError(f"--init-from {path} is of the old HackMatrix trainer, and this run is of something else")
+        raise RunError(
+            f"--init-from {path} is of the old HackMatrix trainer, and this run is of something else; take the recipe "
+            "hackmatrix"
+        )
     _, policy = legacy_params.load(path, spec)
     return {dotted(name): np.asarray(leaf) for name, leaf in pytree_serialization.name(policy).items()}
 

@@ -400,7 +400,10 @@ def vector(
             raise
         raise ValueError(f"{name}: {error}; it is called with the number of worlds: def make(num_envs)") from error
     if worlds.num_envs != num_envs:
-        raise ValueError(f"{name} has made {worlds.num_envs} worlds, and {num_envs} were asked for")
+        raise ValueError(
+            f"{name} has made {worlds.num_envs} worlds, and {num_envs} were asked for; make as many "
+            "as it is called with"
+        )
     if "autoreset_mode" not in worlds.metadata:
         raise ValueError(f"{name} does not say in its metadata which autoreset_mode it has; Gymnasium asks for it")
     return _vector(worlds, None, truncation_interval, mask, action_bound)

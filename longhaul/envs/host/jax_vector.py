@@ -162,7 +162,9 @@ class JaxVector:
         leaves, form = jax.tree.flatten(self.programs.likeness)
         stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in leaves]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:
-            raise ValueError("the state is of another environment, or of another number of worlds")
+            raise ValueError(
+                "the state is of another environment, or of another number of worlds; restore it in a vector made alike"
+            )
 
         def again(value: np.ndarray, like: Any) -> jax.Array:
             """An array of its own (the next step may reuse its memory), or the key whose data it was."""
