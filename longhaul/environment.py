@@ -82,7 +82,7 @@ class _Shape(NamedTuple):
 
 
 def vectorise(environment: Environment, worlds: int) -> Worlds:
-    """Copies of `environment` that reset themselves."""
+    """Copies of `environment` that reset themselves, with W = `worlds`. Raises ValueError for fewer than 1."""
     if worlds < 1:
         raise ValueError(f"num_envs is {worlds}; at least 1 environment is needed")
     spec = environment.spec
@@ -238,6 +238,7 @@ class _TimeLimit:
 
 
 def time_limit(environment: Environment, steps: int) -> Environment:
+    """Environment whose episodes are truncated after `steps` steps. Raises ValueError for fewer than 1."""
     if steps < 1:
         raise ValueError(f"a time limit of {steps} steps; at least 1 is needed")
     return _TimeLimit(environment, steps)

@@ -97,7 +97,9 @@ def vtrace(
     Where we differ: the paper has one kind of end. Here the trace stops at both kinds; at a truncated step, as at the
     last of the stream, v_{s+1} is `successor_value`, and at a terminated one 0. With `lam` below 1 the policy's
     gradient has the v_{s+1} of the paper's section 4.2, a target that contains lambda already; mixing it with
-    V(x_{s+1}) by lambda again, as some code does, would turn it into GAE where pi = mu. Raises ValueError.
+    V(x_{s+1}) by lambda again, as some code does, would turn it into GAE where pi = mu.
+
+    Raises ValueError for a clip below 0, and for `gamma` or `lam` outside 0 to 1.
     """
     pg_rho_clip = rho_clip if pg_rho_clip is None else pg_rho_clip
     for name, clip in (("rho_clip", rho_clip), ("c_clip", c_clip), ("pg_rho_clip", pg_rho_clip)):

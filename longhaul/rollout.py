@@ -76,12 +76,12 @@ def collector(
     unroll: int = 1,
     guide: Guide | None = None,
 ) -> Collector:
-    """Rollouts of `steps` steps of every world; with a `guide`, their extras are `Guided`.
+    """Collector of rollouts of `steps` steps of every world; with a `guide`, their extras are `Guided`.
 
     For each rollout fresh episodes of a world are drawn: one for every 8 steps, at most 16. A rollout's metrics are
     sums over the episodes that ended in it; their number is "episodes". The sums are "episode/return", "episode/length"
     and each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME" is the greatest
-    value of `Spec.peaks`, -inf where none was valid.
+    value of `Spec.peaks`, -inf where none was valid. Raises ValueError for fewer than 1 step.
     """
     if steps < 1:
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
@@ -279,7 +279,7 @@ def play(
 
 
 def starts(environment: Environment, key: Key, episodes: int) -> tuple[PyTree, PyTree]:
-    """Fresh starts of `episodes` episodes: (state, observation), leaves [E, ...]."""
+    """Fresh starts of `episodes` episodes: (state, observation), leaves [E, ...]. Raises ValueError for none."""
     if episodes < 1:
         raise ValueError(f"{episodes} evaluation episodes; at least 1 is needed")
     return jax.vmap(environment.reset)(jax.random.split(key, episodes))

@@ -656,7 +656,10 @@ def _with_model_files(run: Run) -> Run:
 
 
 def tokeniser(folder: str, task: Reasoning, budget: Budget | None = None) -> Tokeniser:
-    """Tokeniser of a model's folder, for prompts and completions of `task`; bytes where there is no folder."""
+    """Tokeniser of a model's folder, for prompts and completions of `task`; bytes where there is no folder.
+
+    Raises RunError, one line, where the folder is not there or can't be read, or `task` needs what it lacks.
+    """
     stop = problem_sets.plain(task.stop)
     try:
         replies = {tools.MARK: tools.replies(task.tools)} if task.tools else {}

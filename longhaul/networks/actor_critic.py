@@ -265,12 +265,13 @@ def actor_critic(
     norm: bool = False,
     live: Sequence[int] | None = None,
 ) -> ActorCritic:
-    """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
+    """Network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
     `remat`, one of config.REMATS: parts computed again for the gradient; less memory, up to a third more work.
     `init` is one of config.INITS. `norm` normalises layers. `live`, where `takes_live` allows it: places of the inputs
-    that are not 0 in every observation; the network is applied to these alone.
+    that are not 0 in every observation; the network is applied to these alone. Raises ValueError for sizes and names
+    that can't be, and where the torso does not fit the observation.
     """
     if not sizes or min(sizes) < 1 or memory < 0:
         raise ValueError(

@@ -83,10 +83,11 @@ def latents_of(kind: str, depth: int) -> int:
 
 
 def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: Any, remat: str = "none") -> Encoder:
-    """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
+    """Encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
     `width` features of a token, `depth` blocks of self-attention. Computing is in `dtype`, parameters are float32.
-    `remat`, one of config.REMATS: parts of tokens and blocks that are computed again for the gradient.
+    `remat`, one of config.REMATS: parts of tokens and blocks that are computed again for the gradient. Raises
+    ValueError for an unknown `kind`.
     """
     if kind not in ENCODERS:
         raise ValueError(f"encoder is {kind!r}; it must be one of {', '.join(ENCODERS)}")

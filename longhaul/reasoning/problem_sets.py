@@ -97,7 +97,10 @@ def held_out_problems(config: Reasoning, count: int) -> list[Problem]:
 
 
 def training_problems(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
-    """Problems that a run trains on, without the first `without` held-out ones, those of few steps first."""
+    """Problems that a run trains on, without the first `without` held-out ones, those of few steps first.
+
+    Raises ValueError where all questions of a list are held out.
+    """
     source, never = task(config), {problem.prompt for problem in held_out_problems(config, without)}
     if source.listed:
         left = [problem for problem in source.listed if problem.prompt not in never]

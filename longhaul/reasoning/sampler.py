@@ -575,7 +575,7 @@ def collector(
     ("episode/return"), tokens ("episode/length"), soundness, steps, completions cut at the length, and completions in
     groups whose rewards differ, from which something is learnt. If the device can't check them (not `exact`), rewards
     and sums are 0 until `marking` computes them. If `gated`, every `APART`th problem is for looks at a closed gate, and
-    is never imitated.
+    is never imitated. Raises ValueError for a temperature of 0, whose probabilities teach nothing.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")

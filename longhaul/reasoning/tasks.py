@@ -144,7 +144,8 @@ def arithmetic(fewest: int = 2, most: int = 4, *, direct: float = 0.3, noise: fl
 
     `fewest` to `most` operations, uniformly. The share `direct` of the demonstrations has the answer alone, so that a
     policy has two habits like a pretrained one; in the others each step's result is, with probability `noise`, a random
-    digit, with which the chain continues.
+    digit, with which the chain continues. Raises ValueError unless 1 <= `fewest` <= `most`; `posed` raises it for a
+    text that is no such sum.
     """
     if not 1 <= fewest <= most:
         raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
@@ -191,7 +192,8 @@ def _chain(
 def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
     """Addition of numbers of `fewest` to `most` digits, digit by digit from the last, with the carry.
 
-    "47+85=" is "7+5+0=12;4+8+1=13;>132$". The share `direct` of the demonstrations has the answer alone.
+    "47+85=" is "7+5+0=12;4+8+1=13;>132$". The share `direct` of the demonstrations has the answer alone. Raises
+    ValueError as `arithmetic` does.
     """
     if not 1 <= fewest <= most:
         raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
@@ -226,7 +228,8 @@ def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
 def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     """Countdown: each of `count` numbers once, by + - *, to a target: "3,5,2:13=" is "3*5=15;15-2=13;>3*5-2$".
 
-    Results lie in 0 to `LIMIT`. The share `aimless` of the demonstrations reaches another number.
+    Results lie in 0 to `LIMIT`. The share `aimless` of the demonstrations reaches another number. Raises ValueError for
+    fewer than 2 numbers; `posed` raises it for a text that is no countdown.
     """
     if count < 2:
         raise ValueError(f"count is {count}; countdown needs at least 2 numbers")

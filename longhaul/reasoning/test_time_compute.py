@@ -300,8 +300,8 @@ def think(
     """Accuracy of a policy on `questions`, the problems of `bank`, by budget, by samples, and with the early stop of
     `settings`.
 
-    `settings.samples` equals `sampling.group`; budgets go from 0 steps to those of the longest problem. A task that
-    the host checks has no budgets.
+    `settings.samples` equals `sampling.group`, or ValueError is raised; budgets go from 0 steps to those of the longest
+    problem. A task that the host checks has no budgets.
     """
     if settings.samples != sampling.group:
         raise ValueError(f"samples is {settings.samples}; it must be the group, {sampling.group}")

@@ -35,7 +35,7 @@ def make_mesh(data: int | None = None, model: int = 1, fsdp: bool = False) -> Me
     """Mesh over `data` x `model` devices, the first ones of each process; all by default.
 
     The parts of the parameters are neighbours, in one process if it has enough devices. With `fsdp` the devices of
-    `data` are the axis `fsdp`.
+    `data` are the axis `fsdp`. Raises ValueError where there are fewer devices.
     """
     devices, processes = jax.devices(), jax.process_count()
     if model < 1:

@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def plan(named: Iterable[tuple[str, Leaf]]) -> Plan:
-    """Plan of arrays one after the other, each at the start of a cache line."""
+    """Plan of arrays one after the other, each at the start of a cache line. ValueError for a repeated name."""
     regions: dict[str, Region] = {}
     size = 0
     for name, leaf in named:

@@ -147,7 +147,7 @@ def lowered(
 ) -> jax.stages.Lowered:
     """Program traced but not compiled, for a test or a profile. The context is replicated on `mesh`.
 
-    `shards` are the parts in which a batch is computed; default: one per device.
+    `shards` are the parts in which a batch is computed; default: one per device. Raises ValueError for no update.
     """
     shards = shards or by_device(mesh)
     if block < 1:

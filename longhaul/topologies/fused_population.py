@@ -93,7 +93,7 @@ def compiled(
 ) -> fused.Program:
     """Program of a population like `progress`, with metrics [block, M]. A device computes `width` members together.
 
-    With `within` a state has the member's own data as `values`.
+    With `within` a state has the member's own data as `values`. Raises ValueError for no update, or no member.
     """
     if block < 1 or width < 1:
         raise ValueError(f"a compiled call of {block} updates, {width} members together; at least 1 is needed")

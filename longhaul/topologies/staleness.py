@@ -78,7 +78,7 @@ class Book(NamedTuple):
 
 
 def opened(rule: Rule, version: int) -> Book:
-    """Book of a run after `version` updates, without tickets."""
+    """Book of a run after `version` updates, without tickets. Raises ValueError for an impossible `rule`."""
     if rule.staleness is not None and rule.staleness < 0:
         raise ValueError(f"staleness is {rule.staleness}; it must be at least 0, or none")
     if rule.pin and rule.staleness is None:

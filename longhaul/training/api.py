@@ -167,7 +167,10 @@ class Result:
 
     @functools.cached_property
     def members(self) -> Metrics:
-        """Metrics of each run that `seeds` or `sweep` trained, float64 [records, runs]; NaN where one is not finite."""
+        """Metrics of each run that `seeds` or `sweep` trained, float64 [records, runs]; NaN where one is not finite.
+
+        Raises RunError for a single run.
+        """
         if not self.run.many:
             raise RunError(f"{self.folder.name} is one run, whose metrics are in result.metrics")
         return read_metrics(self.folder, members.FILE)
@@ -272,7 +275,8 @@ def resume(
 
     `settings` are those that `longhaul train RECIPE --resume RUN` takes; with a larger `total_steps` a run that is
     finished trains on, and its annealed schedules go on to the new end. With `take_edits` a run.json that was edited
-    by hand is taken; else that is an error.
+    by hand is taken. Raises RunError, one line, where there is no such run, it has no intact checkpoint, a setting
+    can't be changed any more, or run.json was edited.
     """
     _check_callback(callback)
     beside, settings = _outlets(settings)

@@ -80,7 +80,10 @@ Play = Callable[[Params, Partner], Scores]
 
 
 def arena(drives: Drives) -> Play:
-    """(ego's policy, partner) -> scores of the ego in each scenario. Compiles once for policies of one shape."""
+    """Function (ego's policy, partner) -> scores of the ego in each scenario; compiled once for policies of one shape.
+
+    Raises RunError where no scenario has a second agent.
+    """
     shell, mesh = drives.shell("policy"), drives.mesh()
     config, steps, agents = shell.config, shell.spec.max_steps, shell.config.agents
     assert steps is not None

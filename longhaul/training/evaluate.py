@@ -65,7 +65,8 @@ class Scores(NamedTuple):
 def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
     """(policy, seed) -> scores of the policy's mode in `episodes` episodes, whose starts do not depend on training.
 
-    The seed is the run's by default. Compiles once. The environment may be one on the host.
+    The seed is the run's by default. Compiles once. The environment may be one on the host. Raises ValueError where its
+    episodes may never end.
     """
     algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
     if isinstance(environment, SpecStub | Called):

@@ -399,7 +399,7 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
     """Realism of each scenario over `count` rollouts, a row each; metrics have the names of `realism.realism`.
 
     The policy's actions are samples. Nothing ends before the log, since realism needs whole rollouts. A deterministic
-    driver ("idm", "log", "constant") drives once, and the rollouts are copies.
+    driver ("idm", "log", "constant") drives once, and the rollouts are copies. Raises ValueError for no rollout.
     """
     if count < 1:
         raise ValueError(f"rollouts is {count}; realism needs at least 1")

@@ -127,7 +127,7 @@ def description(policy: Policy) -> dict[str, Any]:
 
 
 def program(policy: Policy) -> bytes:
-    """The policy's mode as a serialised program of jax.export, its parameters inside."""
+    """The policy's mode as a serialised program of jax.export, its parameters inside. RunError where it can't be."""
     from jax import export
 
     if importlib.util.find_spec("flatbuffers") is None:
@@ -153,7 +153,7 @@ def program(policy: Policy) -> bytes:
 
 
 def onnx(policy: Policy) -> bytes:
-    """The policy's mode and its head's outputs as a serialised ONNX model."""
+    """The policy's mode and its head's outputs as a serialised ONNX model. RunError where it can't be."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise RunError("--to onnx is checked by onnxruntime; pip install 'longhaul-rl[export]', or take --to jax")
     act, seen = _by_names(policy, head=True), names(policy.spec.observation, "observation")

@@ -55,7 +55,10 @@ class Weights(NamedTuple):
 
 
 def find(path: Path) -> Path:
-    """`path`, or the newest parameters where it is a folder: `final_params.npz`, else the highest STEP."""
+    """`path`, or the newest parameters where it is a folder: `final_params.npz`, else the highest STEP.
+
+    Raises LegacyError where a folder has none.
+    """
     if not path.is_dir():
         return path
     if (path / "final_params.npz").is_file():

@@ -31,7 +31,8 @@ def tokeniser(run: Run, budget: Budget | None = None) -> Tokeniser:
 
 
 def loaded(run: Run, state: PyTree) -> PyTree:
-    """Algorithm state with the weights of the run's model files, if any, in the same layout."""
+    """Algorithm state with the weights of the run's model files, if any, in the same layout. RunError if they can't be
+    read."""
     if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.model_folder:
         return state
     model = run.algorithm.model

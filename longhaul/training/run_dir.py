@@ -216,7 +216,8 @@ def as_current(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_run(folder: Path) -> Run:
-    """Run of a folder. Raises RunError if run.json cannot be read or is of another version."""
+    """Run of a folder. Raises RunError if run.json can't be read or is of another version; ModuleError, a RunError, if
+    it needs a module of the user's own that can't be imported."""
     from longhaul.config.resolve import named, resolve
 
     run = read_run(folder)

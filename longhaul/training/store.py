@@ -315,7 +315,7 @@ def prepared(url: str, taken: Callable[[Path], Path]) -> Path:
 
 
 def local_folder(url: str, name: str) -> Path:
-    """Staging folder of the run `name` of the address `url`, with what the store has of it."""
+    """Staging folder of the run `name` of the address `url`, with what the store has of it. RunError if it has none."""
     names: set[str] = set()
     try:
         store = Store(url)

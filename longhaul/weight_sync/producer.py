@@ -99,7 +99,10 @@ class Producer:
         self._thread.start()
 
     def publish(self, version: int, params: Any) -> None:
-        """Hands over a version; one that still waits is dropped. `params` are read later and must not change."""
+        """Hands over a version; one that still waits is dropped. `params` are read later and must not change.
+
+        Raises ValueError after `close`.
+        """
         with self._changed:
             if self._closed:
                 raise ValueError("the producer is closed")

@@ -117,7 +117,10 @@ class Publisher:
             return fresh is not None and self._waits(version, fresh)
 
     def forward(self, manifest: Manifest, image: Image) -> None:
-        """Takes a version of another sender as it is: what a relay does. A later epoch resets the cohort."""
+        """Takes a version of another sender as it is: what a relay does. A later epoch resets the cohort.
+
+        Raises ValueError for another run, or an earlier epoch.
+        """
         with self._publishing:
             epoch, version = manifest.epoch, manifest.version
             if manifest.run != self.run or epoch < self.epoch:

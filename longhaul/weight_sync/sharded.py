@@ -610,7 +610,7 @@ class Receiver:
 
     def take(self, seconds: float) -> tuple[int, Mapping[str, np.ndarray]]:
         """(version, this rank's shards by name), which the receiver no longer holds. TimeoutError where none has come
-        since the last call, nor does within `seconds`. Only of one that `hands_over`."""
+        since the last call, nor does within `seconds`; ValueError for a receiver that does not `hands_over`."""
         if not self._hands_over:
             raise ValueError("this receiver serves its versions; read `latest`, or make it with hands_over=True")
         with self._changed:

@@ -357,7 +357,7 @@ class Shard:
         return (self[index] for index in range(len(self)))
 
     def record(self, index: int) -> bytes:
-        """The bytes of record `index`, their checksum verified."""
+        """Bytes of record `index`, their checksum verified. Raises IndexError; BadData for a wrong checksum."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.path}: scenario {index} of {len(self)}")
         index %= len(self)

@@ -191,7 +191,8 @@ def batches(
     """Batches of `size` scenarios without end, each with the position to resume from after it.
 
     Scenarios are cut to `agents` controlled agents, `horizon` steps and `objects` agents (None: as they are). `ahead`
-    batches are read in advance. Raises `BadData` where a record is damaged, when its batch is due.
+    batches are read in advance. Raises ValueError for a size or a position that can't be; BadData where a record is
+    damaged, when its batch is due.
     """
     if size < 1 or ahead < 1:
         raise ValueError(f"size is {size} and ahead {ahead}: give at least 1 of each")

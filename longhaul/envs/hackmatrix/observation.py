@@ -43,7 +43,7 @@ def shapes() -> Packed:
 
 
 def spec(max_steps: int | None, compact: Compact) -> Spec:
-    """Spec of the game, which `max_steps` truncates (None: nothing does)."""
+    """Spec of the game, which `max_steps` truncates (None: nothing does). Raises ValueError for fewer than 1."""
     if max_steps is not None and max_steps < 1:
         raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
     mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
