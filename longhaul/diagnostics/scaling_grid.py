@@ -189,8 +189,8 @@ def _run_in_processes(folder: Path, grid: Grid, todo: Sequence[Job], at_once: in
     waiting, running, code = list(todo), dict[Job, BaseProcess](), 0
     with listening(say) as stop:
         stop.ending = "stopping all jobs"
-        while (waiting and not stop.asked and not code) or running:
-            while waiting and not stop.asked and not code and len(running) < at_once:
+        while (waiting and not stop.requested and not code) or running:
+            while waiting and not stop.requested and not code and len(running) < at_once:
                 job = waiting.pop()
                 (folder / job.name).mkdir(exist_ok=True)
                 process: BaseProcess = spawn.Process(target=_job_process, args=(folder, job), name=job.name)
@@ -206,12 +206,12 @@ def _run_in_processes(folder: Path, grid: Grid, todo: Sequence[Job], at_once: in
                     + (f" with code {ended}: {_last_line(folder / job.name / LOG)}" if ended else "")
                 )
                 write(folder, grid)
-            if stop.asked:
+            if stop.requested:
                 for process in running.values():
                     process.terminate()
                 for process in running.values():
                     process.join()
-    return loop.STOPPED if stop.asked and (waiting or code) else code
+    return loop.STOPPED if stop.requested and (waiting or code) else code
 
 
 def _job_process(folder: Path, job: Job) -> None:

@@ -48,7 +48,7 @@ class Stop:
         self.signal: int | None = None
         self._answer = answer
         self._first: float | None = None
-        self._told = False
+        self._requested = False
         self._raises = False
 
     def __call__(self, number: int, frame: Any) -> None:
@@ -76,23 +76,23 @@ class Stop:
             os.kill(os.getpid(), number)
 
     @property
-    def asked(self) -> bool:
-        """True after a signal, or `ask`."""
-        return self._told or self.signal is not None
+    def requested(self) -> bool:
+        """True after a signal, or `request`."""
+        return self._requested or self.signal is not None
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request to stop, as after a signal."""
-        self._told = True
+        self._requested = True
 
-    def who(self) -> str:
+    def cause(self) -> str:
         """Cause that stopped the run, in words."""
         if self.signal is not None:
             return signal.Signals(self.signal).name
-        return "the callback asked to stop" if self._told else "another process was stopped"
+        return "the callback asked to stop" if self._requested else "another process was stopped"
 
     def look(self, done: int) -> None:
         """Check for a signal: Stopped if one came; `done` updates are saved."""
-        if self.asked:
+        if self.requested:
             raise Stopped(done)
 
     @contextmanager

@@ -113,15 +113,15 @@ def train(
         except Stopped as stopped:
             _farewell(stop, folder, stopped.done)
         except KeyboardInterrupt:
-            if not stop.asked or not (folder / "run.json").exists():
+            if not stop.requested or not (folder / "run.json").exists():
                 raise
-            say(f"{stop.who()}: nothing was left to save; go on with --resume {called(folder)}")
+            say(f"{stop.cause()}: nothing was left to save; go on with --resume {called(folder)}")
         return Outcome(STOPPED, None)
 
 
 def _farewell(stop: Stop, folder: Path, done: int) -> None:
     where = f"saved after update {done}" if done else "stopped before its first update"
-    say(f"{stop.who()}: {where}; go on with --resume {called(folder)}")
+    say(f"{stop.cause()}: {where}; go on with --resume {called(folder)}")
 
 
 def _leave_function(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
@@ -136,7 +136,7 @@ def _leave_function(stop: Stop, folder: Path, done: int) -> Callable[[], None]:
 
 def _open_mirror(folder: Path, stop: Stop) -> AbstractContextManager[None]:
     """Copy of the folder in the store that it belongs to, kept by the first process."""
-    return store.mirrored(folder, lambda: stop.asked, say) if process_group.index() == 0 else nullcontext()
+    return store.mirrored(folder, lambda: stop.requested, say) if process_group.index() == 0 else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _modules(run: Run) -> dict[str, user_modules.Source]:
 
 def _look(stop: Stop, done: int, assembly: Assembly) -> None:
     """Raise Stopped if any process received a signal; `done` updates are saved."""
-    if any(meshes.asking(assembly.mesh)(stop.asked)):
+    if any(meshes.asking(assembly.mesh)(stop.requested)):
         raise Stopped(done)
 
 
@@ -324,7 +324,7 @@ def _outlets(
         single = closed.enter_context(closing(sinks.patient(apart, console.note)))
     plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
-    mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.asked))
+    mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.requested))
 
     def settle() -> None:  # durable, like the checkpoint: a machine's failure must not lose one of them alone
         lines.flush()
@@ -365,7 +365,7 @@ class Loop:
             if writes:
                 self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
             publish = closed.enter_context(publishing.publishing(
-                self.folder, run, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.asked
+                self.folder, run, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.requested
             ))  # fmt: skip
             alone = not assembly.mesh.is_multi_process
             evaluations = Evaluations(run, self.folder, assembly.updates, done, alone=alone)
@@ -384,7 +384,7 @@ class Loop:
                 due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
                 if due:  # all processes learn of it, with several one call later
                     saved_at = time.perf_counter()
-                due, stopping = ask(due, self.stop.asked)
+                due, stopping = ask(due, self.stop.requested)
                 if run.save_interval is not None:
                     due = done // run.save_interval > (done - n) // run.save_interval
                 if evaluations.due(done, n) and not stopping and done < assembly.updates:
@@ -438,7 +438,7 @@ class Loop:
         """All remaining calls of the run's topology, as in `fused.fused`."""
         run, assembly, feeding, progress = self.run, self.assembly, self.feeding, self.progress
         if run.topology == "actors":
-            leaving = (lambda: False) if assembly.mesh.is_multi_process else lambda: self.stop.asked
+            leaving = (lambda: False) if assembly.mesh.is_multi_process else lambda: self.stop.requested
             yield from actor_learner.calls(run, self.folder, assembly, program, progress, self.out.note, leaving)
             return
         if run.topology == "central":
@@ -566,7 +566,7 @@ class Records:
         record = loop.counts(update) | speed | loop.sums.take() | self._evaluations.taken(update)
         loop.out.sink.write(record)
         if loop.callback is not None and loop.callback(record):
-            loop.stop.ask()
+            loop.stop.request()
         if loop.run.many:
             loop.out.members.write(record | loop.sums.each)
         self._read_at, self._fresh = now, 0

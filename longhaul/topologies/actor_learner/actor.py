@@ -49,19 +49,19 @@ def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, le
     ring = shared.weights.reader()
     kept: Leaves | None = None  # state after the last turn of this life
     kept_turn = 0
-    since = shared.at(actor, buffers.WAITS)
+    since = shared.set_state(actor, buffers.WAITS)
     while not shared.closed[0]:
-        ticket = shared.asked(actor)
+        ticket = shared.next_ticket(actor)
         if ticket is None:
-            shared.at(actor, buffers.WAITS)
+            shared.set_state(actor, buffers.WAITS)
             if not orders.wait(BEAT):
                 return
             continue
-        began = shared.at(actor, buffers.ACTS)
+        began = shared.set_state(actor, buffers.ACTS)
         version, weights = ring.at(ticket.version)
         state = kept if kept is not None and kept_turn == ticket.turn - 1 else shared.state(actor, ticket.turn)
         carry, data, scores = collect(split(weights, shared.shapes), state, shared.key, ticket, version)
-        now = shared.at(actor, buffers.WRITES)
+        now = shared.set_state(actor, buffers.WRITES)
         shared.deliver(actor, ticket, version, data, scores, carry)
         learner.wake()
         kept, kept_turn = carry, ticket.turn
@@ -70,7 +70,7 @@ def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, le
         vitals[buffers.LONGEST_NS] = max(int(vitals[buffers.LONGEST_NS]), now - began)
         vitals[buffers.ROLLOUTS] += 1
         since = now
-    shared.at(actor, buffers.ENDED)
+    shared.set_state(actor, buffers.ENDED)
 
 
 def split(buffer: np.ndarray, shapes: Shapes) -> list[np.ndarray]:
@@ -89,11 +89,11 @@ def main() -> int:
     about: Description = pickle.load(sys.stdin.buffer)
     shared = SharedBuffers(about.memory, about.shapes, about.size)
     try:
-        shared.at(about.actor, buffers.STARTS)
+        shared.set_state(about.actor, buffers.STARTS)
         collect = about.make(about.actor)
         work(shared, about.actor, collect, Wakeup(about.reads, -1), Wakeup(-1, about.writes))
     except Exception as error:
-        shared.say(about.actor, f"{type(error).__name__}{place(error)}: {error}")
+        shared.set_error(about.actor, f"{type(error).__name__}{place(error)}: {error}")
         raise
     return 0
 

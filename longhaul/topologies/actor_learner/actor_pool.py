@@ -70,7 +70,7 @@ class ActorThread:
                 self._failed = str(error)
                 learner.wake()
             except Exception as error:
-                shared.say(actor, f"{type(error).__name__}{place(error)}: {error}")
+                shared.set_error(actor, f"{type(error).__name__}{place(error)}: {error}")
                 self._failed = "it failed"
                 learner.wake()
 
@@ -288,7 +288,7 @@ class ActorPool:
 
     def beat(self, actor: int) -> None:
         """Sign of life of an actor in a thread here, whose rollout waits for others."""
-        self.shared.at(actor, buffers.ACTS)
+        self.shared.set_state(actor, buffers.ACTS)
 
     @property
     def queue(self) -> int:
@@ -328,7 +328,7 @@ class ActorPool:
     def past(self) -> tuple[np.ndarray, ...]:
         """Weights before the newest version that a pinned run needs to resume; views, valid as those of `carry`."""
         newest = self.book.version
-        return tuple(self.shared.weights.held(newest - back) for back in range(self.rule.pinned, 0, -1))
+        return tuple(self.shared.weights.view(newest - back) for back in range(self.rule.pinned, 0, -1))
 
     def close(self) -> None:
         """End all actors and free the shared memory, which a thread that is still at work keeps."""
@@ -412,8 +412,8 @@ class ActorPool:
         self._silence[actor] = Silence(math.inf)
         vitals = self.shared.vitals[actor]
         vitals[buffers.INCARNATION] += 1
-        self.shared.at(actor, buffers.STARTS)
-        self.shared.say(actor, "")
+        self.shared.set_state(actor, buffers.STARTS)
+        self.shared.set_error(actor, "")
         vitals[buffers.LONGEST_NS] = 0
         self._rollouts[actor] = int(vitals[buffers.ROLLOUTS])
         orders, learner = self._orders[actor], self._learner

@@ -125,7 +125,7 @@ class WeightRing:
             self._read = self.read(version, self._buffer)
         return self._read, self._buffer
 
-    def held(self, version: int) -> np.ndarray:
+    def view(self, version: int) -> np.ndarray:
         """View of a version's bytes, for the publisher; valid until its place is overwritten. Zeros if the version is
         absent."""
         place = version % len(self._weights)
@@ -239,7 +239,7 @@ class SharedBuffers:
 
     # --------------------------------------------------------------------------------------------------- the actors'
 
-    def asked(self, actor: int) -> Ticket | None:
+    def next_ticket(self, actor: int) -> Ticket | None:
         """Oldest unfinished order; None if there is none."""
         finished = int(self.finished[actor])
         if finished >= self.ordered[actor]:
@@ -268,13 +268,13 @@ class SharedBuffers:
         head[WRITTEN] = number
         self.finished[actor] += 1
 
-    def say(self, actor: int, message: str) -> None:
+    def set_error(self, actor: int, message: str) -> None:
         """Store the error of an actor."""
         encoded = message.encode()[: self._words.shape[1]]
         self._words[actor] = 0
         self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 
-    def at(self, actor: int, state: int) -> int:
+    def set_state(self, actor: int, state: int) -> int:
         """Change of an actor's state; -> ns of the monotonic clock."""
         now = time.monotonic_ns()
         self.vitals[actor, BEAT] = now

@@ -76,8 +76,8 @@ def test_versions_are_kept_as_long_as_there_are_places() -> None:
     for version in range(5):
         mine.publish(version, np.full(4, version, np.uint8))
     assert [mine.read(version, out) for version in (2, 3, 4)] == [2, 3, 4]
-    assert mine.held(3).tolist() == [3] * 4
-    assert mine.held(1).tolist() == [0] * 4
+    assert mine.view(3).tolist() == [3] * 4
+    assert mine.view(1).tolist() == [0] * 4
     for gone in (0, 1, 5):
         with pytest.raises(LookupError, match=f"version {gone}"):
             mine.read(gone, out)
