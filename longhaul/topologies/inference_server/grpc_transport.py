@@ -6,6 +6,9 @@ would cost more than its processing. gRPC's own threads serve the network meanwh
 are delivered. Any other frame ends its stream, with the reason; other streams are unaffected. Memory is bounded: one
 step per group, and gRPC refuses frames longer than the layout allows.
 
+Networks fail, and a stream ends with its connection. So a life waits `AWAY` seconds for its actor to come back in
+another stream. Each side keeps the last frame of a group, and sends it again where it did not come: no step is lost.
+
 No protobuf: messages are the bytes of frames. The token is metadata of the call and is checked before any read.
 """
 
@@ -16,8 +19,10 @@ import contextlib
 import hmac
 import logging
 import os
+import random
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -52,6 +57,12 @@ GREETING = 10.0
 
 HANDSHAKE = 5.0
 """Seconds for the handshakes of TLS and HTTP/2."""
+
+AWAY = 10.0
+"""Seconds within which an actor whose stream ended may go on with its life in another stream."""
+
+FIRST, LONGEST = 0.1, 1.0
+"""Seconds between two attempts of such an actor: first and longest, doubled in between, with random jitter."""
 
 KEEPALIVE = 20.0
 """Seconds after which a side asks whether the other one is there; the answer may take half as long."""
@@ -318,21 +329,57 @@ class Busy(WireError):
     """Temporary refusal: a later attempt may succeed."""
 
 
-class _Life:
-    """Stream of an actor, from HELLO to its end."""
+class StreamEnded(ConnectionError):
+    """End of a stream without a word of the server: a later stream may go on."""
 
-    def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
+
+class _Life:
+    """Life of an actor, in one stream after another."""
+
+    def __init__(self, actor: int, number: int, slots: int, name: int) -> None:
         self.actor, self.number, self.name = actor, number, name
         self.first = actor * slots  # its first group
         self.step = [0] * slots  # number of the frame that is due, or came last
         self.due = [True] * slots
-        self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
-        self.over = asyncio.Event()
+        self.answers = [b""] * slots  # the last one of each group
+        self.stream: _Stream | None = None  # None: its actor is away
+        self.waiting: asyncio.Task[None] | None = None  # for its actor
         self.ended: str | None = None
+
+    @property
+    def came(self) -> list[int]:
+        """Steps of each group that came."""
+        return [step + (not due) for step, due in zip(self.step, self.due, strict=True)]
 
     def end(self, why: str) -> None:
         self.ended = self.ended or why
+        if self.stream is not None:
+            self.stream.over.set()
+
+
+class _Stream:
+    """Stream of a life."""
+
+    def __init__(self, read: Read, write: Write) -> None:
+        self._read = read
+        self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
+        self.reader: Reader | None = None
+        self.over = asyncio.Event()
+        self.why = ""
+
+    def begin(self) -> None:
+        """Begin of what follows on WELCOME."""
+        self.reader = Reader(self._read)
+
+    def end(self, why: str) -> None:
+        """End of the stream alone."""
+        self.why = self.why or why
         self.over.set()
+
+    def stop(self) -> None:
+        if self.reader is not None:
+            self.reader.stop()
+        self.writer.stop()
 
 
 class GrpcTransport:
@@ -350,7 +397,6 @@ class GrpcTransport:
         self._codec, self._actors, self._slots, self._seeds = codec, actors, slots, seeds
         self._credentials, self._held = credentials, held
         self._lives: dict[int, _Life] = {}
-        self._heard: dict[_Life, Reader] = {}
         self._numbers = [0] * actors
         self._inbox: deque[tuple[_Life, int, wire.Block | None, np.ndarray | None]] = deque()
         self._ending = self._answered = False
@@ -375,9 +421,12 @@ class GrpcTransport:
         """Turn of the event loop, which sends queued frames; then take the frames received."""
         self._answered = False
         self._loop.turn(seconds)
-        for life, reader in list(self._heard.items()):
+        for life in list(self._lives.values()):
+            stream = life.stream
+            if stream is None or (reader := stream.reader) is None:
+                continue
             if reader.until is None or reader.until.done():
-                self._hear(life, reader)
+                self._hear(life, stream, reader)
 
     def take(self) -> list[Arrival | Lost]:
         if self._answered:
@@ -398,7 +447,9 @@ class GrpcTransport:
             if life is None or life.number != number or life.due[slot]:
                 continue
             due = Due(ACT, group, number, life.step[slot])
-            life.writer.say(self._codec.act_frame(due, action))
+            life.answers[slot] = frame = self._codec.act_frame(due, action)
+            if (stream := life.stream) is not None and stream.reader is not None:
+                stream.writer.say(frame)
             life.step[slot] += 1
             life.due[slot] = True
             self._answered = True
@@ -408,12 +459,14 @@ class GrpcTransport:
             self._leave(self._lives[actor], why)
 
     def live(self) -> frozenset[int]:
-        return frozenset(self._lives)
+        return frozenset(actor for actor, life in self._lives.items() if life.stream is not None)
 
     def close(self) -> None:
         self._ending = True
         for life in list(self._lives.values()):
             life.end("the server ends")
+            if life.waiting is not None:
+                life.waiting.cancel()
         self._loop.run_until_complete(self._stop())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
@@ -491,17 +544,21 @@ class GrpcTransport:
         if not self._admits(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
         await context.send_initial_metadata(())  # the client waits for it
-        life: _Life | None = None
+        life, at, stream = None, None, _Stream(context.read, context.write)
         try:
             async with asyncio.timeout(GREETING):
                 hello = await context.read()
             if hello is grpc.aio.EOF:
                 return
-            life = self._greet(hello, context.write)
-            await context.write(self._welcome(life))
-            self._heard[life] = Reader(context.read)
-            await life.over.wait()
-            if not context.cancelled():
+            life, at = self._greet(hello, stream)
+            await context.write(self._welcome(life) if at is None else self._welcome_back(life))
+            if life.stream is stream:
+                stream.begin()
+                for slot, step in enumerate(at or ()):
+                    if step < life.step[slot]:
+                        stream.writer.say(life.answers[slot])
+            await stream.over.wait()
+            if life.ended is not None and not context.cancelled():
                 raise (Busy if self._ending else WireError)(life.ended)  # a server that ends may be restarted
         except WireError as error:
             why = str(error)
@@ -511,16 +568,24 @@ class GrpcTransport:
             with contextlib.suppress(Exception):  # the stream may be gone
                 async with asyncio.timeout(1.0):
                     if life is not None:
-                        await life.writer.stopped()
+                        await stream.writer.stopped()
                     await context.write(wire.frame(head, why.encode()[: wire.MOST_TEXT]))
         except TimeoutError:
             pass
         finally:
-            if life is not None:
-                if life in self._heard:
-                    self._heard.pop(life).stop()
-                life.writer.stop()
-                self._leave(life)
+            stream.stop()
+            if life is not None and life.stream is stream:
+                life.stream = None
+                if life.ended is not None or self._ending or (at is None and stream.reader is None):
+                    self._leave(life, stream.why or "its stream ended")
+                elif self._lives.get(life.actor) is life:
+                    life.waiting = self._loop.create_task(self._wait(life, stream.why or "its stream ended"))
+
+    async def _wait(self, life: _Life, why: str) -> None:
+        """Wait for an actor that is away. Time in which the loop does not turn, as in an update, counts as one part."""
+        for _ in range(10):
+            await asyncio.sleep(AWAY / 10)
+        self._leave(life, f"{why}, and it did not come back within {AWAY:g} s")
 
     def _admits(self, context: Any) -> bool:
         wanted = self._credentials.token
@@ -530,12 +595,16 @@ class GrpcTransport:
         found = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(found, wanted.encode())
 
-    def _greet(self, data: bytes, write: Write) -> _Life:
-        """New life for the actor of a HELLO. WireError if it is refused."""
+    def _greet(self, data: bytes, stream: _Stream) -> tuple[_Life, list[int] | None]:
+        """Life of the actor of a HELLO, in its stream, and the steps that it is at if it has come back to that life.
+        WireError if it is refused."""
         head = wire.read(data, self._codec.most)
         if head.kind != wire.HELLO:
             raise WireError(f"a stream begins with a frame of kind {head.kind}; it must begin with HELLO, {wire.HELLO}")
-        theirs = wire.text(data)
+        numbers = 8 * self._slots if head.incarnation else 0
+        if head.length < numbers:
+            raise WireError(f"HELLO of {head.length} bytes, of which {numbers} are numbers of steps")
+        theirs = wire.text(data, numbers)
         if theirs != self._codec.layout.text:
             found = wire.difference(self._codec.layout.text, theirs)
             raise WireError(f"another environment: {found}; give the actor the run's --env and sizes")
@@ -549,14 +618,34 @@ class GrpcTransport:
             actor = free[0]
         if actor >= self._actors:
             raise WireError(f"actor {actor}; there are 0 to {self._actors - 1}")
-        if actor in self._lives:
-            if self._lives[actor].name != head.step:
+        old = self._lives.get(actor)
+        if head.incarnation:
+            if old is None or old.ended is not None or (old.number, old.name) != (head.incarnation, head.step):
+                raise Busy(f"life {head.incarnation} of actor {actor} is over; it may begin another one")
+            return old, self._comes_back(old, np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES), stream)
+        if old is not None:
+            if old.name != head.step and old.stream is not None:
                 raise Busy(f"actor {actor} is here already")
-            self._leave(self._lives[actor], "it came back in another stream")  # its end was not noticed yet
+            self._leave(old, "it came back in another stream")  # its end was not noticed yet
         self._numbers[actor] += 1
-        life = _Life(actor, self._numbers[actor], self._slots, head.step, write)
-        self._lives[actor] = life
-        return life
+        life = self._lives[actor] = _Life(actor, self._numbers[actor], self._slots, head.step)
+        life.stream = stream
+        return life, None
+
+    def _comes_back(self, life: _Life, at: np.ndarray, stream: _Stream) -> list[int]:
+        """Steps `at` which a life's actor is, that goes on in another stream. WireError if it can't be at these."""
+        found = [int(each) for each in at]
+        for slot, (theirs, answered, due) in enumerate(zip(found, life.step, life.due, strict=True)):
+            if theirs != answered and not (due and theirs == answered - 1):
+                raise WireError(f"group {life.first + slot} is at step {theirs}, and was answered {answered} times")
+        if life.waiting is not None:
+            life.waiting.cancel()
+            life.waiting = None
+        if life.stream is not None:  # its end was not noticed yet
+            life.stream.stop()
+            life.stream.end("it came back in another stream")
+        life.stream = stream
+        return found
 
     def _welcome(self, life: _Life) -> bytes:
         seeds = np.asarray(self._seeds(life.actor, life.number), "<u8")
@@ -567,25 +656,31 @@ class GrpcTransport:
         parts = [seeds.tobytes(), about.tobytes(), *(state.tobytes() for state in held.values()), names]
         return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), b"".join(parts))
 
-    def _hear(self, life: _Life, reader: Reader) -> None:
-        """Take a received frame; end the life if the frame is not due or the stream ended."""
-        if life.ended is not None:
+    def _welcome_back(self, life: _Life) -> bytes:
+        head = Head(wire.WELCOME, life.first, life.number, columns=self._codec.layout.columns, finals=self._slots)
+        return wire.frame(head._replace(digest=self._codec.digest), np.array(life.came, "<u8").tobytes())
+
+    def _hear(self, life: _Life, stream: _Stream, reader: Reader) -> None:
+        """Take a received frame; end the life if the frame is not due, and the stream if that ended."""
+        if stream.over.is_set():
             return
         try:
             data = reader.take()
             if data is self._end:
-                life.end("its stream ended")
+                stream.end("its stream ended")
             elif data is not None:
                 self._check(life, data)
                 reader.begin()
         except WireError as error:
             life.end(str(error))
         except (Exception, asyncio.CancelledError) as error:
-            life.end(f"its stream ended: {error}")
+            stream.end(f"its stream ended: {error}")
 
     def _check(self, life: _Life, data: bytes) -> None:
         """Check that a frame is a step that is due, and queue it; else WireError."""
         codec, head = self._codec, wire.read(data, self._codec.most)
+        if head.kind == wire.BYE:
+            raise WireError("its actor has left")
         slot = head.group - life.first
         if not 0 <= slot < self._slots or not life.due[slot]:
             raise WireError(f"a frame of group {head.group}, of which none is due")
@@ -596,8 +691,10 @@ class GrpcTransport:
         life.due[slot] = False
         self._inbox.append((life, slot, step, state))
 
-    def _leave(self, life: _Life, why: str = "its stream ended") -> None:
+    def _leave(self, life: _Life, why: str) -> None:
         life.end(why)
+        if life.waiting is not None:
+            life.waiting.cancel()
         if self._lives.get(life.actor) is life:
             del self._lives[life.actor]
             self._inbox.append((life, 0, None, None))
@@ -612,26 +709,15 @@ class GrpcActorTransport:
         self.codec, self._slots, self._address = codec, slots, address
         self._actor, self._credentials = actor, credentials
         self._steps, self._held = [0] * slots, dict[int, np.ndarray]()
+        self._posted: list[int | None] = [None] * slots  # finals of the step that was posted and not answered
         self._first = self._life = 0
         self._channel: Any = None
         self._call: Any = None
         self._writer: Writer | None = None
 
     async def open(self) -> list[int]:
-        import grpc
-
-        self._grpc, self._end, codec = grpc, grpc.aio.EOF, self.codec
-        self._channel = channel(self._address, self._credentials, _options(codec.most))
-        token = self._credentials.token
-        self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
-        await self._call.initial_metadata()  # from the server, or the end of the stream
-        if self._call.done():
-            raise self._gone(await self._call.code(), await self._call.details())
-        hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
-        # Errors of writes are ignored: the reader gets the reason.
-        self._writer = Writer(self._call.write, lambda error: None)
-        self._writer.say(wire.frame(hello, codec.layout.text.encode()))
-        data, head = await self._read()
+        codec = self.codec
+        data, head = await self._greet(self._actor, 0, b"")
         size = 8 * (self._slots + 2)
         if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
             raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
@@ -653,8 +739,54 @@ class GrpcActorTransport:
         self._first, self._life = head.group, head.incarnation
         return seeds
 
+    async def _greet(self, actor: int, life: int, numbers: bytes) -> tuple[bytes, Head]:
+        """Answer to the HELLO of a stream, which begins."""
+        import grpc
+
+        self._grpc, self._end, codec = grpc, grpc.aio.EOF, self.codec
+        # Who comes back has a connection of its own: gRPC makes a shared one wait longer after each failure.
+        alone = ("grpc.use_local_subchannel_pool", int(life > 0))
+        self._channel = channel(self._address, self._credentials, [*_options(codec.most), alone])
+        token = self._credentials.token
+        self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
+        await self._call.initial_metadata()  # from the server, or the end of the stream
+        if self._call.done():
+            raise self._gone(await self._call.code(), await self._call.details())
+        hello = Head(wire.HELLO, actor, life, NAME, codec.layout.columns, self._slots, codec.digest)
+        # Errors of writes are ignored: the reader gets the reason.
+        self._writer = Writer(self._call.write, lambda error: None)
+        self._writer.say(wire.frame(hello, numbers + codec.layout.text.encode()))
+        return await self._read()
+
+    async def _come_back(self, ended: StreamEnded) -> None:
+        """Another stream of the same life. Raises `ended` if there is none within `AWAY` seconds."""
+        until, pause = time.monotonic() + AWAY, FIRST
+        while True:
+            await self._hang_up()
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # not all at once
+            pause = min(2.0 * pause, LONGEST)
+            try:
+                numbers = np.array(self._steps, "<u8").tobytes()
+                data, head = await self._greet(self._first // self._slots, self._life, numbers)
+                break
+            except StreamEnded:
+                if time.monotonic() > until:
+                    raise ended from None
+        wanted = wire.WELCOME, self._first, self._life, 8 * self._slots
+        if (head.kind, head.group, head.incarnation, head.length) != wanted:
+            raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
+        came = np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)
+        for slot, (step, count) in enumerate(zip(self._steps, came, strict=True)):
+            if self._posted[slot] is not None and step == count:
+                self._say(slot)
+
     def post(self, slot: int, finals: int) -> None:
-        assert self._writer is not None, "it is open"
+        self._posted[slot] = finals
+        self._say(slot)
+
+    def _say(self, slot: int) -> None:
+        finals = self._posted[slot]
+        assert self._writer is not None and finals is not None, "it is open, and the step is there"
         memory, due = self._memory[slot], Due(OBSERVE, self._first + slot, self._life, self._steps[slot])
         self._writer.say(bytes(memoryview(memory)[: self.codec.write_head(memory, due, finals)]))
 
@@ -670,37 +802,55 @@ class GrpcActorTransport:
         return self.codec.block(self._memory[slot], finals, wire.HEAD_BYTES)
 
     async def next(self) -> tuple[int, np.ndarray]:
-        data, head = await self._read()
+        while True:
+            try:
+                data, head = await self._read()
+                break
+            except StreamEnded as ended:
+                await self._come_back(ended)
         slot = head.group - self._first
         if not 0 <= slot < self._slots:
             raise WireError(f"actions for group {head.group}, which is not this actor's")
         self.codec.check_head(head, Due(ACT, head.group, self._life, self._steps[slot]))
         self._steps[slot] += 1
+        self._posted[slot] = None
         return slot, self.codec.action(data, wire.HEAD_BYTES)
 
     async def close(self) -> None:
+        """End of the life, of which the server hears if it can."""
+        if self._writer is not None and not self._call.done():
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(1.0):
+                    await self._writer.stopped()
+                    await self._call.write(wire.frame(Head(wire.BYE, self._first, self._life)))
+                    while await self._call.read() is not self._end:
+                        pass
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
         if self._writer is not None:
             self._writer.stop()
         if self._call is not None:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
+        self._writer = None
 
     def _gone(self, code: Any, details: str | None) -> Exception:
-        """Exception for the end of a stream: WireError if another attempt is useless, else ConnectionError."""
+        """Exception for the end of a stream: WireError if another attempt is useless, else StreamEnded."""
         import grpc
 
         fatal = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
-        return (WireError if fatal else ConnectionError)(f"{self._address}: {details or 'the stream ended'}")
+        return (WireError if fatal else StreamEnded)(f"{self._address}: {details or 'the stream ended'}")
 
     async def _read(self) -> tuple[bytes, Head]:
-        """Next frame. WireError with the reason if the server refuses; ConnectionError if it is gone."""
+        """Next frame. WireError or ConnectionError with the reason if the server refuses; StreamEnded if it is gone."""
         try:
             data = await self._call.read()
         except self._grpc.RpcError as error:
             raise self._gone(error.code(), error.details()) from error
         if data is self._end:
-            raise ConnectionError(f"{self._address}: the stream ended")
+            raise StreamEnded(f"{self._address}: the stream ended")
         head = wire.read(data, self.codec.most)
         if head.kind == wire.REFUSE:
             kind = ConnectionError if head.step else WireError

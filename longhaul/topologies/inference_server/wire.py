@@ -14,6 +14,11 @@ guarantee the integrity of a stream.
     OBSERVE  actor -> server   the result of step `step` of a group, and the observation for its next action
     ACT      server -> actor   the actions that follow on it
     REFUSE   server -> actor   the stream ends; payload: the reason, as text; `step` 1: trying again later may help
+    BYE      actor -> server   I leave for good
+
+A life may outlast its stream, as networks fail. HELLO with `incarnation` is of an actor that comes back to that life;
+before its layout it says the number of the step that each group is at. WELCOME then has as payload how many steps of
+each group came. The actor sends again the step that did not come, and the server the actions that did not.
 
 Step 0 of a life is its first observation; reward and flags mean nothing there, but that all columns are truncated: the
 state to go on from was lost, and new episodes begin. The payload of OBSERVE is one step of a
@@ -22,8 +27,8 @@ state to go on from was lost, and new episodes begin. The payload of OBSERVE is 
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
 
 An actor has `slots` groups of environments, and steps one while the other waits for its actions (double buffering).
-Group g is slot g % slots of actor g // slots. A life of an actor begins with step 0 of each of its groups. The end of
-its stream is reported once, and nothing of that life arrives afterwards.
+Group g is slot g % slots of actor g // slots. A life of an actor begins with step 0 of each of its groups. Its end is
+reported once, and nothing of that life arrives afterwards.
 """
 
 from __future__ import annotations
@@ -40,9 +45,9 @@ import numpy as np
 from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Leaf, Tree, action_shape, leaves, mapped
 
-MAGIC, VERSION = b"LHCI", 3
+MAGIC, VERSION = b"LHCI", 4
 
-HELLO, WELCOME, OBSERVE, ACT, REFUSE = range(1, 6)
+HELLO, WELCOME, OBSERVE, ACT, REFUSE, BYE = range(1, 7)
 """Kinds of frames."""
 
 ANY = 2**32 - 1
@@ -408,7 +413,7 @@ NONE_HELD: Held = {}
 
 
 class Lost(NamedTuple):
-    """End of an actor's stream."""
+    """End of an actor's life."""
 
     actor: int
     why: str
@@ -427,7 +432,7 @@ class Transport(Protocol):
         """Answer to waiting groups; actions are copied. Answers to a lost life are dropped."""
 
     def cut(self, actor: int, why: str) -> None:
-        """End an actor's stream; `take` reports it later."""
+        """End an actor's life; `take` reports it later."""
 
     def live(self) -> frozenset[int]:
         """Actors with an open stream."""

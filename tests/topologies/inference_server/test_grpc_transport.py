@@ -216,6 +216,156 @@ def test_an_idle_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert echo.arrivals == 2 * SLOTS
 
 
+class Network:
+    """A way to a port that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.up = port, True
+        self._listener, self._ends = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if not self.up:
+                    near.close()
+                    continue
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._ends += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(700):  # so little that frames are torn
+                other.sendall(data)
+        self._end(one, other)
+
+    def _end(self, *socks: socket.socket) -> None:
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        self._end(*self._ends)
+
+    def close(self) -> None:
+        self._end(self._listener)
+        self._listener.close()
+        self._thread.join()
+        self.cut()
+        for sock in self._ends:
+            sock.close()
+
+
+@contextlib.contextmanager
+def flaky() -> Iterator[tuple[Echo, Network]]:
+    """A server of one actor that is reached by a network that can be cut."""
+    lane = GrpcTransport(CODEC, 1, SLOTS, lambda actor, life: [actor, life])
+    with (
+        closing(lane),
+        closing(Echo(lane)) as echo,
+        closing(Network(int(lane.address.rpartition(":")[2]))) as network,
+    ):
+        yield echo, network
+
+
+@pytest.mark.parametrize("cuts", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_step_is_lost_where_a_network_is_cut(cuts: int) -> None:
+    """An actor goes on with its life: each of its steps comes once, and each answer."""
+    rng = np.random.default_rng(cuts)
+
+    async def play(address: str, network: Network) -> int:
+        line = GrpcActorTransport(BARE, SLOTS, address, actor=0, credentials=Credentials())
+        await asyncio.wait_for(line.open(), 20.0)
+        wanted, steps = [0] * SLOTS, 0
+
+        async def disturb() -> None:
+            for number in range(cuts):
+                await asyncio.sleep(rng.uniform(0.02, 0.2))
+                before = steps
+                while number % 4 > 1 and steps < before + 3:  # half of them while it comes back, the others when it has
+                    await asyncio.sleep(0.01)
+                network.up = number % 4 > 0  # sometimes it is away for longer
+                network.cut()
+                await asyncio.sleep(0.3 * (not network.up))
+                network.up = True
+
+        def post(slot: int) -> None:
+            line.blocks[slot].flags[:] = False
+            line.blocks[slot].reward[:] = rng.random()
+            wanted[slot] = int(line.blocks[slot].reward.view(np.int32)[0])
+            line.post(slot, 0)
+
+        for slot in range(SLOTS):
+            post(slot)
+        over = asyncio.create_task(disturb())
+        while not over.done() or steps < 20:
+            slot, action = await asyncio.wait_for(line.next(), 20.0)
+            assert (action == wanted[slot]).all()
+            post(slot)
+            steps += 1
+        for _ in range(SLOTS):
+            await asyncio.wait_for(line.next(), 20.0)
+        assert line._life == 1
+        await line.close()
+        return steps + SLOTS
+
+    with flaky() as (echo, network):
+        steps = run(play(network.address, network))
+        end = time.monotonic() + grpc_transport.AWAY / 2
+        while not echo.lost and time.monotonic() < end:
+            time.sleep(0.01)
+        assert (echo.arrivals, echo.lost) == (steps, 1), "a step is missing, came twice, or who left is waited for"
+
+
+def test_an_actor_that_stays_away_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_transport, "AWAY", 0.5)
+    with flaky() as (echo, network):
+
+        async def play() -> None:
+            line = GrpcActorTransport(BARE, SLOTS, network.address, actor=0, credentials=Credentials())
+            await asyncio.wait_for(line.open(), 20.0)
+            network.up = False
+            network.cut()
+            with pytest.raises(ConnectionError, match=f"^{network.address}: "):
+                await asyncio.wait_for(line.next(), 20.0)
+            await line.close()
+
+        run(play())
+        end = time.monotonic() + 10.0
+        while not echo.lost and time.monotonic() < end:
+            time.sleep(0.01)
+        assert echo.lost == 1
+
+
+def test_an_actor_whose_place_was_taken_cannot_come_back() -> None:
+    with flaky() as (echo, network):
+
+        async def play() -> None:
+            one, other = (
+                GrpcActorTransport(BARE, SLOTS, address, actor=0, credentials=Credentials())
+                for address in (network.address, echo.lane.address)
+            )
+            assert await asyncio.wait_for(one.open(), 20.0) == [0, 1]
+            network.up = False
+            network.cut()
+            late = asyncio.create_task(one.next())
+            assert await asyncio.wait_for(other.open(), 20.0) == [0, 2]
+            network.up = True
+            with pytest.raises(ConnectionError, match="life 1 of actor 0 is over"):
+                await asyncio.wait_for(late, 20.0)
+            other.post(0, 0)
+            await asyncio.wait_for(other.next(), 20.0)
+            await one.close()
+            await other.close()
+
+        run(play())
+
+
 class Fed:
     """A stream without a network: what its actor says is made as it is read."""
 
@@ -238,6 +388,29 @@ class Fed:
 
     async def write(self, frame: bytes) -> None:
         self.answers.append(frame)
+
+
+@pytest.mark.parametrize(("at", "why"), [(1, "is at step 1, and was answered 0 times"), (-1, "numbers of steps")])
+def test_an_actor_cannot_come_back_to_a_step_it_was_not_at(silent: GrpcTransport, at: int, why: str) -> None:
+    class Back(Fed):
+        async def read(self) -> Any:
+            self._read += 1
+            if self._read > 1:
+                await asyncio.sleep(60.0)
+            if not self._actor:
+                return hello(0)
+            head = wire.Head(wire.HELLO, 0, 1, 7, COLUMNS, SLOTS, CODEC.digest)
+            return wire.frame(
+                head, b"x" if at < 0 else np.full(SLOTS, at, "<u8").tobytes() + CODEC.layout.text.encode()
+            )
+
+    first, second = (Back(np.random.default_rng(0), number) for number in range(2))
+    streams = [silent._loop.create_task(silent._play(None, fed)) for fed in (first, second)]
+    while not streams[1].done():
+        silent._turn(0.01)
+    assert wire.read(second.answers[-1], CODEC.most).kind == wire.REFUSE
+    assert why in wire.text(second.answers[-1])
+    assert silent.live() == {0}, "the life goes on in its stream"
 
 
 def test_a_server_turns_where_another_loop_is_running() -> None:
