@@ -107,14 +107,14 @@ def main() -> int:
     parser.add_argument("--actors", type=int, default=2, help="processes that act, on both sides")
     parser.add_argument("--steps", type=int, default=16_000, help="least environment steps of a repeat")
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
-    asked = parser.parse_args()
-    if asked.repeats < harness.LEAST_REPEATS:
-        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
-    if asked.actors < 1 or LIKE["num_envs"] % asked.actors:
-        parser.error(f"--actors is {asked.actors}; choose a divisor of the {LIKE['num_envs']} worlds")
-    for learner in asked.algorithms:
-        for record in figures(learner, asked.python, asked.actors, asked.steps, asked.repeats):
-            results.emit(record, asked.json)
+    args = parser.parse_args()
+    if args.repeats < harness.LEAST_REPEATS:
+        parser.error(f"--repeats is {args.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
+    if args.actors < 1 or LIKE["num_envs"] % args.actors:
+        parser.error(f"--actors is {args.actors}; choose a divisor of the {LIKE['num_envs']} worlds")
+    for learner in args.algorithms:
+        for record in figures(learner, args.python, args.actors, args.steps, args.repeats):
+            results.emit(record, args.json)
     return 0
 
 

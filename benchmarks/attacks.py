@@ -93,12 +93,12 @@ class Started:
     def __init__(self, home: Path, words: str, *, prefix: Sequence[str] = (), **variables: str) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.log = home / f"log-{time.monotonic_ns()}"
-        mine = {"HOME": str(home), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        own_variables = {"HOME": str(home), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [*prefix, sys.executable, "-m", "longhaul", *shlex.split(words)]
         self.began = time.monotonic()
         with self.log.open("wb") as output:
             self.process = psutil.Popen(
-                command, cwd=home, env=os.environ | mine | variables, stdout=output, stderr=output, umask=0,
+                command, cwd=home, env=os.environ | own_variables | variables, stdout=output, stderr=output, umask=0,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -136,8 +136,8 @@ def until(ready: Callable[[], Any], seconds: float = PATIENCE) -> bool:
 def saves(folder: Path) -> list[int]:
     """Updates of the checkpoints; `4000.1` stands beside something else that is called 4000."""
     with suppress(OSError):
-        found = (re.fullmatch(r"(\d+)(\.\d+)?", each.name) for each in (folder / "checkpoints").iterdir())
-        return sorted(int(each[1]) for each in found if each is not None)
+        names = (re.fullmatch(r"(\d+)(\.\d+)?", each.name) for each in (folder / "checkpoints").iterdir())
+        return sorted(int(each[1]) for each in names if each is not None)
     return []
 
 
@@ -147,14 +147,14 @@ def saves(folder: Path) -> list[int]:
 def stray_entries(home: Path) -> Iterator[Row]:
     words = f"train cartpole {SMALL} --total-steps 1024000 --save-interval 500 --run-name a --runs-dir runs"
     folder = home / "runs" / "a"
-    there = folder / "checkpoints"
+    checkpoints = folder / "checkpoints"
     started = Started(home, words)
     until(lambda: len(saves(folder)) > 0 or started.process.poll() is not None)
-    (there / "x.partial").touch()
-    (there / "4000").write_text("a file")
-    os.mkfifo(there / "y.partial")
-    (there / "z.partial").symlink_to("nowhere")
-    (there / "3500.partial").touch()
+    (checkpoints / "x.partial").touch()
+    (checkpoints / "4000").write_text("a file")
+    os.mkfifo(checkpoints / "y.partial")
+    (checkpoints / "z.partial").symlink_to("nowhere")
+    (checkpoints / "3500.partial").touch()
     done = started.outcome()
     kept = saves(folder)
     bad = re.findall(r"(?m)^.*(?:cannot save|can't|warning).*$", done.said)
@@ -166,12 +166,12 @@ def stray_entries(home: Path) -> Iterator[Row]:
     )  # fmt: skip
 
     folder = home / "runs" / "b"
-    there = folder / "checkpoints"
+    checkpoints = folder / "checkpoints"
     started = Started(home, words.replace("--run-name a", "--run-name b"))
     until(lambda: len(saves(folder)) > 1 or started.process.poll() is not None)
     started.process.send_signal(signal.SIGTERM)
     stopped = started.outcome()
-    newest, aside = there / str(saves(folder)[-1]), home / "aside"
+    newest, aside = checkpoints / str(saves(folder)[-1]), home / "aside"
     newest.rename(aside)
     newest.symlink_to(aside)
     before = {each.name: each.stat().st_size for each in aside.rglob("*")}
@@ -271,15 +271,15 @@ def idle_at(home: Path, port: str, limit: int) -> Row:
         code = target.training.wait(120)
         lines = Path(log.name).read_text()
     lost = len(re.findall(r"cannot save|until then it trains on", lines))
-    found = (
+    outcome = (
         f"newest save {first[-1:]} -> {last[-1:]}, lost {lost}, descriptors at most {most}, {open_} open, code {code}"
     )
     holds = code == 75 and not lost and last > first and "Traceback" not in lines
     if target.follower is not None:
-        found, holds = f"{found}, versions {version} -> {came}", holds and came > version
+        outcome, holds = f"{outcome}, versions {version} -> {came}", holds and came > version
     if answers:
-        found, holds = f"{found}, HTTP {answers[-3:]}", holds and all(each == 200 for each in answers[-3:])
-    return Row(2, attack, found, holds)
+        outcome, holds = f"{outcome}, HTTP {answers[-3:]}", holds and all(each == 200 for each in answers[-3:])
+    return Row(2, attack, outcome, holds)
 
 
 def answer(address: Any, seconds: float = 5.0) -> int | str:
@@ -317,7 +317,7 @@ def threads(home: Path) -> Iterator[Row]:
                 with closing(follow([where], token=token)) as other:
                     time.sleep(8.0)
                     under = [f"a new receiver has version {other.held.version}"]
-            here = target.listening.is_running()
+            listens = target.listening.is_running()
             allow_threads(target.listening, 4096)
             if port == "board":
                 back = until(lambda target=target: answer(target.address) == 200, 30.0)
@@ -327,12 +327,14 @@ def threads(home: Path) -> Iterator[Row]:
             target.training.send_signal(signal.SIGTERM)
             code = target.training.wait(120)
         log_text = Path(log.name).read_text()
-        found = f"{under[-1]}; it {'goes on' if here else 'has ended'}, serves {'again' if back else 'no more'} when "
-        found += f"threads can start; code {code}"
+        outcome = (
+            f"{under[-1]}; it {'goes on' if listens else 'has ended'}, serves {'again' if back else 'no more'} when "
+        )
+        outcome += f"threads can start; code {code}"
         yield Row(
             3,
             f"{port} can start no thread (prlimit --nproc=1)",
-            found,
+            outcome,
             back and code == 75 and "Traceback" not in log_text,
         )
 
@@ -351,8 +353,8 @@ def small_files(home: Path) -> Iterator[Row]:
             if done.returncode == 0
             else {"seconds": 1e9, "megabytes": 1e9, "outcome": done.stderr}
         )
-        found = f"{row['seconds']} s, {row['megabytes']} MB: {row['outcome'][:100]}"
-        yield Row(4, f"{name}, {row.get('bytes')} bytes", found, row["seconds"] < 1.0 and row["megabytes"] < 500)
+        outcome = f"{row['seconds']} s, {row['megabytes']} MB: {row['outcome'][:100]}"
+        yield Row(4, f"{name}, {row.get('bytes')} bytes", outcome, row["seconds"] < 1.0 and row["megabytes"] < 500)
         if attack.read is not resource_attacks.log:
             continue
         folder = home / name
@@ -546,8 +548,8 @@ def liar(offer: bytes | None, silent: bool = False) -> Iterator[str]:
         wire = Wire(sock)
         with suppress(Exception):
             wire.send("hello", 5.0, {"nonce": "0" * 32, "asks": False})
-            theirs = wire.receive(5.0)
-            entered = welcome(theirs, "0" * 32, None)
+            connection = wire.receive(5.0)
+            entered = welcome(connection, "0" * 32, None)
             wire.send("welcome", 5.0, entered)
             wire.session = entered["session"]
             while True:
@@ -586,12 +588,12 @@ def liar(offer: bytes | None, silent: bool = False) -> Iterator[str]:
 def receivers(home: Path) -> Iterator[Row]:
     row = [["__metadata__", [4], "float32", 0, "", "00" * 16]]
     huge = [["a", [1 << 38], "float32", 0, "", "00" * 16]]
-    some = [["a", [1 << 28], "float32", 0, "", "00" * 16]]
+    tensors = [["a", [1 << 28], "float32", 0, "", "00" * 16]]
     for offered, offer, more in [
         ("a tensor called __metadata__", body_of(row, 64), ""),
         ("an image of 1 TiB", body_of(huge, 1 << 40), ""),
-        ("an image of 1 GiB, --budget 0.5", body_of(some, 1 << 30), "--budget 0.5"),
-        ("an image of 1 GiB that never comes", body_of(some, 1 << 30), ""),
+        ("an image of 1 GiB, --budget 0.5", body_of(tensors, 1 << 30), "--budget 0.5"),
+        ("an image of 1 GiB that never comes", body_of(tensors, 1 << 30), ""),
         ("no version", None, ""),
     ]:
         with liar(offer) as where:
@@ -624,14 +626,14 @@ def receivers(home: Path) -> Iterator[Row]:
 def pickles(home: Path) -> Iterator[Row]:
     home.mkdir(exist_ok=True)
     state = pickle.dumps({"__setstate__": 1, "answer": 42}, 4)[2:-1]
-    made = {
+    payloads = {
         "the function of _codecs.encode": b"c_codecs\nencode\n",
         "the class numpy.ndarray": b"cnumpy\nndarray\n",
         "an OrderedDict": b"ccollections\nOrderedDict\n)R",
         "a dictionary": b"}",
         "os.system": b"cos\nsystem\n",
     }
-    for target, code in made.items():
+    for target, code in payloads.items():
         path = home / "evil.pkl"
         path.write_bytes(b"\x80\x04" + code + state + b"b.")
         done = longhaul(home, f"data inspect {path}")
@@ -656,15 +658,15 @@ ATTACKS: dict[str, Callable[[Path], Iterator[Row]]] = {
 def main() -> int:
     parser = results.parser(__doc__)
     parser.add_argument("attacks", nargs="*", metavar="NAME", help=f"one of {', '.join(ATTACKS)}; all without")
-    given = parser.parse_args()
-    if unknown := [each for each in given.attacks if each not in ATTACKS]:
+    args = parser.parse_args()
+    if unknown := [each for each in args.attacks if each not in ATTACKS]:
         parser.error(f"there is no {unknown[0]!r}; there are {', '.join(ATTACKS)}")
     descriptors.raise_limit()
     os.environ |= {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as cache:
         os.chmod(cache, 0o777)
         os.environ.setdefault("LONGHAUL_CACHE", cache)
-        failed = [name for name in given.attacks or ATTACKS if not attacked(name, given.json)]
+        failed = [name for name in args.attacks or ATTACKS if not attacked(name, args.json)]
     return 1 if failed else 0
 
 

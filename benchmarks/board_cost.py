@@ -39,17 +39,17 @@ def main() -> int:
     parser = results.parser(__doc__)
     parser.add_argument("--steps", type=int, default=1_500_000)
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    turns = [turn(given.steps, board) for _ in range(given.repeats) for board in (False, True)]
+    args = parser.parse_args()
+    turns = [turn(args.steps, board) for _ in range(args.repeats) for board in (False, True)]
     without, beside = ([each for each in turns if each["board"] == board] for board in (False, True))
-    rates = [statistics.median(each["sps"] for each in some) for some in (without, beside)]
-    found = {
-        "name": "board-cost", "steps": given.steps, "repeats": given.repeats, "turns": turns,
+    rates = [statistics.median(each["sps"] for each in turns_of) for turns_of in (without, beside)]
+    record = {
+        "name": "board-cost", "steps": args.steps, "repeats": args.repeats, "turns": turns,
         "slowdown": 1 - rates[1] / rates[0],
         "cost": statistics.median(each["board_cpu_seconds"] / each["train_seconds"] for each in beside),
     }  # fmt: skip
-    results.emit(found, given.json)
-    return int(found["cost"] >= COST)
+    results.emit(record, args.json)
+    return int(record["cost"] >= COST)
 
 
 def turn(steps: int, board: bool) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def turn(steps: int, board: bool) -> dict[str, Any]:
         cpu = ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime
         if server is not None:
             server.wait()
-        found = json.loads((Path(folder) / "a" / "result.json").read_text())
+        result = json.loads((Path(folder) / "a" / "result.json").read_text())
     return {
         "board": board, "board_cpu_seconds": spent, "trainer_cpu_seconds": cpu,
-        "train_seconds": found["train_seconds"], "sps": found["sps"],
+        "train_seconds": result["train_seconds"], "sps": result["sps"],
     }  # fmt: skip
 
 

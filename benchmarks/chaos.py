@@ -173,25 +173,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="add each row to this file, too, at once")
     parser.add_argument("--scratch", type=Path, help="folder that is kept: undisturbed runs there are not made again")
-    asked = parser.parse_args()
-    kinds, hits = asked.kinds.split(","), asked.hits.split(",")
+    args = parser.parse_args()
+    kinds, hits = args.kinds.split(","), args.hits.split(",")
     for name, known in [(each, KINDS) for each in kinds] + [(each, HITS) for each in hits]:
         if name not in known:
             parser.error(f"there is no {name!r}; there are {', '.join(known)}")
     rows: list[dict[str, Any]] = []
-    turn, lock = turns(kinds, hits, random.Random(asked.seed)), Lock()
+    turn, lock = turns(kinds, hits, random.Random(args.seed)), Lock()
     whole, first = dict[str, str | None](), {kind: Lock() for kind in kinds}
     Thread(target=AWAKE.run, daemon=True).start()
-    with ExitStack() as ends, ThreadPoolExecutor(asked.at_once) as pool:
-        scratch = Path(asked.scratch or ends.enter_context(tempfile.TemporaryDirectory())).resolve()
+    with ExitStack() as ends, ThreadPoolExecutor(args.at_once) as pool:
+        scratch = Path(args.scratch or ends.enter_context(tempfile.TemporaryDirectory())).resolve()
         scratch.mkdir(exist_ok=True)
         scratch.chmod(0o777)
         if "clock" in hits:
             build_clock(scratch)
-        until = AWAKE.seconds + 60 * asked.minutes
+        until = AWAKE.seconds + 60 * args.minutes
 
         def work(number: int) -> None:
-            while AWAKE.seconds < until and sum(row["kills"] for row in rows) < asked.kills:
+            while AWAKE.seconds < until and sum(row["kills"] for row in rows) < args.kills:
                 with lock:
                     kind, hit, seed = next(turn)
                 with first[kind]:
@@ -201,11 +201,11 @@ def main() -> int:
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 with lock:
                     rows.append(row)
-                    if asked.json:
-                        with asked.json.open("a") as lines:
+                    if args.json:
+                        with args.json.open("a") as lines:
                             lines.write(json.dumps(row) + "\n")
 
-        for done in [pool.submit(work, number) for number in range(asked.at_once)]:
+        for done in [pool.submit(work, number) for number in range(args.at_once)]:
             done.result()
     show(rows)
     return 1 if any(row["wrong"] for row in rows) else 0
@@ -227,11 +227,11 @@ def turns(kinds: list[str], hits: list[str], rng: random.Random) -> Iterator[tup
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"{'kind':12} {'hit':12} {'runs':>5} {'kills':>6} {'as undisturbed':>15} {'seconds':>8}  wrong")
     for kind, hit in sorted({(row["kind"], row["hit"]) for row in rows}):
-        some = [row for row in rows if (row["kind"], row["hit"]) == (kind, hit)]
-        same = f"{sum(row['same'] for row in some)} of {len(some)}" if exact(kind, hit) else "not exact"
-        wrong = "; ".join(row["wrong"] for row in some if row["wrong"]) or "nothing"
-        kills, seconds = sum(row["kills"] for row in some), sum(row["seconds"] for row in some)
-        print(f"{kind:12} {hit:12} {len(some):>5} {kills:>6} {same:>15} {seconds:>8.0f}  {wrong}")
+        cases = [row for row in rows if (row["kind"], row["hit"]) == (kind, hit)]
+        same = f"{sum(row['same'] for row in cases)} of {len(cases)}" if exact(kind, hit) else "not exact"
+        wrong = "; ".join(row["wrong"] for row in cases if row["wrong"]) or "nothing"
+        kills, seconds = sum(row["kills"] for row in cases), sum(row["seconds"] for row in cases)
+        print(f"{kind:12} {hit:12} {len(cases):>5} {kills:>6} {same:>15} {seconds:>8.0f}  {wrong}")
     print(f"{'together':25} {len(rows):>5} {sum(row['kills'] for row in rows):>6}")
 
 
@@ -243,8 +243,8 @@ def exact(kind: str, hit: str) -> bool:
 def undisturbed(kind: str, scratch: Path) -> str | None:
     """Digest of the parameters at the end; the cache of compiled programs is full then, too."""
     folder = scratch / f"whole-{kind}"
-    if (made := digest(folder)) is not None:
-        return made
+    if (reference := digest(folder)) is not None:
+        return reference
     shutil.rmtree(folder, ignore_errors=True)
     process, began = start(kind, folder, Hit()), time.monotonic()
     code = ended(process, 2 * LONGEST)
@@ -361,19 +361,19 @@ def start(kind: str, folder: Path, hit: Hit) -> subprocess.Popen[bytes]:
         words += ["--total-steps", str(about.updates * about.steps), "--run-name", folder.name]
         words += ["--log-interval", str(about.line), "--save-interval", str(about.save)]
     program = [sys.executable, "-m", "longhaul", *shlex.split(about.own), *words, "--runs-dir", str(folder.parent)]
-    mine = {
+    variables = {
         "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT),
         "HOME": str(folder.parent),
         "PYTHONDONTWRITEBYTECODE": "" if hit.saves else "1",  # Python keeps half of a file that did not fit
         "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode"),  # else each start compiles what it imports
     }  # fmt: skip
     if hit.jumps:
-        mine |= {"LD_PRELOAD": str(folder.with_name("clock.so")), "JUMPING_CLOCK": str(clock(folder))}
+        variables |= {"LD_PRELOAD": str(folder.with_name("clock.so")), "JUMPING_CLOCK": str(clock(folder))}
     limits = [f"--{name}={most}" for name, most in hit.limits.items()]
     with log_file(folder).open("wb") as output:
         return subprocess.Popen(
             [*DROPS, "prlimit", *limits, *program] if limits else [*DROPS, *program], cwd=folder.parent, umask=0,
-            env=os.environ | mine, start_new_session=True, stdout=output, stderr=subprocess.STDOUT,
+            env=os.environ | variables, start_new_session=True, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
@@ -403,10 +403,10 @@ def updates(folder: Path) -> int:
 
 def digest(folder: Path) -> str | None:
     try:
-        found = json.loads((folder / "result.json").read_text())
+        result = json.loads((folder / "result.json").read_text())
     except OSError:
         return None
-    return json.dumps(found.get("params_sha256") or [each["params_sha256"] for each in found["members"]])
+    return json.dumps(result.get("params_sha256") or [each["params_sha256"] for each in result["members"]])
 
 
 if __name__ == "__main__":

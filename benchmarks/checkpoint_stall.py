@@ -37,15 +37,15 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="where checkpoints go; a temporary folder by default")
-    given = parser.parse_args()
-    os.environ.setdefault("NPROC", str(max(4, given.devices)))
+    args = parser.parse_args()
+    os.environ.setdefault("NPROC", str(max(4, args.devices)))
     import jax
 
-    jax.config.update("jax_num_cpu_devices", given.devices)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(Path(folder), int(given.bytes), given.devices, given.repeats)
-    results.emit(found)
-    return int(found["stall"] >= STALL or not found["exact"])
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        record = measure(Path(folder), int(args.bytes), args.devices, args.repeats)
+    results.emit(record)
+    return int(record["stall"] >= STALL or not record["exact"])
 
 
 def measure(folder: Path, size: int, devices: int, repeats: int) -> dict[str, Any]:

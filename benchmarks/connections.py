@@ -113,19 +113,19 @@ def main() -> None:
         "--quiet", type=float, default=5.0, help="seconds without connections, before and after each attack"
     )
     parser.add_argument("--control", action="store_true", help="attack a listener that never accepts, too, in turn")
-    given = parser.parse_args()
+    args = parser.parse_args()
     descriptors.raise_limit()
-    needed = given.count + 256
+    needed = args.count + 256
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed:
-        raise SystemExit(f"--count {given.count} needs {needed} descriptors; raise `ulimit -Hn`, or give fewer")
-    if given.control and given.count // given.turns > (most := int(Path("/proc/sys/net/core/somaxconn").read_text())):
+        raise SystemExit(f"--count {args.count} needs {needed} descriptors; raise `ulimit -Hn`, or give fewer")
+    if args.control and args.count // args.turns > (most := int(Path("/proc/sys/net/core/somaxconn").read_text())):
         raise SystemExit(
             f"--control holds at most {most} connections (net.core.somaxconn), and a turn has "
-            f"{given.count // given.turns}: give more --turns"
+            f"{args.count // args.turns}: give more --turns"
         )
-    for port in given.port:
-        for figure in measure(port, given.count, given.rate, given.quiet, given.turns, given.control):
-            results.emit({"name": "connections", "port": port, **figure}, given.json)
+    for port in args.port:
+        for figure in measure(port, args.count, args.rate, args.quiet, args.turns, args.control):
+            results.emit({"name": "connections", "port": port, **figure}, args.json)
 
 
 def measure(port: str, count: int, rate: float, quiet: float, turns: int, control: bool) -> Iterator[dict[str, Any]]:
@@ -206,11 +206,11 @@ def running(port: str, home: Path, log: Any, prefix: Sequence[str] = ()) -> Iter
 @contextmanager
 def certified(home: Path) -> Iterator[None]:
     """A certificate for this machine, which the environment names."""
-    made = credentials.self_signed("127.0.0.1")
-    assert made.certificate is not None and made.key is not None
+    pair = credentials.self_signed("127.0.0.1")
+    assert pair.certificate is not None and pair.key is not None
     cert, key = home / "cert.pem", home / "key.pem"
-    cert.write_bytes(made.certificate)
-    key.write_bytes(made.key)
+    cert.write_bytes(pair.certificate)
+    key.write_bytes(pair.key)
     served = {"LONGHAUL_TLS_CERT": str(cert), "LONGHAUL_TLS_KEY": str(key)}
     before = dict(os.environ)
     os.environ.update(served | {"LONGHAUL_TLS_CA": ""})
@@ -234,14 +234,14 @@ def started(ends: ExitStack, log: Any, *words: str, prefix: Sequence[str] = ()) 
 
 def listeners(process: psutil.Process) -> list[tuple[psutil.Process, tuple[str, int]]]:
     """Ports on which a process, or one of its children, listens."""
-    found = []
+    pairs = []
     for each in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
             for connection in each.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     host = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(connection.laddr.ip, connection.laddr.ip)
-                    found.append((each, (host.removeprefix("::ffff:"), connection.laddr.port)))
-    return found
+                    pairs.append((each, (host.removeprefix("::ffff:"), connection.laddr.port)))
+    return pairs
 
 
 def await_(ready: Callable[[], bool], log: Any, seconds: float = 180.0) -> None:
@@ -387,9 +387,9 @@ def attack(
     try:
         for number in range(count):
             time.sleep(max(0.0, began + number / rate - time.monotonic()))
-            if (made := opened(address, None if begin is None else partial(begin, number))) is not None:
-                held[made[0].fileno()] = made
-                poll.register(made[0], select.POLLIN | select.POLLOUT if kind == "lying" else select.POLLIN)
+            if (connection := opened(address, None if begin is None else partial(begin, number))) is not None:
+                held[connection[0].fileno()] = connection
+                poll.register(connection[0], select.POLLIN | select.POLLOUT if kind == "lying" else select.POLLIN)
             for descriptor, events in poll.poll(0):
                 other = held[descriptor][0]
                 try:
@@ -419,18 +419,18 @@ def attack(
 def opened(address: Address, begin: Callable[[socket.socket], Any] | None) -> tuple[socket.socket, Any] | None:
     """A new connection, and what was made of it; None where it is refused."""
     sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-    made = None
+    begun = None
     try:
         sock.settimeout(2.0 if begin is not None or isinstance(address, str) else 0.0)
         with suppress(BlockingIOError):
             sock.connect(address)
-        made = None if begin is None else begin(sock)
-        sock = made if isinstance(made, socket.socket) else sock  # TLS takes its place
+        begun = None if begin is None else begin(sock)
+        sock = begun if isinstance(begun, socket.socket) else sock  # TLS takes its place
         sock.setblocking(False)
     except OSError:
         sock.close()
         return None
-    return sock, made
+    return sock, begun
 
 
 if __name__ == "__main__":

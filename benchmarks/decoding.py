@@ -51,17 +51,17 @@ def ours(model: str, prompts: np.ndarray, lengths: np.ndarray, rows: int, *, wav
 
     def arguments(first: int) -> tuple[Any, ...]:
         last = first + together
-        of = prompts[first // GROUP : last // GROUP]
-        return params, of, keys[first:last], jnp.int32(sampler.UNBOUNDED), lengths[first:last]
+        batch = prompts[first // GROUP : last // GROUP]
+        return params, batch, keys[first:last], jnp.int32(sampler.UNBOUNDED), lengths[first:last]
 
     compiled = jax.jit(sampler.sampler(config, sampling, ends=False, tokeniser=words)).lower(*arguments(0)).compile()
     seconds = 0.0
     for first in range(0, len(lengths), together):
-        given = arguments(first)
+        inputs = arguments(first)
         began = time.process_time()
-        drawn = jax.block_until_ready(compiled(*given))
+        drawn = jax.block_until_ready(compiled(*inputs))
         seconds += time.process_time() - began
-        np.testing.assert_array_equal(drawn.written.sum(axis=1), given[-1])
+        np.testing.assert_array_equal(drawn.written.sum(axis=1), inputs[-1])
     analysis = compiled.memory_analysis()
     return {"cpu_seconds": seconds, "temporary_mb": round(analysis.temp_size_in_bytes / 2**20) if analysis else None}
 
@@ -73,8 +73,8 @@ def peer(python: str, model: str, prompts: np.ndarray, lengths: np.ndarray, rows
         file.write_text(json.dumps(about))
         words = [python, str(Path(__file__).parent / "peers/transformers_generate.py"), str(file)]
         done = subprocess.run(words, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
 
 
 def main() -> None:
@@ -85,18 +85,18 @@ def main() -> None:
     flags.add_argument("--rows", type=int, default=64, help="completions written at a time")
     flags.add_argument("--requests", type=int, default=128)
     flags.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    given = flags.parse_args()
-    prompts, lengths = asked(given.requests, given.prompt)
-    if given.side == "transformers":
-        found = peer(given.python, given.model, prompts, lengths, given.rows)
+    args = flags.parse_args()
+    prompts, lengths = asked(args.requests, args.prompt)
+    if args.side == "transformers":
+        record = peer(args.python, args.model, prompts, lengths, args.rows)
     else:
-        found = ours(given.model, prompts, lengths, given.rows, waves=given.side == "waves")
+        record = ours(args.model, prompts, lengths, args.rows, waves=args.side == "waves")
     tokens = int(lengths.sum())
     figure = {
-        "what": "decoding", "side": given.side, "rows": given.rows, "requests": given.requests, "prompt": given.prompt,
-        "tokens": tokens, "longest": int(lengths.max()), "tokens_per_cpu_second": tokens / found["cpu_seconds"],
+        "what": "decoding", "side": args.side, "rows": args.rows, "requests": args.requests, "prompt": args.prompt,
+        "tokens": tokens, "longest": int(lengths.max()), "tokens_per_cpu_second": tokens / record["cpu_seconds"],
     }  # fmt: skip
-    emit(figure | found, given.json)
+    emit(figure | record, args.json)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def bends(line: np.ndarray) -> np.ndarray:
     return np.abs(heading[3:] - heading[:-3]) / (3 * SPACING)
 
 
-def measure(log: Log, found: Samples) -> None:
+def measure(log: Log, samples: Samples) -> None:
     """Adds the samples of one log. Ego and state are those from the step at which driving begins."""
     tracks, now = log.tracks, log.current
     dt = float(np.median(np.diff(log.times)))
@@ -58,7 +58,7 @@ def measure(log: Log, found: Samples) -> None:
     cars = tracks.kind == logs.VEHICLE
 
     def add(name: str, values: Any) -> None:
-        found[name] += np.atleast_1d(np.asarray(values, float)).tolist()
+        samples[name] += np.atleast_1d(np.asarray(values, float)).tolist()
 
     def lines(kinds: Iterable[int]) -> list[np.ndarray]:
         return [resampled(f.points) for f in log.features if f.kind in kinds and len(f.points) > 1]
@@ -147,30 +147,30 @@ def main() -> None:
     flags.add_argument("logs", nargs="+")
     flags.add_argument("--generated", type=int, default=300, help="generated scenarios")
     flags.add_argument("--first", type=int, default=HELD_OUT, help="seed of the first")
-    asked = flags.parse_args()
-    made: Samples = defaultdict(list)
+    args = flags.parse_args()
+    generated: Samples = defaultdict(list)
     real: Samples = defaultdict(list)
-    for seed in range(asked.first, asked.first + asked.generated):
-        measure(generate(seed), made)
+    for seed in range(args.first, args.first + args.generated):
+        measure(generate(seed), generated)
     count = 0
-    for path in readers.expand(asked.logs):
+    for path in readers.expand(args.logs):
         for log in readers.read(path):
             measure(log, real)
             count += 1
     rows = []
-    for name in made.keys() & real.keys():
-        one, other = np.array(made[name]), np.array(real[name])
-        if len(one) and len(other):
-            low, high = np.percentile(one, [1, 99])
-            outside = float(np.mean((other < low - 1e-6) | (other > high + 1e-6)))
-            rows.append((float(ks_2samp(one, other).statistic), outside, name, about(one), about(other)))
-    for ks, outside, name, one, other in sorted(rows, reverse=True):
+    for name in generated.keys() & real.keys():
+        ours, theirs = np.array(generated[name]), np.array(real[name])
+        if len(ours) and len(theirs):
+            low, high = np.percentile(ours, [1, 99])
+            outside = float(np.mean((theirs < low - 1e-6) | (theirs > high + 1e-6)))
+            rows.append((float(ks_2samp(ours, theirs).statistic), outside, name, about(ours), about(theirs)))
+    for ks, outside, name, ours, theirs in sorted(rows, reverse=True):
         results.emit(
             {
                 "name": "driving-distributions", "measure": name, "ks": round(ks, 3), "outside": round(outside, 3),
-                "generated": {"scenarios": asked.generated, **one}, "logs": {"scenarios": count, **other},
+                "generated": {"scenarios": args.generated, **ours}, "logs": {"scenarios": count, **theirs},
             },
-            asked.json,
+            args.json,
         )  # fmt: skip
 
 

@@ -32,9 +32,9 @@ def pack(folder: Path, count: int, agents: int) -> None:
     for first in range(0, count, PER_SHARD):
         path = folder / f"shard-{first // PER_SHARD:05}.lhs"
         if not path.exists():
-            some = min(PER_SHARD, count - first)
-            made = scenario_source.generated(HELD_OUT + first, some, agents=agents, horizon=None, workers=cores())
-            shard.write(path, made)
+            size = min(PER_SHARD, count - first)
+            scenarios = scenario_source.generated(HELD_OUT + first, size, agents=agents, horizon=None, workers=cores())
+            shard.write(path, scenarios)
 
 
 def measure(folder: Path, count: int, devices: int, policy: str) -> dict[str, float | int | str]:
@@ -65,13 +65,13 @@ def main() -> None:
     flags.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     flags.add_argument("--agents", type=int, default=1, help="agents of a scenario that can be controlled")
     flags.add_argument("--policy", default="pretrained")
-    asked = flags.parse_args()
+    args = flags.parse_args()
     began = time.process_time()
-    pack(asked.folder, max(asked.scenarios), asked.agents)
+    pack(args.folder, max(args.scenarios), args.agents)
     print(f"packed in {time.process_time() - began:.0f} CPU-seconds of this process", file=sys.stderr)
-    for count in asked.scenarios:
-        for devices in asked.devices:
-            results.emit(measure(asked.folder, count, devices, asked.policy), asked.json)
+    for count in args.scenarios:
+        for devices in args.devices:
+            results.emit(measure(args.folder, count, devices, args.policy), args.json)
 
 
 if __name__ == "__main__":

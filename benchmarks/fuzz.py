@@ -54,26 +54,26 @@ def main() -> int:
     parser.add_argument("--files", nargs="*", default=[], help="real files to damage")
     parser.add_argument("--json", help="write the counts to this file, too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        work(asked, Path(asked.worker))
+    args = parser.parse_args()
+    if args.worker:
+        work(args, Path(args.worker))
         return 0
-    report = supervise(asked)
+    report = supervise(args)
     print(json.dumps(report), flush=True)
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(report) + "\n")
+    if args.json:
+        Path(args.json).write_text(json.dumps(report) + "\n")
     return 1 if report["findings"] else 0
 
 
-def supervise(asked: argparse.Namespace) -> dict[str, Any]:
+def supervise(args: argparse.Namespace) -> dict[str, Any]:
     """Runs workers until every input has been read; -> the report."""
     outcomes: dict[str, Counter[str]] = {}
     findings: list[dict[str, Any]] = []
-    begin, last, peak, slowest = time.monotonic(), asked.first + asked.count, (0, 0), (0.0, 0)
-    done = asked.first
+    begin, last, peak, slowest = time.monotonic(), args.first + args.count, (0, 0), (0.0, 0)
+    done = args.first
     with tempfile.TemporaryDirectory() as folder:
         while done < last:
-            for line in worker(asked, done, last - done, Path(folder)):
+            for line in worker(args, done, last - done, Path(folder)):
                 if line is None:  # it ended without a word about this input
                     findings.append({"input": done, "what": "the worker died, or stopped"})
                     outcomes.setdefault("?", Counter())["died"] += 1
@@ -86,8 +86,8 @@ def supervise(asked: argparse.Namespace) -> dict[str, Any]:
                 peak, slowest = max(peak, (line["peak"], done)), max(slowest, (line["seconds"], done))
                 done += 1
     return {
-        "inputs": asked.count,
-        "seed": asked.seed,
+        "inputs": args.count,
+        "seed": args.seed,
         "outcomes": {kind: dict(sorted(counter.items())) for kind, counter in sorted(outcomes.items())},
         "findings": findings,
         "slowest": {"seconds": slowest[0], "input": slowest[1]},
@@ -97,10 +97,10 @@ def supervise(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def worker(asked: argparse.Namespace, first: int, count: int, folder: Path) -> Iterator[dict[str, Any] | None]:
+def worker(args: argparse.Namespace, first: int, count: int, folder: Path) -> Iterator[dict[str, Any] | None]:
     """The lines of one worker process, and None where it ends before it has read everything."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", str(count), "--first", str(first), "--seed", str(asked.seed)]
-    command += ["--kinds", asked.kinds, "--worker", str(folder), "--files", *asked.files]
+    command = [sys.executable, "-m", "benchmarks.fuzz", str(count), "--first", str(first), "--seed", str(args.seed)]
+    command += ["--kinds", args.kinds, "--worker", str(folder), "--files", *args.files]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_DEFAULT_MEMORY_POOL"), "1")
     threads["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | threads) as process:
@@ -121,17 +121,17 @@ def worker(asked: argparse.Namespace, first: int, count: int, folder: Path) -> I
             yield None
 
 
-def work(asked: argparse.Namespace, folder: Path) -> None:
+def work(args: argparse.Namespace, folder: Path) -> None:
     """Reads one input after the other, a line for each on stdout."""
     from tests.helpers import damaged_inputs
 
     scratch = folder / "input"
     makers: list[tuple[str, Any]]
-    if asked.files:
-        makers = [(Path(path).name, real(Path(path))) for path in asked.files]
+    if args.files:
+        makers = [(Path(path).name, real(Path(path))) for path in args.files]
     else:
         sound = damaged_inputs.Sources(folder)
-        kinds = [kind for kind in damaged_inputs.KINDS if not asked.kinds or kind in asked.kinds.split(",")]
+        kinds = [kind for kind in damaged_inputs.KINDS if not args.kinds or kind in args.kinds.split(",")]
         makers = [(kind, sound.makers[kind]) for kind in kinds]
     caused: list[str] = []
     watching = False
@@ -145,14 +145,14 @@ def work(asked: argparse.Namespace, folder: Path) -> None:
             caused.append(f"open {arguments[0]!s:.80} to write")
 
     for kind, maker in makers:  # what is imported late is imported now
-        attempt(put(maker(np.random.default_rng((asked.seed, 1))), scratch))
+        attempt(put(maker(np.random.default_rng((args.seed, 1))), scratch))
     sys.addaudithook(watch)
     warnings.simplefilter("error", RuntimeWarning)  # numbers that overflow were not looked at
     limit(MEMORY)
     signal.signal(signal.SIGPROF, stop)
-    for number in range(asked.first, asked.first + asked.count):
+    for number in range(args.first, args.first + args.count):
         kind, maker = makers[number % len(makers)]
-        path = put(maker(np.random.default_rng((asked.seed, number))), scratch)
+        path = put(maker(np.random.default_rng((args.seed, number))), scratch)
         caused.clear()
         begin, watching = time.process_time(), True
         try:

@@ -66,11 +66,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="the other checkout")
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), help="these cases alone")
-    given = parser.parse_args()
-    old, same = given.old.resolve(), True
+    args = parser.parse_args()
+    old, same = args.old.resolve(), True
     with tempfile.TemporaryDirectory() as home:
         for name, case in CASES.items():
-            if given.only and name not in given.only:
+            if args.only and name not in args.only:
                 continue
             before = trained(old, Path(home, "old", name), case.words)
             after = trained(ROOT, Path(home, "new", name), f"{case.words} {case.former}")
@@ -100,13 +100,13 @@ def resumed(old: Path, runs: Path, words: str) -> str:
     """Digest after training that the code of `old` begins and this code ends."""
     first = begin(old, runs, ["train", *words.split(), "--seed", "5", "--runs-dir", str(runs), "--run-name", "run"])
     deadline = time.monotonic() + SECONDS
-    while not (found := list(runs.glob("*/metrics.jsonl"))) or not found[0].stat().st_size:
+    while not (files := list(runs.glob("*/metrics.jsonl"))) or not files[0].stat().st_size:
         if first.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the run in {runs} ended before its first record:\n{(runs / 'log.txt').read_text()}")
         time.sleep(0.02)
     first.send_signal(signal.SIGTERM)
     wait(first, (75,), runs)
-    wait(begin(ROOT, runs, ["train", words.split()[0], "--resume", str(found[0].parent)]), (0,), runs)
+    wait(begin(ROOT, runs, ["train", words.split()[0], "--resume", str(files[0].parent)]), (0,), runs)
     return digest(runs)
 
 

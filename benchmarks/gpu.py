@@ -148,27 +148,27 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="no figure begins after so many")
     parser.add_argument("--peer-python", help="the Python of an environment with PureJaxRL's dependencies")
     parser.add_argument("--peer-path", help="the folder of PureJaxRL's ppo.py")
-    given = parser.parse_args()
-    if given.together < 1:
-        parser.error(f"--together is {given.together}; it must be 1 or more")
+    args = parser.parse_args()
+    if args.together < 1:
+        parser.error(f"--together is {args.together}; it must be 1 or more")
     jax.config.update("jax_platforms", "cpu")  # of this process, which would take memory of what it measures
-    ends = time.monotonic() + 60.0 * given.minutes
-    peer = {"peer_python": given.peer_python, "peer_path": given.peer_path} if given.peer_python else {}
-    os.environ |= (MANY if given.together > 1 else {}) | (SHARED if peer else {})
-    asked = [figure for figure in FIGURES if figure[0] in given.only]
+    ends = time.monotonic() + 60.0 * args.minutes
+    peer = {"peer_python": args.peer_python, "peer_path": args.peer_path} if args.peer_python else {}
+    os.environ |= (MANY if args.together > 1 else {}) | (SHARED if peer else {})
+    asked = [figure for figure in FIGURES if figure[0] in args.only]
     several = [
         (name, benchmark, case) for name, benchmark, sizes in asked for case in harness.cases(benchmark, **sizes)
     ]
     succeeded = []
-    for begin in range(0, len(several), given.together):
-        group = several[begin : begin + given.together]
+    for begin in range(0, len(several), args.together):
+        group = several[begin : begin + args.together]
         if time.monotonic() > ends:
             for name, *_ in group:
-                results.emit({"name": name, "left_out": f"{given.minutes:g} minutes were over"})
+                results.emit({"name": name, "left_out": f"{args.minutes:g} minutes were over"})
             continue
         device = Device(len(group))
         with ThreadPoolExecutor(len(group)) as threads:
-            begun = [threads.submit(measure, *figure, peer, Turn(device), given.json) for figure in group]
+            begun = [threads.submit(measure, *figure, peer, Turn(device), args.json) for figure in group]
         succeeded += [figure.result() for figure in begun]
     sys.exit(not all(succeeded))
 

@@ -65,23 +65,23 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="add each row to this file, too, at once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        return work(asked.one, asked.corpus, asked.minutes)
-    names = [name for name in asked.targets.split(",") if name]
+    args = parser.parse_args()
+    if args.one:
+        return work(args.one, args.corpus, args.minutes)
+    names = [name for name in args.targets.split(",") if name]
     if unknown := [name for name in names if name not in TARGETS]:
         parser.error(f"--targets has {unknown[0]}; there are {', '.join(TARGETS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = asked.corpus or Path(scratch)
+        folder = args.corpus or Path(scratch)
         rows = []
         print(f"{'target':18} {'inputs':>10} {'edges':>6} {'slowest s':>9} {'MB':>5}  findings", flush=True)
         for name in names:
-            rows.append(row := campaign(name, folder.resolve(), asked.minutes / len(names)))
-            found = "; ".join(row["findings"]) or "none"
+            rows.append(row := campaign(name, folder.resolve(), args.minutes / len(names)))
+            findings = "; ".join(row["findings"]) or "none"
             figures = f"{row['inputs']:>10,} {row['edges']:>6} {row['slowest']:>9.3f} {row['megabytes']:>5}"
-            print(f"{row['target']:18} {figures}  {found}", flush=True)
-            if asked.json:
-                with asked.json.open("a") as lines:
+            print(f"{row['target']:18} {figures}  {findings}", flush=True)
+            if args.json:
+                with args.json.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
         print(f"{'together':18} {sum(row['inputs'] for row in rows):>10,}")
     return 1 if any(row["findings"] for row in rows) else 0
@@ -238,8 +238,8 @@ def womd(folder: Path) -> Target:
             kind = womd.kind_of(data)
             return kind and (womd.read_example if kind == womd.EXAMPLE else womd.read_scenario)(data)
 
-    made = log_files.payloads(log_files.make_log(3, 1))
-    return Target([made[womd.EXAMPLE], made[womd.SCENARIO]], read, (Malformed,))
+    payloads = log_files.payloads(log_files.make_log(3, 1))
+    return Target([payloads[womd.EXAMPLE], payloads[womd.SCENARIO]], read, (Malformed,))
 
 
 def driving_file(suffix: str) -> Callable[[Path], Target]:
@@ -418,7 +418,7 @@ def completions(folder: Path) -> Target:
     """Completions of a policy, which may be any text: no error at all is possible."""
     from longhaul.reasoning import tasks
 
-    made = [tasks.arithmetic(), tasks.addition(), tasks.countdown()]
+    own_tasks = [tasks.arithmetic(), tasks.addition(), tasks.countdown()]
     asked = [
         tasks.Problem("3+4-2=", "0", ("3+4=2", "2-2=0")),
         tasks.Problem("47+85=", "132"),
@@ -429,7 +429,7 @@ def completions(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         text = data.decode(errors="replace")
-        for task, problem in zip(made, asked, strict=True):
+        for task, problem in zip(own_tasks, asked, strict=True):
             task.reward(problem, text), task.soundness(problem, text), task.reading(text)
         for check in checks:
             check(question, text)
@@ -507,15 +507,15 @@ def sync_frame(folder: Path) -> Target:
     from longhaul.weight_sync.transports import sockets
 
     def read(data: bytes) -> object:
-        mine, theirs = socket.socketpair()
-        with mine, theirs:
-            wire = sockets.Wire(mine)
+        reading, writing = socket.socketpair()
+        with reading, writing:
+            wire = sockets.Wire(reading)
             if data[:1] and data[0] & 1:
                 text = data[1:]
                 head = sockets.HEAD.pack(sockets.MAGIC, 0, 0, sockets._check(0, 0, text, b"", b""), 0, len(text))
                 data = head + text
-            theirs.sendall(data[:100_000])
-            theirs.shutdown(socket.SHUT_WR)
+            writing.sendall(data[:100_000])
+            writing.shutdown(socket.SHUT_WR)
             return wire.receive(5.0)
 
     head = sockets.HEAD.pack(sockets.MAGIC, 0, 0, 0, 0, 2)

@@ -179,20 +179,20 @@ def main() -> int:
     parser.add_argument("--runs-dir", default="runs")
     parser.add_argument("--json", required=True, help="the file to write")
     parser.add_argument("--only", action="store_true", help="condense what is there, and train nothing")
-    asked = parser.parse_args(words[:split])
-    flags, runs_dir = words[split + 1 :], Path(asked.runs_dir)
-    names = {seed: f"{asked.name}-{seed}" for seed in asked.seeds}
+    args = parser.parse_args(words[:split])
+    flags, runs_dir = words[split + 1 :], Path(args.runs_dir)
+    names = {seed: f"{args.name}-{seed}" for seed in args.seeds}
     code = 0
     for seed, name in names.items():
-        if not asked.only:
-            code = train(asked.recipe, seed, name, runs_dir, flags)
-        there = {seed: runs_dir / name for seed, name in names.items() if (runs_dir / name / "run.json").exists()}
-        found = gather(there, asked.recipe, flags)
-        files.write(asked.json, json.dumps(files.finite(found), allow_nan=False) + "\n")
+        if not args.only:
+            code = train(args.recipe, seed, name, runs_dir, flags)
+        folders = {seed: runs_dir / name for seed, name in names.items() if (runs_dir / name / "run.json").exists()}
+        record = gather(folders, args.recipe, flags)
+        files.write(args.json, json.dumps(files.finite(record), allow_nan=False) + "\n")
         if code:
             return code
-    print(json.dumps(files.finite(found["summary"]), indent=2))
-    return 0 if found["summary"]["passed"] else 1
+    print(json.dumps(files.finite(record["summary"]), indent=2))
+    return 0 if record["summary"]["passed"] else 1
 
 
 if __name__ == "__main__":

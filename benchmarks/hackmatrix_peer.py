@@ -120,25 +120,25 @@ def main() -> int:
     parser.add_argument("--num-envs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
     parser.add_argument("--page", help="write the table of all lines of --json into this Markdown file, at its marks")
-    asked = parser.parse_args()
-    trainer = Path(asked.trainer).resolve()
+    args = parser.parse_args()
+    trainer = Path(args.trainer).resolve()
     if not (trainer / "hackmatrix").is_dir():
-        parser.error(f"--trainer {asked.trainer} holds no folder hackmatrix")
-    if asked.repeats < harness.LEAST_REPEATS:
-        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
-    if asked.page and not asked.json:
+        parser.error(f"--trainer {args.trainer} holds no folder hackmatrix")
+    if args.repeats < harness.LEAST_REPEATS:
+        parser.error(f"--repeats is {args.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
+    if args.page and not args.json:
         parser.error("--page needs --json, the file of the lines that it shows")
-    if asked.cores:
-        os.sched_setaffinity(0, {int(core) for core in asked.cores.split(",")})  # its children keep to them
-    theirs, cores = asked.commit or commit(trainer), len(os.sched_getaffinity(0))
-    for subject in asked.what:
-        record = figure(subject, asked.python, trainer, asked.num_envs, asked.repeats)
-        record["peer"] |= {"commit": theirs}
+    if args.cores:
+        os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})  # its children keep to them
+    peer_commit, cores = args.commit or commit(trainer), len(os.sched_getaffinity(0))
+    for subject in args.what:
+        record = figure(subject, args.python, trainer, args.num_envs, args.repeats)
+        record["peer"] |= {"commit": peer_commit}
         record["config"] |= {"cores": cores}
-        results.emit(record, asked.json)
-    if asked.page:
-        records = [json.loads(line) for line in Path(asked.json).read_text().splitlines()]
-        tables.write_text(asked.page, bench_hackmatrix.placed(asked.page, TABLE, page(records)))
+        results.emit(record, args.json)
+    if args.page:
+        records = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
+        tables.write_text(args.page, bench_hackmatrix.placed(args.page, TABLE, page(records)))
     return 0
 
 
@@ -152,43 +152,43 @@ def figure(subject: str, python: str, trainer: Path, envs: int, repeats: int) ->
     name = WHAT[subject]
     if subject == "env":
         sizes = (envs, 32, 1)
-        mine = harness.OURS, [name, harness.cases(name, num_envs=envs)[0]]
+        own = harness.OURS, [name, harness.cases(name, num_envs=envs)[0]]
     else:
         sizes = (envs, 128, 1)
-        mine = hackmatrix_grid.OURS, hackmatrix_grid.Cell(name, envs, 128, "fp32")
+        own = hackmatrix_grid.OURS, hackmatrix_grid.Cell(name, envs, 128, "fp32")
     commands = {
-        "ours": [sys.executable, "-c", mine[0], json.dumps(mine[1])],
+        "ours": [sys.executable, "-c", own[0], json.dumps(own[1])],
         "theirs": [python, "-c", THEIRS, str(trainer), json.dumps([subject, *sizes])],
     }
     with tempfile.TemporaryDirectory() as cache:
         started = {whose: start(command, Path(cache) / whose) for whose, command in commands.items()}
-    workers, found = {whose: worker for whose, (worker, _) in started.items()}, {}
+    workers, figures = {whose: worker for whose, (worker, _) in started.items()}, {}
     try:
         pairs = [(workers["ours"].ask(), workers["theirs"].ask()) for _ in range(repeats)]
     finally:
         for worker in workers.values():
             worker.__exit__()
     for i, (whose, (worker, begun)) in enumerate(started.items()):
-        found[whose] = harness.medians(worker.about, [pair[i] for pair in pairs]) | begun
-    ours, theirs = workers["ours"].about, workers["theirs"].about
-    share = ours["steps"] / theirs["steps"]
+        figures[whose] = harness.medians(worker.about, [pair[i] for pair in pairs]) | begun
+    ours, peer = workers["ours"].about, workers["theirs"].about
+    share = ours["steps"] / peer["steps"]
     about = {key: ours[key] for key in ("versions", "commit", "device")}
-    record = {"name": name, "config": ours["config"], **found["ours"], "repeats": repeats, **about}
-    record["peer"] = found["theirs"] | {"versions": theirs["versions"]}
+    record = {"name": name, "config": ours["config"], **figures["ours"], "repeats": repeats, **about}
+    record["peer"] = figures["theirs"] | {"versions": peer["versions"]}
     for ratio, key in (("peer_ratio", "wall_seconds"), ("peer_cpu_ratio", "cpu_seconds")):
-        record[ratio] = statistics.median(share * other[key] / mine[key] for mine, other in pairs)
+        record[ratio] = statistics.median(share * other[key] / own[key] for own, other in pairs)
     return record
 
 
 def start(command: list[str], cache: Path) -> tuple[harness.Worker, dict[str, float]]:
     """A worker with a filled cache, and how long it took to begin without and with it."""
-    given = {"JAX_COMPILATION_CACHE_DIR": str(cache), "LONGHAUL_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(cache), "LONGHAUL_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
     began = time.perf_counter()
-    first = harness.Worker(command, {}, given)
+    first = harness.Worker(command, {}, variables)
     cold = time.perf_counter() - began
     first.__exit__()
     began = time.perf_counter()
-    worker = harness.Worker(command, {}, given)
+    worker = harness.Worker(command, {}, variables)
     warm = {"cold_seconds": cold, "warm_seconds": time.perf_counter() - began}
     return worker, warm | {"compile_seconds": first.about["compile_seconds"]}
 
@@ -199,8 +199,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     rows = []
     for (name, cores), record in sorted(newest.items()):
         other = record["peer"]
-        both = [f"{1e6 / one['per_cpu_second']:.1f}" for one in (other, record)]
-        walls = [f"{one['per_second']:,.0f}" for one in (other, record)]
+        both = [f"{1e6 / row['per_cpu_second']:.1f}" for row in (other, record)]
+        walls = [f"{row['per_second']:,.0f}" for row in (other, record)]
         ratios = [f"{record[key]:.1f}" for key in ("peer_cpu_ratio", "peer_ratio")]
         rows.append([f"`{name}`", str(cores), *both, ratios[0], *walls, ratios[1]])
     last = list(newest.values())[-1]

@@ -44,11 +44,11 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="the other checkout")
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=list(CASES), help="these cases alone")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each code (default: 2)")
-    given = parser.parse_args()
-    roots, lost, origin = {"old": given.old.resolve(), "new": ROOT}, False, {}
-    for case in given.only:
+    args = parser.parse_args()
+    roots, lost, origin = {"old": args.old.resolve(), "new": ROOT}, False, {}
+    for case in args.only:
         best: dict[str, dict[str, float]] = {"old": {}, "new": {}}
-        for turn in range(given.rounds):
+        for turn in range(args.rounds):
             for code in ("old", "new") if turn % 2 == 0 else ("new", "old"):
                 for figure in measured(roots[code], CASES[case]):
                     name, work = described(figure), figure["per_cpu_second"]
@@ -59,7 +59,7 @@ def main() -> int:
             ratio = None if new is None else new / old
             lost |= ratio is not None and ratio < LEAST
             line = {"case": case, "figure": name, "old": old, "new": new, "ratio": ratio and round(ratio, 3)}
-            line |= {"rounds": given.rounds, "commits": {code: origin.get(code) for code in roots}}
+            line |= {"rounds": args.rounds, "commits": {code: origin.get(code) for code in roots}}
             print(json.dumps(line | {key: origin[key] for key in ("versions", "device")}), flush=True)
     return int(lost)
 

@@ -61,14 +61,14 @@ def main() -> int:
     parser.add_argument("--steps", type=float, default=3e9)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the run in this folder")
-    given, train = parser.parse_args(words[:split]), words[split + 1 :] or list(TRAIN)
-    if given.kills < 0 or given.steps < 1:
-        parser.error(f"--steps {given.steps:g} and --kills {given.kills}: give at least 1 step and 0 kills")
-    steps = int(given.steps)
-    home = tempfile.TemporaryDirectory() if given.folder is None else nullcontext(str(given.folder))
+    args, train = parser.parse_args(words[:split]), words[split + 1 :] or list(TRAIN)
+    if args.kills < 0 or args.steps < 1:
+        parser.error(f"--steps {args.steps:g} and --kills {args.kills}: give at least 1 step and 0 kills")
+    steps = int(args.steps)
+    home = tempfile.TemporaryDirectory() if args.folder is None else nullcontext(str(args.folder))
     with home as runs:
-        figure, holds = measured(Path(runs), train, steps, given.kills)
-    results.emit({"name": "long_run", "train": train, "steps": steps, **figure, "holds": holds}, given.json)
+        figure, holds = measured(Path(runs), train, steps, args.kills)
+    results.emit({"name": "long_run", "train": train, "steps": steps, **figure, "holds": holds}, args.json)
     return 0 if holds else 1
 
 
@@ -152,19 +152,19 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def parts(records: Sequence[dict[str, Any]], readings: Sequence[Reading], steps: int) -> list[dict[str, Any]]:
     """What was measured in each of PARTS equal parts of the way."""
-    found = []
+    rows = []
     for part in range(PARTS):
         low, high = steps * part // PARTS, steps * (part + 1) // PARTS
         inside = [record for record in records if low < record["agent_steps"] <= high]
         memory = [reading.megabytes for reading in readings if low < reading.steps <= high]
         returns = [record["episode/return"] for record in inside if record.get("episode/return") is not None]
         rates = sorted(record["sps"] for record in inside)
-        found.append({
+        rows.append({
             "to": high, "megabytes": round(max(memory), 1) if memory else None,
             "sps": round(rates[len(rates) // 2]) if rates else None,
             "return": round(sum(returns) / len(returns), 2) if returns else None,
         })  # fmt: skip
-    return found
+    return rows
 
 
 def size(path: Path) -> int:

@@ -81,25 +81,25 @@ class Listener(NamedTuple):
 
 def damaged(draw: random.Random, data: bytes) -> bytes:
     """Bytes that are not `data`, in one of several ways."""
-    found, at = bytearray(data), draw.randrange(len(data))
+    mutated, at = bytearray(data), draw.randrange(len(data))
     match draw.randrange(7):
         case 0:
-            found[at] ^= 1 << draw.randrange(8)
+            mutated[at] ^= 1 << draw.randrange(8)
         case 1:
-            del found[at:]
+            del mutated[at:]
         case 2:
-            found[at:at] = draw.randbytes(draw.randrange(1, 64))
+            mutated[at:at] = draw.randbytes(draw.randrange(1, 64))
         case 3:
-            end = min(len(found), at + draw.randrange(1, 32))
-            found[at:at] = found[at:end] * draw.randrange(1, 9)
+            end = min(len(mutated), at + draw.randrange(1, 32))
+            mutated[at:at] = mutated[at:end] * draw.randrange(1, 9)
         case 4:
-            found[at : at + 8] = draw.choice((b"\xff" * 8, bytes(8), b"9" * 40, b"\r\n\r\n", b"-1"))
+            mutated[at : at + 8] = draw.choice((b"\xff" * 8, bytes(8), b"9" * 40, b"\r\n\r\n", b"-1"))
         case 5:
             for _ in range(draw.randrange(2, 20)):
-                found[draw.randrange(len(found))] = draw.randrange(256)
+                mutated[draw.randrange(len(mutated))] = draw.randrange(256)
         case 6:
-            found = bytearray(draw.randbytes(draw.randrange(1, 400)))
-    return bytes(found)
+            mutated = bytearray(draw.randbytes(draw.randrange(1, 400)))
+    return bytes(mutated)
 
 
 ODD = (
@@ -188,8 +188,8 @@ def sharded_frame(draw: random.Random) -> bytes:
 @contextmanager
 def listening(port: str, home: Path) -> Iterator[Listener]:
     if port in ("serve", "sharded"):
-        with own(port, home) as found:
-            yield found
+        with own(port, home) as process:
+            yield process
         return
     with (home / "log").open("wb") as log, connections.running(port, home, log) as run:
         rng, address = np.random.default_rng(0), run.address
@@ -208,7 +208,7 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
                 time.sleep(0.5)
             return connections.steps(run.folder) > before
 
-        made = {
+        own_bodies = {
             "board": lambda draw: http(draw, requests),
             "publish": sync_frame,
             "central": lambda draw: grpc(draw, rng),
@@ -218,7 +218,7 @@ def listening(port: str, home: Path) -> Iterator[Listener]:
             return greets(where) and trains()
 
         serves = {"board": lambda: answers(where, "/api/runs"), "publish": follows, "central": trains_and_greets}
-        yield Listener(run.listening, [where], made[port], serves[port])
+        yield Listener(run.listening, [where], own_bodies[port], serves[port])
 
 
 @contextmanager
@@ -287,8 +287,8 @@ def greets(port: int) -> bool:
 def answers(port: int, path: str, body: Any = None) -> bool:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as found:
-        return bool(found.status == 200)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return bool(reply.status == 200)
 
 
 # --------------------------------------------------------------------------------------------------------------- storms
@@ -361,15 +361,15 @@ def state(process: psutil.Process) -> State:
 
 async def stormed(storm: Storm) -> list[State]:
     """States before the first one and after each tenth."""
-    found = [state(storm.listener.process)]
+    states = [state(storm.listener.process)]
     task = asyncio.ensure_future(storm.run())
-    while len(found) < 10:
-        while storm.sent < storm.count * len(found) / 10 and not task.done():
+    while len(states) < 10:
+        while storm.sent < storm.count * len(states) / 10 and not task.done():
             await asyncio.sleep(0.05)
-        found.append(state(storm.listener.process))
+        states.append(state(storm.listener.process))
     await task
     await asyncio.sleep(2.0)
-    return [*found, state(storm.listener.process)]
+    return [*states, state(storm.listener.process)]
 
 
 def main() -> int:
@@ -378,15 +378,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600.0, help="most seconds of a port, whatever was sent")
     parser.add_argument("--workers", type=int, default=24, help="connections at once")
-    given = parser.parse_args()
+    args = parser.parse_args()
     failed = False
-    for port in given.port:
+    for port in args.port:
         with tempfile.TemporaryDirectory() as home, listening(port, Path(home)) as listener:
             assert listener.serves()
-            storm, began = Storm(listener, given.count, given.workers, given.seconds), time.monotonic()
+            storm, began = Storm(listener, args.count, args.workers, args.seconds), time.monotonic()
             states = asyncio.run(stormed(storm))
             serves = listener.process.is_running() and listener.serves()
-            found = {
+            record = {
                 "name": "malformed", "port": port, "count": storm.sent, "seconds": round(time.monotonic() - began, 1),
                 "answered": storm.answered,
                 "serves_after": serves, "late": storm.late, "slowest_seconds": round(storm.slowest, 2),
@@ -395,7 +395,7 @@ def main() -> int:
                 "descriptors": [each.descriptors for each in (states[1], states[-1])],
                 "threads": [each.threads for each in (states[1], states[-1])],
             }  # fmt: skip
-            results.emit(found, given.json)
+            results.emit(record, args.json)
             failed |= not serves or storm.late > 0 or "500" in storm.statuses
     return int(failed)
 

@@ -46,10 +46,10 @@ SPEC = Spec(observation.shapes(16, 10, 64), Discrete(91), agents=1)
 """What an agent sees of 16 others, 10 points of its route and 64 pieces of road; its actions as the recipe has them."""
 
 
-def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> PPOConfig:
+def config(args: argparse.Namespace, precision: str, accumulate: int, remat: str) -> PPOConfig:
     return config_fields.replaced(
-        recipes.recipe("driving").algorithm, torso=asked.torso, model_size=asked.size, num_minibatches=MINIBATCHES,
-        update_epochs=1, chunk=asked.rows, precision=precision, accumulate=accumulate, remat=remat,
+        recipes.recipe("driving").algorithm, torso=args.torso, model_size=args.size, num_minibatches=MINIBATCHES,
+        update_epochs=1, chunk=args.rows, precision=precision, accumulate=accumulate, remat=remat,
     )  # fmt: skip
 
 
@@ -72,9 +72,9 @@ def experience(algorithm: Algorithm, state: PyTree, rows: int) -> Rollout:
     )  # fmt: skip
 
 
-def predicted(made: PPOConfig, rows: int) -> int:
+def predicted(config: PPOConfig, rows: int) -> int:
     """Bytes that the gradient of `rows` rows at once takes, by shapes."""
-    network = algorithms_actor_critic.network(SPEC, made)
+    network = algorithms_actor_critic.network(SPEC, config)
     params = jax.eval_shape(network.init, jax.random.key(0))
     seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), SPEC.observation)
 
@@ -83,8 +83,8 @@ def predicted(made: PPOConfig, rows: int) -> int:
         return jnp.sum(parameters) + jnp.sum(value)
 
     kept = jax.eval_shape(lambda p, x: jax.vjp(lambda p: value(p, x), p)[1], params, seen)
-    again = [_kept(each) for each in _parts(jax.make_jaxpr(value)(params, seen).jaxpr)]
-    return _bytes(kept) - _bytes(params) + max(again, default=0)
+    remade = [_kept(each) for each in _parts(jax.make_jaxpr(value)(params, seen).jaxpr)]
+    return _bytes(kept) - _bytes(params) + max(remade, default=0)
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:
@@ -124,29 +124,29 @@ def filled(shapes: PyTree, seed: int = 0) -> PyTree:
     return jax.tree.map(fill, shapes)
 
 
-def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> dict[str, Any]:
-    made = config(asked, precision, accumulate, remat)
-    algorithm = ppo.ppo(SPEC, made, RunContext(updates=100, mean=mesh.identity))
+def figure(args: argparse.Namespace, precision: str, accumulate: int, remat: str) -> dict[str, Any]:
+    ppo_config = config(args, precision, accumulate, remat)
+    algorithm = ppo.ppo(SPEC, ppo_config, RunContext(updates=100, mean=mesh.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
-    data = experience(algorithm, state, asked.rows)
+    data = experience(algorithm, state, args.rows)
     lowered = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(0))
-    quick: Any = {} if asked.seconds else {"xla_backend_optimization_level": 0}
+    quick: Any = {} if args.seconds else {"xla_backend_optimization_level": 0}
     program = lowered.compile(compiler_options=quick)
     need = device_memory.need(program)
     assert need is not None
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "name": "memory", "precision": precision, "accumulate": accumulate, "remat": remat,
-        "temp_bytes": need.temporaries, "predicted_bytes": predicted(made, asked.rows // accumulate),
+        "temp_bytes": need.temporaries, "predicted_bytes": predicted(ppo_config, args.rows // accumulate),
     }  # fmt: skip
-    if asked.seconds:
+    if args.seconds:
         now, batch, used = filled(state), filled(data, 1), []
         for _ in range(REPEATS + 1):
             before = cpu_seconds()
             now, _ = jax.block_until_ready(program(now, batch, jax.random.key(0)))
             used.append(cpu_seconds() - before)
-        found["cpu_seconds"] = statistics.median(used[1:])
-    return found | {
-        "torso": asked.torso, "parameters": actor_critic.count(state.params), "rows": asked.rows,
+        record["cpu_seconds"] = statistics.median(used[1:])
+    return record | {
+        "torso": args.torso, "parameters": actor_critic.count(state.params), "rows": args.rows,
         "minibatches": MINIBATCHES,
     }  # fmt: skip
 
@@ -160,9 +160,9 @@ def main() -> int:
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--remat", nargs="+", default=["none", "full"])
     parser.add_argument("--seconds", action="store_true", help="run them, too")
-    asked = parser.parse_args()
-    for each in itertools.product(asked.precision, asked.accumulate, asked.remat):
-        results.emit(figure(asked, *each) | {"device": provenance()["devices"]}, asked.json)
+    args = parser.parse_args()
+    for each in itertools.product(args.precision, args.accumulate, args.remat):
+        results.emit(figure(args, *each) | {"device": provenance()["devices"]}, args.json)
     return 0
 
 

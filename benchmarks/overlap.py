@@ -50,37 +50,37 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--bucket", type=int, default=2**20, help="bytes of a bucket")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args(words)
-    about = {"rate": asked.rate, "latency": asked.latency, "bucket": asked.bucket, "threads": asked.threads}
-    found: list[dict[str, Any]] = []
+    args = parser.parse_args(words)
+    about = {"rate": args.rate, "latency": args.latency, "bucket": args.bucket, "threads": args.threads}
+    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "slow_link.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl"], check=True)
-        slow = {"LD_PRELOAD": str(library), "SLOW_LINK": f"{asked.rate} {asked.latency}"}
-        for _ in range(asked.rounds):
+        slow = {"LD_PRELOAD": str(library), "SLOW_LINK": f"{args.rate} {args.latency}"}
+        for _ in range(args.rounds):
             record = {"name": "overlap", **about}
             for link, variables in (("fast", {}), ("slow", slow)):
-                for way, size in (("together", math.inf), ("buckets", asked.bucket)):
-                    given = {"bucket": size, "threads": asked.threads}
-                    record[f"{way}_{link}"] = calibration.ask("benchmarks.overlap", "work", given, 2, variables)
-            results.emit(record, asked.json)
-            found.append(record)
-    show(found)
+                for way, size in (("together", math.inf), ("buckets", args.bucket)):
+                    request = {"bucket": size, "threads": args.threads}
+                    record[f"{way}_{link}"] = calibration.ask("benchmarks.overlap", "work", request, 2, variables)
+            results.emit(record, args.json)
+            records.append(record)
+    show(records)
     return 0
 
 
-def work(given: dict[str, Any]) -> float:
+def work(request: dict[str, Any]) -> float:
     """Seconds of an update of two processes, the median of some calls."""
-    overlap.BUCKET = given["bucket"]
+    overlap.BUCKET = request["bucket"]
     run = resolve(dataclasses.replace(RUN, block=1, log_interval=1))
-    return calibration.timed(run, CALLS, 2 * given["threads"]).update
+    return calibration.timed(run, CALLS, 2 * request["threads"]).update
 
 
-def show(found: Sequence[dict[str, Any]]) -> None:
+def show(records: Sequence[dict[str, Any]]) -> None:
     """Prints the medians, and the share of the link's time that was hidden."""
 
     def median(name: str) -> float:
-        return statistics.median(each[name] for each in found)
+        return statistics.median(each[name] for each in records)
 
     link = median("together_slow") - median("together_fast")
     hidden = (median("together_slow") - median("buckets_slow")) / link

@@ -64,9 +64,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", default=known, choices=known, metavar="NAME", help=", ".join(known))
     asked, recipe = parser.parse_known_args(words)
     if asked.what == "ahead":
-        for name, of, settings in gpu.TRAINED:
+        for name, program_of, settings in gpu.TRAINED:
             if name in asked.only:
-                results.emit(ahead(name, of, settings), asked.json)
+                results.emit(ahead(name, program_of, settings), asked.json)
         return 0
     records: Iterator[dict[str, Any]]
     if asked.what == "chips":
@@ -83,18 +83,18 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def show(found: Sequence[dict[str, Any]]) -> None:
+def show(records: Sequence[dict[str, Any]]) -> None:
     """Prints the table: the median over the rounds of each program."""
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in found:
+    for record in records:
         for each in record["forecasts"]:
             lines.setdefault((record["program"], each["on"]), []).append(each)
     cells = [
         [
-            program, on, *(f"{statistics.median(each[name] for each in some):,.0f}" for name in COUNTED),
-            f"{statistics.median(error(each) for each in some):+.1%}", said(some[0]["said"]),
+            program, on, *(f"{statistics.median(each[name] for each in group):,.0f}" for name in COUNTED),
+            f"{statistics.median(error(each) for each in group):+.1%}", said(group[0]["said"]),
         ]
-        for (program, on), some in lines.items()
+        for (program, on), group in lines.items()
     ]  # fmt: skip
     tables.table(["program", "on", "forecast", "measured", "error", "said"], cells)
 
@@ -138,8 +138,8 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def ahead(name: str, recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Forecast for a figure of `benchmarks/gpu.py`, by its name there."""
-    found = forecast(flags(recipe, settings))
-    return {"name": "forecast", "program": name, "recipe": recipe, "settings": dict(settings), **found}
+    figures = forecast(flags(recipe, settings))
+    return {"name": "forecast", "program": name, "recipe": recipe, "settings": dict(settings), **figures}
 
 
 def flags(recipe: str, settings: Mapping[str, Any]) -> list[str]:
@@ -156,21 +156,21 @@ def forecast(words: Sequence[str]) -> dict[str, Any]:
     run, values = chosen(words, ["--hardware", "h100", "--on", "1"])
     began = time.monotonic()
     planned = plan.planned(run, values)
-    (one,), found = planned["plan"], planned["measured"]
+    (row,), measured = planned["plan"], planned["measured"]
     return {
-        "on": "1 x H100", "forecast": one["steps_per_second"], "said": one["error"], "own": found["own"],
-        "instructions": found["instructions"], "roofline_seconds": found["roofline_seconds"],
-        "steps": found["steps_per_update"], "memory": found["memory"], "seconds": time.monotonic() - began,
+        "on": "1 x H100", "forecast": row["steps_per_second"], "said": row["error"], "own": measured["own"],
+        "instructions": measured["instructions"], "roofline_seconds": measured["roofline_seconds"],
+        "steps": measured["steps_per_update"], "memory": measured["memory"], "seconds": time.monotonic() - began,
     }  # fmt: skip
 
 
 def met(kept: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Kept forecasts with the later figures of the same recipe and settings."""
     for row in measured:
-        for one in kept:
-            if row["name"] == "train" and all(row["config"][name] == one[name] for name in ("recipe", "settings")):
-                both = {name: one[name] for name in ("on", "forecast", "said")} | {"measured": row["per_second"]}
-                yield {"name": "plan-check", "program": one["program"], "of": row["commit"], "forecasts": [both]}
+        for record in kept:
+            if row["name"] == "train" and all(row["config"][name] == record[name] for name in ("recipe", "settings")):
+                both = {name: record[name] for name in ("on", "forecast", "said")} | {"measured": row["per_second"]}
+                yield {"name": "plan-check", "program": record["program"], "of": row["commit"], "forecasts": [both]}
 
 
 def figure(row: dict[str, Any]) -> dict[str, Any]:
@@ -178,8 +178,8 @@ def figure(row: dict[str, Any]) -> dict[str, Any]:
     words = program(row)
     if not words:
         return {}
-    found = forecast(words) | {"measured": row["per_second"]}
-    return {"name": "plan-check", "program": " ".join(words), "of": row["commit"], "forecasts": [found]}
+    figures = forecast(words) | {"measured": row["per_second"]}
+    return {"name": "plan-check", "program": " ".join(words), "of": row["commit"], "forecasts": [figures]}
 
 
 def program(row: Mapping[str, Any]) -> list[str]:

@@ -98,16 +98,16 @@ def measure(worlds: int, steps: int, repeats: int, nature: bool) -> dict[str, An
     for turn in ways.values():
         turn()
     taken = [{name: cpu_seconds(turn) for name, turn in ways.items()} for _ in range(repeats)]
-    found: dict[str, Any] = {"worlds": worlds, "steps": steps, "repeats": repeats, "jax": jax.__version__}
+    record: dict[str, Any] = {"worlds": worlds, "steps": steps, "repeats": repeats, "jax": jax.__version__}
     for name in ways:
-        found[f"{name}_per_cpu_second"] = round(worlds * steps / statistics.median(t[name] for t in taken), 1)
+        record[f"{name}_per_cpu_second"] = round(worlds * steps / statistics.median(t[name] for t in taken), 1)
         if name != "bare":
             ratios = sorted(t["bare"] / t[name] for t in taken)
-            found[f"{name}_of_bare"] = {
+            record[f"{name}_of_bare"] = {
                 "median": round(statistics.median(ratios), 3), "least": round(ratios[0], 3),
                 "most": round(ratios[-1], 3),
             }  # fmt: skip
-    return found
+    return record
 
 
 def curve(folder: Path) -> dict[str, Any]:
@@ -139,16 +139,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--nature", action="store_true")
-    given = parser.parse_args()
-    if given.what == "curve" and given.run is None:
+    args = parser.parse_args()
+    if args.what == "curve" and args.run is None:
         parser.error("curve needs the folder of a RUN")
-    found = (
-        curve(given.run) if given.what == "curve"
-        else measure(given.worlds, given.steps, given.repeats, given.nature)
+    record = (
+        curve(args.run) if args.what == "curve"
+        else measure(args.worlds, args.steps, args.repeats, args.nature)
     )  # fmt: skip
-    kept = json.loads(given.json.read_text()) if given.json.exists() else {}
-    given.json.write_text(json.dumps(kept | {given.what: found}, indent=1) + "\n")
-    print(json.dumps(found if given.what == "acting" else found["points"][-1]))
+    kept = json.loads(args.json.read_text()) if args.json.exists() else {}
+    args.json.write_text(json.dumps(kept | {args.what: record}, indent=1) + "\n")
+    print(json.dumps(record if args.what == "acting" else record["points"][-1]))
 
 
 if __name__ == "__main__":

@@ -42,22 +42,24 @@ def compare(curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict
 
     `spread` is the widest difference of two seeds of one side, which is meant by noise; of one seed a side, None.
     """
-    every = [one for side in curves.values() for one in side]
-    reached = min((one[-1]["agent_steps"] if one else 0 for one in every), default=0)
+    every = [series for side in curves.values() for series in side]
+    reached = min((series[-1]["agent_steps"] if series else 0 for series in every), default=0)
     ends = {
-        side: [[point for point in one if point["agent_steps"] <= reached][-LAST:] for one in seeds]
+        side: [[point for point in series if point["agent_steps"] <= reached][-LAST:] for series in seeds]
         for side, seeds in curves.items()
     }
-    found: dict[str, Any] = {"agent_steps": reached}
+    record: dict[str, Any] = {"agent_steps": reached}
     if not reached:
-        return found
+        return record
     for name in NAMES:
-        means = {side: [statistics.fmean(p[name] for p in one) for one in several] for side, several in ends.items()}
+        means = {
+            side: [statistics.fmean(p[name] for p in series) for series in several] for side, several in ends.items()
+        }
         enough = min(map(len, means.values())) > 1
         spread = max(max(each) - min(each) for each in means.values()) if enough else None
         apart = statistics.fmean(means["lean"]) - statistics.fmean(means["plain"])
-        found[name] = means | {"difference": apart, "spread": spread}
-    return found
+        record[name] = means | {"difference": apart, "spread": spread}
+    return record
 
 
 def main() -> int:
@@ -68,25 +70,25 @@ def main() -> int:
     parser.add_argument("--runs-dir", default="runs")
     parser.add_argument("--json", required=True, help="the file to write")
     parser.add_argument("--only", action="store_true", help="compare what is there, and train nothing")
-    asked = parser.parse_args(words[:split])
-    flags, runs_dir = words[split + 1 :], Path(asked.runs_dir)
-    for seed in asked.seeds if not asked.only else ():
+    args = parser.parse_args(words[:split])
+    flags, runs_dir = words[split + 1 :], Path(args.runs_dir)
+    for seed in args.seeds if not args.only else ():
         for side, more in SIDES.items():
             if code := train("driving", seed, f"{side}-{seed}", runs_dir, [*flags, *more]):
                 return code
-    there = {side: [s for s in asked.seeds if (runs_dir / f"{side}-{s}" / "run.json").exists()] for side in SIDES}
-    curves = {side: [curve(runs_dir / f"{side}-{seed}") for seed in seeds] for side, seeds in there.items()}
-    abouts = [json.loads((runs_dir / f"{side}-{s}" / "run.json").read_text()) for side in SIDES for s in there[side]]
+    present = {side: [s for s in args.seeds if (runs_dir / f"{side}-{s}" / "run.json").exists()] for side in SIDES}
+    curves = {side: [curve(runs_dir / f"{side}-{seed}") for seed in seeds] for side, seeds in present.items()}
+    abouts = [json.loads((runs_dir / f"{side}-{s}" / "run.json").read_text()) for side in SIDES for s in present[side]]
     keys = ("total_steps", "num_envs", "num_steps", "devices")
-    found = {
-        "recipe": "driving", "sides": {side: list(more) for side, more in SIDES.items()}, "seeds": there,
+    record = {
+        "recipe": "driving", "sides": {side: list(more) for side, more in SIDES.items()}, "seeds": present,
         "run": {key: abouts[0]["run"][key] for key in keys} if abouts else {},
         "commits": sorted({str(about.get("commit")) for about in abouts}),
         "versions": abouts[0].get("versions") if abouts else None,
         "summary": compare(curves), "curves": curves,
     }  # fmt: skip
-    files.write(asked.json, json.dumps(files.finite(found), allow_nan=False) + "\n")
-    print(json.dumps(files.finite(found["summary"]), indent=2))
+    files.write(args.json, json.dumps(files.finite(record), allow_nan=False) + "\n")
+    print(json.dumps(files.finite(record["summary"]), indent=2))
     return 0
 
 

@@ -55,22 +55,22 @@ def main() -> None:
     flags.add_argument("--layers", type=int, default=28, help="of Qwen3-0.6B's, for a trial")
     flags.add_argument("--width", type=int, default=1_024, help="the same")
     flags.add_argument("--vocabulary", type=int, default=151_936, help="the same")
-    given = flags.parse_args()
+    args = flags.parse_args()
     prepare_devices(1)
     shape = dataclasses.replace(
-        memory_plan.SHAPES["qwen3-0.6b"], layers=given.layers, width=given.width, vocabulary=given.vocabulary
+        memory_plan.SHAPES["qwen3-0.6b"], layers=args.layers, width=args.width, vocabulary=args.vocabulary
     )
     model = dataclasses.replace(shape, precision="bf16", remat="full")
-    config = GRPOConfig(group=GROUP, num_minibatches=1, update_epochs=1, accumulate=given.accumulate, model=model)
-    completions = given.rows if given.side == "train" else 2 * given.rows
-    load = memory_plan.Load(completions // GROUP, given.prompt, given.length, given.rows)
+    config = GRPOConfig(group=GROUP, num_minibatches=1, update_epochs=1, accumulate=args.accumulate, model=model)
+    completions = args.rows if args.side == "train" else 2 * args.rows
+    load = memory_plan.Load(completions // GROUP, args.prompt, args.length, args.rows)
     about = {
-        "name": f"qwen3-{given.side}", "parameters": transformer.size(model), "model": dataclasses.asdict(model),
-        "completions": completions, "group": GROUP, "rows": given.rows, "prompt": given.prompt, "length": given.length,
-        "device": str(jax.devices()[0].device_kind), "planned_bytes": planned(config, load, given.side),
+        "name": f"qwen3-{args.side}", "parameters": transformer.size(model), "model": dataclasses.asdict(model),
+        "completions": completions, "group": GROUP, "rows": args.rows, "prompt": args.prompt, "length": args.length,
+        "device": str(jax.devices()[0].device_kind), "planned_bytes": planned(config, load, args.side),
     }  # fmt: skip
-    for figure in sampled(model, given) if given.side == "sample" else learnt(config, given):
-        results.emit(about | figure | {"peak_bytes": peak()}, given.json)
+    for figure in sampled(model, args) if args.side == "sample" else learnt(config, args):
+        results.emit(about | figure | {"peak_bytes": peak()}, args.json)
 
 
 def planned(config: GRPOConfig, load: memory_plan.Load, side: str) -> dict[str, int]:
@@ -88,12 +88,12 @@ def peak() -> int | None:
 def compiled(program: Any, *arguments: Any) -> tuple[Any, dict[str, Any]]:
     """(a compiled program, its seconds and bytes)."""
     began = time.perf_counter()
-    made = program.lower(*arguments).compile()
-    found = {"compile_seconds": time.perf_counter() - began, "compiled_bytes": None}
-    if (need := device_memory.need(made)) is not None:
-        found["compiled_bytes"] = need.total
-    print(found, file=sys.stderr, flush=True)
-    return made, found
+    executable = program.lower(*arguments).compile()
+    record = {"compile_seconds": time.perf_counter() - began, "compiled_bytes": None}
+    if (need := device_memory.need(executable)) is not None:
+        record["compiled_bytes"] = need.total
+    print(record, file=sys.stderr, flush=True)
+    return executable, record
 
 
 def drawn_lengths(count: int, most: int) -> np.ndarray:
@@ -102,37 +102,37 @@ def drawn_lengths(count: int, most: int) -> np.ndarray:
     return np.clip(np.round(lengths), 1, most).astype(np.int32)
 
 
-def sampled(model: ModelConfig, given: Any) -> Any:
+def sampled(model: ModelConfig, args: Any) -> Any:
     """Figures of sampling: all completions as long as can be, and of drawn lengths."""
-    count, rng = 2 * given.rows, np.random.default_rng(0)
+    count, rng = 2 * args.rows, np.random.default_rng(0)
     words = tokenizer.Tokeniser(model.vocabulary, list, str, ends=(0,))
-    draws = sampler.Sampling(given.length, GROUP, wave=given.rows)
-    prompts = jnp.asarray(rng.integers(1, model.vocabulary, (count // GROUP, given.prompt)), jnp.int32)
+    draws = sampler.Sampling(args.length, GROUP, wave=args.rows)
+    prompts = jnp.asarray(rng.integers(1, model.vocabulary, (count // GROUP, args.prompt)), jnp.int32)
     params = jax.jit(lambda key: transformer.init(key, model))(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), count)
 
     def asked(most: np.ndarray) -> tuple[Any, ...]:
         return params, prompts, keys, jnp.int32(sampler.UNBOUNDED), jnp.asarray(most, jnp.int32)
 
-    program, found = compiled(
+    program, record = compiled(
         jax.jit(sampler.sampler(model, draws, ends=False, tokeniser=words)), *asked(np.ones(count))
     )
     jax.block_until_ready(program(*asked(np.full(count, 4))))
-    for name, most in (("all", np.full(count, given.length)), ("drawn", drawn_lengths(count, given.length))):
+    for name, most in (("all", np.full(count, args.length)), ("drawn", drawn_lengths(count, args.length))):
         arguments = jax.block_until_ready(asked(most))
         began = time.perf_counter()
         written = np.asarray(program(*arguments).written)
         seconds = time.perf_counter() - began
         np.testing.assert_array_equal(written.sum(axis=1), most)
         tokens = int(most.sum())
-        yield found | {"lengths": name, "tokens": tokens, "wall_seconds": seconds, "per_second": tokens / seconds}
+        yield record | {"lengths": name, "tokens": tokens, "wall_seconds": seconds, "per_second": tokens / seconds}
 
 
-def learnt(config: GRPOConfig, given: Any) -> Any:
+def learnt(config: GRPOConfig, args: Any) -> Any:
     """Figure of one update from completions of random tokens, all as long as can be, half of them rewarded."""
-    rows, rng = given.rows, np.random.default_rng(0)
-    prompts = np.repeat(rng.integers(1, config.model.vocabulary, (rows // GROUP, given.prompt)), GROUP, axis=0)
-    texts = rng.integers(1, config.model.vocabulary, (rows, given.length))
+    rows, rng = args.rows, np.random.default_rng(0)
+    prompts = np.repeat(rng.integers(1, config.model.vocabulary, (rows // GROUP, args.prompt)), GROUP, axis=0)
+    texts = rng.integers(1, config.model.vocabulary, (rows, args.length))
     flags, zeros = np.ones(texts.shape, bool), np.zeros(rows, np.int32)
     log_prob = np.full(texts.shape, -np.log(config.model.vocabulary), np.float32)
     reward = (np.arange(rows) % 2).astype(np.float32)
@@ -145,7 +145,7 @@ def learnt(config: GRPOConfig, given: Any) -> Any:
     )  # fmt: skip
     learner = grpo.grpo(None, config, RunContext(100, meshes.identity))
     state, key = jax.jit(learner.init)(jax.random.key(0)), jax.random.key(1)
-    program, found = compiled(jax.jit(learner.learn, donate_argnums=0), state, data, key)
+    program, record = compiled(jax.jit(learner.learn, donate_argnums=0), state, data, key)
     seconds, norms = [], []
     for update in range(1 + UPDATES):
         began = time.perf_counter()
@@ -155,7 +155,7 @@ def learnt(config: GRPOConfig, given: Any) -> Any:
         print(f"update {update}: {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     assert all(np.isfinite(norms)), norms
     middle = statistics.median(seconds[1:])
-    yield found | {
+    yield record | {
         "accumulate": config.accumulate, "logits_at_once": sampler.logits_at_once(), "tokens": texts.size,
         "wall_seconds": middle, "seconds": seconds, "per_second": texts.size / middle, "grad_norm": norms,
     }  # fmt: skip

@@ -42,7 +42,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
     score = evaluate.reasoner(run, run.evaluation_episodes or 256)
     like = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
-    found = []
+    points = []
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         for path in sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name.split(".")[0])):
             step = int(path.name.split(".")[0])
@@ -52,8 +52,8 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
             restored = checkpoints.restore(intact, like, part=True)
             scores, _ = score(algorithm.policy(restored.progress.state))
             means = {name: round(value, 4) for name, value in scores.means().items()}
-            found.append({"update": int(restored.progress.updates)} | means)
-    return found
+            points.append({"update": int(restored.progress.updates)} | means)
+    return points
 
 
 def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--note", default="", help="what else to say of how it was measured")
-    given = parser.parse_args()
-    record = {"note": given.note, "curves": {folder.name: curve(folder, given.checkpoints) for folder in given.runs}}
-    given.json.write_text(json.dumps(record) + "\n")
+    args = parser.parse_args()
+    record = {"note": args.note, "curves": {folder.name: curve(folder, args.checkpoints) for folder in args.runs}}
+    args.json.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

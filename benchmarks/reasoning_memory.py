@@ -48,32 +48,32 @@ def forget() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def completions(given: argparse.Namespace, vocabulary: int) -> Completions:
+def completions(args: argparse.Namespace, vocabulary: int) -> Completions:
     """Random texts, half of them rewarded."""
-    rng, rows = np.random.default_rng(0), given.completions
-    texts = [rng.integers(0, vocabulary, (rows, length), np.int32) for length in (given.prompt, given.length)]
-    lengths = np.minimum(asked(rows, given.prompt)[1], given.length) if given.drawn else np.full(rows, given.length)
-    flags, rewards = np.arange(given.length)[None] < lengths[:, None], (np.arange(rows) % 2).astype(np.float32)
+    rng, rows = np.random.default_rng(0), args.completions
+    texts = [rng.integers(0, vocabulary, (rows, length), np.int32) for length in (args.prompt, args.length)]
+    lengths = np.minimum(asked(rows, args.prompt)[1], args.length) if args.drawn else np.full(rows, args.length)
+    flags, rewards = np.arange(args.length)[None] < lengths[:, None], (np.arange(rows) % 2).astype(np.float32)
     texts[1] = np.where(flags, texts[1], np.int32(tokenizer.NONE))
     log_prob = np.where(flags, np.float32(-np.log(vocabulary)), np.float32(0.0))
-    whole, problem = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32) // given.group
+    whole, problem = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32) // args.group
     return Completions(
-        np.repeat(texts[0][:: given.group], given.group, axis=0), texts[1], flags, flags, log_prob, log_prob, rewards,
+        np.repeat(texts[0][:: args.group], args.group, axis=0), texts[1], flags, flags, log_prob, log_prob, rewards,
         rewards, whole + SAMPLED, whole, problem, np.zeros(rows, bool),
     )  # fmt: skip
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
-    own = ModelConfig(precision=given.precision, remat="full", lora=given.lora, frozen=given.frozen)
-    model = dataclasses.replace(computing_as(huggingface.config(given.model), own), pad=tokenizer.NONE)
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    own = ModelConfig(precision=args.precision, remat="full", lora=args.lora, frozen=args.frozen)
+    model = dataclasses.replace(computing_as(huggingface.config(args.model), own), pad=tokenizer.NONE)
     config = GRPOConfig(
-        group=given.group, num_minibatches=1, update_epochs=1, accumulate=given.accumulate, pack=given.pack,
-        warmup=0, model=model, model_folder=given.model,
+        group=args.group, num_minibatches=1, update_epochs=1, accumulate=args.accumulate, pack=args.pack,
+        warmup=0, model=model, model_folder=args.model,
     )  # fmt: skip
-    grpo.check(config, columns=given.completions, steps=given.length)
+    grpo.check(config, columns=args.completions, steps=args.length)
     algorithm = grpo.grpo(None, config, RunContext(10, meshes.identity))
     state = reasoning_setup.loaded(SimpleNamespace(algorithm=config), jax.jit(algorithm.init)(jax.random.key(0)))  # type: ignore[arg-type]
-    data = jax.tree.map(jnp.asarray, completions(given, model.vocabulary))
+    data = jax.tree.map(jnp.asarray, completions(args, model.vocabulary))
     written = np.asarray(data.written)
     update = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(1)).compile()
     need = device_memory.need(update)
@@ -84,9 +84,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
     state, metrics = jax.block_until_ready(update(state, data, jax.random.key(1)))
     return {
-        "completions": given.completions, "length": given.length, "prompt": given.prompt, "group": given.group,
-        "lora": given.lora, "precision": given.precision, "frozen": given.frozen, "accumulate": given.accumulate,
-        "pack": given.pack, "tokens": int(np.sum(written)),
+        "completions": args.completions, "length": args.length, "prompt": args.prompt, "group": args.group,
+        "lora": args.lora, "precision": args.precision, "frozen": args.frozen, "accumulate": args.accumulate,
+        "pack": args.pack, "tokens": int(np.sum(written)),
         "peak_bytes": peak(), "peak_bytes_of_start": start, "bytes_before": before, "compiler": need._asdict(),
         "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu,
         "grad_norm": float(metrics["grpo/grad_norm"]), "loss": float(metrics["grpo/loss"]),
@@ -104,10 +104,10 @@ def main() -> None:
     for name, value in sizes:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--drawn", action="store_true", help="completions of log-normal lengths")
-    found = measured(parser.parse_args())
+    record = measured(parser.parse_args())
     with parser.parse_args().json.open("a") as file:
-        file.write(json.dumps(found) + "\n")
-    print(json.dumps(found))
+        file.write(json.dumps(record) + "\n")
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

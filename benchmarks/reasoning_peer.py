@@ -33,8 +33,8 @@ def asked(sizes: dict[str, int], updates: int, scratch: str) -> dict[str, Any]:
     from longhaul.reasoning.config import Reasoning
 
     task = Reasoning(task="reasoning-gym:chain_sum", task_settings=SETTINGS, template=TEMPLATE, shots=2)
-    made = tasks.problems(problem_sets.task(task), np.random.default_rng(SEED), sizes["prompts"] * updates)
-    return sizes | {"problems": [(each.prompt, each.answer) for each in made], "scratch": scratch}
+    problems = tasks.problems(problem_sets.task(task), np.random.default_rng(SEED), sizes["prompts"] * updates)
+    return sizes | {"problems": [(each.prompt, each.answer) for each in problems], "scratch": scratch}
 
 
 def command(side: str, python: str, model: str, sizes: dict[str, int], updates: int, scratch: str) -> list[str]:
@@ -48,8 +48,8 @@ def command(side: str, python: str, model: str, sizes: dict[str, int], updates: 
         "model-frozen": "bf16" if sizes["lora"] else "fp32",
         "evaluation-episodes": 2, "stop": "@@@@", "runs-dir": scratch, "save-interval-minutes": 1000, "log-interval": 1,
     }  # fmt: skip
-    given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "longhaul", "train", "reasoning-smollm", *given]
+    options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "longhaul", "train", "reasoning-smollm", *options]
 
 
 def ran(words: list[str]) -> dict[str, float]:
@@ -70,22 +70,20 @@ def main() -> None:
     parser.add_argument("--updates", type=int, nargs=2, default=(1, 3))
     for name, value in (("prompts", 4), ("group", 16), ("length", 16), ("lora", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    sizes = {name: getattr(given, name) for name in ("prompts", "group", "length", "lora")}
+    args = parser.parse_args()
+    sizes = {name: getattr(args, name) for name in ("prompts", "group", "length", "lora")}
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     with tempfile.TemporaryDirectory() as scratch:
-        runs = [
-            ran(command(given.side, given.python, given.model, sizes, updates, scratch)) for updates in given.updates
-        ]
-    updates = given.updates[1] - given.updates[0]
+        runs = [ran(command(args.side, args.python, args.model, sizes, updates, scratch)) for updates in args.updates]
+    updates = args.updates[1] - args.updates[0]
     seconds = (runs[1]["cpu_seconds"] - runs[0]["cpu_seconds"]) / updates
-    record = {"side": given.side} | sizes | {
-        "updates": list(given.updates), "runs": runs, "cpu_seconds_per_update": seconds,
+    record = {"side": args.side} | sizes | {
+        "updates": list(args.updates), "runs": runs, "cpu_seconds_per_update": seconds,
         "completions_per_cpu_second": sizes["prompts"] * sizes["group"] / seconds,
         "peak_bytes": runs[1]["peak_bytes"],
     }  # fmt: skip
-    with given.json.open("a") as file:
+    with args.json.open("a") as file:
         file.write(json.dumps(record) + "\n")
     print(json.dumps(record))
 

@@ -58,16 +58,16 @@ class Watched:
 
     def memory(self) -> int:
         """Resident bytes of all processes of the run."""
-        found = 0
+        total = 0
         with contextlib.suppress(psutil.Error):
             own = psutil.Process(self.process.pid)
             for each in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    found += each.memory_info().rss
-        return found
+                    total += each.memory_info().rss
+        return total
 
-    def until(self, there: Callable[[], bool]) -> None:
-        while not there():
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             if self.process.poll() is not None:
                 self._reader.join()
                 raise SystemExit("\n".join(["the run ended early:", *(line for _, line in self.lines[-5:])]))
@@ -79,11 +79,11 @@ class Watched:
         return code
 
 
-def memory(given: argparse.Namespace) -> dict[str, Any]:
+def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Announced and reached memory of a run up to its end."""
     peaks = dict.fromkeys(("start", "updates", "evaluation"), 0)
     with tempfile.TemporaryDirectory() as scratch:
-        run = Watched(given.model, scratch, given.flags)
+        run = Watched(args.model, scratch, args.flags)
         kernel = 0
         while run.process.poll() is None:
             now = run.memory()
@@ -99,18 +99,18 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
         result = json.loads((run.folder / "result.json").read_text())
     reached = max(kernel, *peaks.values())
     return {
-        "what": "memory of a run", "flags": given.flags, "announced_bytes": announced["needed"],
+        "what": "memory of a run", "flags": args.flags, "announced_bytes": announced["needed"],
         "reached_bytes": reached, "reached_over_announced": reached / announced["needed"], "peaks": peaks,
         "kernel_peak_bytes": kernel, "seconds": time.monotonic() - run.began, "cache": result["cache"],
         "compile_seconds": result["compile_seconds"], "announcement": announced,
     }  # fmt: skip
 
 
-def stopped(given: argparse.Namespace, stage: str) -> dict[str, Any]:
+def stopped(args: argparse.Namespace, stage: str) -> dict[str, Any]:
     """Seconds from SIGTERM in a stage to the end of the run."""
-    flags = given.flags + (["--total-steps", "768"] if stage in ("saving", "evaluating") else [])
+    flags = args.flags + (["--total-steps", "768"] if stage in ("saving", "evaluating") else [])
     with tempfile.TemporaryDirectory() as scratch:
-        run, most = Watched(given.model, scratch, flags), 0
+        run, most = Watched(args.model, scratch, flags), 0
 
         def given_back() -> bool:
             nonlocal most
@@ -151,13 +151,13 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--json", type=Path, required=True, help="lines are added")
-    given = parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
-    stages = [None] if given.what == "memory" else given.stages
+    args = parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
+    stages = [None] if args.what == "memory" else args.stages
     for stage in stages:
-        found = memory(given) if stage is None else stopped(given, stage)
-        with given.json.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(json.dumps(found), flush=True)
+        record = memory(args) if stage is None else stopped(args, stage)
+        with args.json.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ def pieces(box: Box) -> Iterator[Box]:
 
 def memory(kind: str) -> int:
     """Bytes of this process's memory: VmRSS, or its peak VmHWM."""
-    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def forget_peak() -> None:
@@ -133,7 +133,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     jax.device_put(np.zeros(8), jax.local_devices()[0]).block_until_ready()
     held, needed = source(model), destination(model, to)
-    made = sharded.Sender(where, rank, held, needed)
+    endpoint = sharded.Sender(where, rank, held, needed)
     shard_bytes = shard_lanes.shard(held, rank).size
     scratch = np.ones(min(SCRATCH, shard_bytes) + shared_memory.LINE, np.uint8)
     scratch = scratch[-scratch.ctypes.data % shared_memory.LINE :][: -shared_memory.LINE]
@@ -141,7 +141,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
     before = memory("VmRSS")
 
     def arrays(version: int) -> dict[str, np.ndarray]:
-        found = {}
+        tensors = {}
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
         for number, (name, (shape, dtype)) in enumerate(shapes(model).items()):
 
@@ -153,10 +153,10 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
                     whole[own] = content(each, number, version)
                 return whole.view(np.dtype(dtype))
 
-            found[name] = jax.make_array_from_callback(shape, sharding, part)
-        layout = resharding.of_jax(found, lambda device: int(device.process_index))
+            tensors[name] = jax.make_array_from_callback(shape, sharding, part)
+        layout = resharding.of_jax(tensors, lambda device: int(device.process_index))
         assert layout == held, "the arrays are sharded otherwise than planned"
-        return sharded.of_jax(found, rank, lambda device: int(device.process_index))
+        return sharded.of_jax(tensors, rank, lambda device: int(device.process_index))
 
     shards: dict[int, dict[str, np.ndarray]] = {}
     parts_of: list[tuple[sharded.Sender, Layout]] = []
@@ -173,9 +173,9 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
         elif word == "push":
             version, base = int(rest[0]), int(rest[1])
             used = cpu()
-            given = None if base < 0 else (base, shards[base])
-            outcome = made.push(version, shards[version], base=given, seconds=DEADLINE)
-            del given  # else the version before would stay beside the next two
+            base_version = None if base < 0 else (base, shards[base])
+            outcome = endpoint.push(version, shards[version], base=base_version, seconds=DEADLINE)
+            del base_version  # else the version before would stay beside the next two
             say({**outcome._asdict(), "cpu": cpu() - used, "rss": memory("VmHWM") - before, "shard": shard_bytes})
         elif word == "open":
             layouts = resharding.sample(held, needed, float(rest[0]))
@@ -234,7 +234,7 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
     forget_peak()
     peaks: list[int] = []  # at the end of each round: after the first one a second block is allocated
     decided = {"decided": lambda: peaks.append(memory("VmHWM"))}
-    made = sharded.Receiver(
+    endpoint = sharded.Receiver(
         where,
         rank,
         held,
@@ -262,10 +262,10 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
         elif word == "check":
             version = int(rest[0])
             if gives:
-                _, tensors = made.take(DEADLINE)
+                _, tensors = endpoint.take(DEADLINE)
             else:
-                assert made.wait(version, DEADLINE), made.errors
-                _, tensors = made.latest()
+                assert endpoint.wait(version, DEADLINE), endpoint.errors
+                _, tensors = endpoint.latest()
             peak = peaks[-1] - before
             right = True
             for number, name in enumerate(shapes(model)):
@@ -275,7 +275,7 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
                     own = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(each, boxes[name], strict=True))
                     right &= bool(np.array_equal(tensors[name][own].view(np.uint16), content(each, number, version)))
             del tensors
-            say({"right": right, "rss": peak, "shard": shard_bytes, "errors": made.errors})
+            say({"right": right, "rss": peak, "shard": shard_bytes, "errors": endpoint.errors})
         elif word == "cpu":
             say(cpu())
 
@@ -399,7 +399,7 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives:
     }
     forecast = statistics.median(each.serial for each in forecasts[later])
     middle = {word: np.median(each, 0).tolist() for word, each in compared.items()}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "name": "reshard",
         "config": {
             "model": model, "image_bytes": held.nbytes, "source": f"fsdp:{SENDERS}", "destination": to, "lane": lane,
@@ -430,7 +430,7 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives:
         "bit_exact": True,
         "device": ", ".join(provenance()["devices"]),
     }  # fmt: skip
-    return found
+    return record
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -448,10 +448,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hands-over", action="store_true", help="receivers give each version away, and have one block"
     )
-    given = parser.parse_args(words)
-    for to in given.to:
-        for lane in given.lane:
-            results.emit(measured(given.model, to, lane, given.repeats, given.changes, given.hands_over), given.json)
+    args = parser.parse_args(words)
+    for to in args.to:
+        for lane in args.lane:
+            results.emit(measured(args.model, to, lane, args.repeats, args.changes, args.hands_over), args.json)
     return 0
 
 

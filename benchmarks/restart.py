@@ -36,16 +36,16 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--base", type=Path, help="another checkout, measured after this one")
-    given, train = parser.parse_args(words[:split]), words[split + 1 :] or ["cartpole", *TRAIN]
-    checkouts = {"this": ROOT} | ({} if given.base is None else {"base": given.base.resolve()})
+    args, train = parser.parse_args(words[:split]), words[split + 1 :] or ["cartpole", *TRAIN]
+    checkouts = {"this": ROOT} | ({} if args.base is None else {"base": args.base.resolve()})
     with tempfile.TemporaryDirectory() as folder:
         homes = {name: Path(folder) / name for name in checkouts}
-        victims = [turn % given.hosts for turn in range(given.kills + 1)]
-        found = {
-            name: kills(checkout, homes[name], given.hosts, victims, train)[1:] for name, checkout in checkouts.items()
+        victims = [turn % args.hosts for turn in range(args.kills + 1)]
+        seconds_of = {
+            name: kills(checkout, homes[name], args.hosts, victims, train)[1:] for name, checkout in checkouts.items()
         }
-    rows = {name: {"median": statistics.median(some), "seconds": some} for name, some in found.items()}
-    results.emit({"name": "restart", "hosts": given.hosts, "train": train} | rows)
+    rows = {name: {"median": statistics.median(seconds), "seconds": seconds} for name, seconds in seconds_of.items()}
+    results.emit({"name": "restart", "hosts": args.hosts, "train": train} | rows)
 
 
 def kills(checkout: Path, home: Path, hosts: int, victims: list[int], words: list[str]) -> list[float]:
@@ -83,22 +83,22 @@ def is_past(folder: Path, step: int, written: int) -> bool:
     metrics = folder / "metrics.jsonl"
     if metrics.stat().st_mtime_ns == written:
         return False
-    found = re.findall(rb'^{"update": ?(\d+)', metrics.read_bytes(), re.MULTILINE)
-    return bool(found) and int(found[-1]) > step
+    updates = re.findall(rb'^{"update": ?(\d+)', metrics.read_bytes(), re.MULTILINE)
+    return bool(updates) and int(updates[-1]) > step
 
 
 def pids(launcher: int) -> dict[int, int]:
     """The launcher's children that train: number -> process id."""
-    found = {}
+    children = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         try:
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
             number = next(v for v in variables if v.startswith(b"LONGHAUL_PROCESS_ID="))
             if Path(f"/proc/{child}/cmdline").read_bytes():  # else it has ended
-                found[int(number.partition(b"=")[2])] = int(child)
+                children[int(number.partition(b"=")[2])] = int(child)
         except (OSError, StopIteration):
             continue
-    return found
+    return children
 
 
 def wait(ready: Callable[[], bool], launcher: subprocess.Popen[bytes], log: str, seconds: float = 300.0) -> None:

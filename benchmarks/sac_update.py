@@ -166,13 +166,13 @@ for i, line in enumerate(sys.stdin):
 def measure(name: str, peer_python: str, repeats: int) -> dict[str, Any]:
     """CPU milliseconds of an update, medians of the repeats, and Brax's by ours, above 1 where we are cheaper."""
     sizes: dict[str, Any] = SETTINGS[name]
-    one = {"NPROC": "1", "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": "off"}
+    variables = {"NPROC": "1", "JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": "off"}
     ours = [sys.executable, "-c", "from benchmarks.sac_update import serve; serve()"]
     commands = {each: [*ours, json.dumps(sizes | {"precision": each})] for each in ("fp32", "bf16")}
     commands["brax"] = [peer_python, "-c", BRAX, json.dumps(sizes), str(UPDATES)]
     costs: dict[str, dict[str, float]] = {}
     with ExitStack() as opened:
-        workers = {who: opened.enter_context(Worker(command, {}, one)) for who, command in commands.items()}
+        workers = {who: opened.enter_context(Worker(command, {}, variables)) for who, command in commands.items()}
         for fill in ("empty", "full"):
             for each in workers.values():
                 each.ask("fill" if fill == "full" else "go")  # not measured
@@ -195,8 +195,8 @@ def main() -> None:
     parser.add_argument("settings", choices=tuple(SETTINGS))
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
-    given = parser.parse_args()
-    results.emit(measure(given.settings, given.peer_python, given.repeats), given.json)
+    args = parser.parse_args()
+    results.emit(measure(args.settings, args.peer_python, args.repeats), args.json)
 
 
 if __name__ == "__main__":

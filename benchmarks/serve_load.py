@@ -87,8 +87,10 @@ def expected(
 class Load:
     """Clients, and what they were answered."""
 
-    def __init__(self, port: int, texts: Sequence[str], length: int, wanted: list[list[list[int]]] | None) -> None:
-        self.port, self.texts, self.length, self.wanted = port, texts, length, wanted
+    def __init__(
+        self, port: int, texts: Sequence[str], length: int, expected_tokens: list[list[list[int]]] | None
+    ) -> None:
+        self.port, self.texts, self.length, self.wanted = port, texts, length, expected_tokens
         self.seconds: list[float] = []
         self.failures: Counter[str] = Counter()
         self.versions: Counter[str] = Counter()
@@ -105,7 +107,7 @@ class Load:
             began = time.perf_counter()
             try:
                 stream = stream or await asyncio.open_connection("127.0.0.1", self.port)
-                status, found = await self._asked(*stream, json.dumps(body).encode())
+                status, reply = await self._asked(*stream, json.dumps(body).encode())
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 self.failures[type(error).__name__] += 1
                 stream = None
@@ -114,7 +116,7 @@ class Load:
                 self.failures[str(status)] += 1
                 continue
             self.seconds.append(time.perf_counter() - began)
-            self._checked(which, greedy, found)
+            self._checked(which, greedy, reply)
         if stream is not None:
             stream[1].close()
 
@@ -128,20 +130,20 @@ class Load:
         length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
         return int(lines[0].split()[1]), json.loads(await reader.readexactly(length))
 
-    def _checked(self, which: int, greedy: bool, found: Any) -> None:
-        version = found["weight_version"]
+    def _checked(self, which: int, greedy: bool, reply: Any) -> None:
+        version = reply["weight_version"]
         self.versions[version] += 1
         if version not in self.published:
             self.failures["unknown version"] += 1
-        self.tokens += found["usage"]["completion_tokens"]
+        self.tokens += reply["usage"]["completion_tokens"]
         if greedy and self.wanted is not None:
-            self.wrong += found["choices"][0]["token_ids"] != self.wanted[int(version) % len(self.wanted)][which]
+            self.wrong += reply["choices"][0]["token_ids"] != self.wanted[int(version) % len(self.wanted)][which]
 
 
-async def measured(load: Load, publish: Any, server: psutil.Process, given: Any) -> dict[str, Any]:
+async def measured(load: Load, publish: Any, server: psutil.Process, args: Any) -> dict[str, Any]:
     """Figures of a load for `given.seconds`, after a warm-up."""
     publish(1)
-    await asyncio.gather(*(load.client(n, time.monotonic() + given.warm) for n in range(given.clients)))
+    await asyncio.gather(*(load.client(n, time.monotonic() + args.warm) for n in range(args.clients)))
     load.seconds.clear(), load.failures.clear(), load.versions.clear()
     load.wrong = load.tokens = 0
     began, memory = time.monotonic(), []
@@ -149,14 +151,14 @@ async def measured(load: Load, publish: Any, server: psutil.Process, given: Any)
 
     async def watch() -> None:
         done = 0
-        while (now := time.monotonic() - began) < given.seconds:
+        while (now := time.monotonic() - began) < args.seconds:
             memory.append(server.memory_info().rss)
-            if now >= done * given.seconds / given.swaps:
+            if now >= done * args.seconds / args.swaps:
                 done += 1
                 await asyncio.to_thread(publish, 1 + done)
             await asyncio.sleep(0.25)
 
-    await asyncio.gather(watch(), *(load.client(n, began + given.seconds) for n in range(given.clients)))
+    await asyncio.gather(watch(), *(load.client(n, began + args.seconds) for n in range(args.clients)))
     took, quarter = time.monotonic() - began, len(memory) // 4
     times = sorted(load.seconds)
     return {
@@ -188,13 +190,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=24)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--no-check", action="store_true", help="do not compare tokens")
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, texts = given.model or given.run, PLAIN if given.model else TEXTS
+        folder, texts = args.model or args.run, PLAIN if args.model else TEXTS
         if folder is None:
             subprocess.run([sys.executable, "-m", "longhaul", *TRAIN], cwd=scratch, check=True, stdout=sys.stderr)
             folder = Path(scratch) / "runs/model"
-        if given.model:
+        if args.model:
             config, params = huggingface.load(folder)
             known = huggingface.tokeniser(folder)
         else:
@@ -202,34 +204,34 @@ def main(words: Sequence[str] | None = None) -> int:
             algorithm: Any = run.algorithm
             config, params, known = algorithm.model, live_weights.merged(algorithm.model, policy.params), \
                 reasoning_setup.tokeniser(run)  # fmt: skip
-        kinds = [varied(params, kind) for kind in range(1 if given.model else KINDS)]
+        kinds = [varied(params, kind) for kind in range(1 if args.model else KINDS)]
         wanted = None
-        if not given.no_check:
-            wanted = [expected(config, kind, known, texts, given.length) for kind in kinds]
+        if not args.no_check:
+            wanted = [expected(config, kind, known, texts, args.length) for kind in kinds]
         sender = transports.serve("tcp:127.0.0.1:0")
         with Publisher("load", transports=[sender]) as publisher:
             command = [sys.executable, "-m", "longhaul", "serve", str(folder.absolute()), "--port", "0", "--follow",
-                       sender.address, "--rows", str(given.rows), "--queue", "4096"]  # fmt: skip
+                       sender.address, "--rows", str(args.rows), "--queue", "4096"]  # fmt: skip
             served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=scratch)
             try:
                 assert served.stdout is not None
                 port = int(served.stdout.readline().strip().rpartition(":")[2])
-                load = Load(port, texts, given.length, wanted)
-                load.published.add("0" if given.model else str(_newest(folder)))
+                load = Load(port, texts, args.length, wanted)
+                load.published.add("0" if args.model else str(_newest(folder)))
 
                 def publish(version: int) -> None:
                     load.published.add(str(version))
                     publisher.publish(version, huggingface.exported(config, kinds[version % len(kinds)]))
 
-                found = asyncio.run(measured(load, publish, psutil.Process(served.pid), given))
+                found = asyncio.run(measured(load, publish, psutil.Process(served.pid), args))
                 served.send_signal(signal.SIGTERM)
                 found["exit_code"] = served.wait(60)
             finally:
                 served.kill()
-    names = {"clients": given.clients, "seconds": given.seconds, "swaps": given.swaps, "length": given.length,
-             "rows": given.rows, "params": sum(np.size(x) for x in jax.tree.leaves(params))}  # fmt: skip
+    names = {"clients": args.clients, "seconds": args.seconds, "swaps": args.swaps, "length": args.length,
+             "rows": args.rows, "params": sum(np.size(x) for x in jax.tree.leaves(params))}  # fmt: skip
     results.emit(
-        {"name": "serve-load", "config": names, **found, "device": ", ".join(provenance()["devices"])}, given.json
+        {"name": "serve-load", "config": names, **found, "device": ", ".join(provenance()["devices"])}, args.json
     )
     return int(bool(found["failures"]) or found["wrong"] > 0)
 

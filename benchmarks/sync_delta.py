@@ -45,20 +45,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=UPDATES)
     parser.add_argument("--pretraining", type=int, default=sync_training.PRETRAINING)
     parser.add_argument("--repeats", type=int, default=7)
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     used = harness.cpu_seconds()
-    params, loss = sync_training.pretrained(given.pretraining)
+    params, loss = sync_training.pretrained(args.pretraining)
     device = ", ".join(provenance()["devices"])
-    config = {"params": sum(map(np.size, params.values())), "updates": given.updates, "loss": loss}
-    config |= {"pretraining": given.pretraining, "pretraining_cpu_seconds": harness.cpu_seconds() - used}
-    for rate in given.rates:
+    config = {"params": sum(map(np.size, params.values())), "updates": args.updates, "loss": loss}
+    config |= {"pretraining": args.pretraining, "pretraining_cpu_seconds": harness.cpu_seconds() - used}
+    for rate in args.rates:
         used = harness.cpu_seconds()
-        taken = list(sync_training.snapshots(params, rate, given.updates))
+        taken = list(sync_training.snapshots(params, rate, args.updates))
         training = {"learning_rate": rate, "training_cpu_seconds": harness.cpu_seconds() - used}
-        found = sizes(taken[given.updates // 2 :])
-        for operation, row in speeds(taken[-2], taken[-1], given.repeats).items():
+        found = sizes(taken[args.updates // 2 :])
+        for operation, row in speeds(taken[-2], taken[-1], args.repeats).items():
             line = {"name": "sync-delta", "config": config | training | {"operation": operation}} | row
-            results.emit(line | {"repeats": given.repeats, **found, "device": device}, given.json)
+            results.emit(line | {"repeats": args.repeats, **found, "device": device}, args.json)
     return 0
 
 

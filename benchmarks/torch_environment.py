@@ -30,15 +30,15 @@ def main() -> int:
     parser.add_argument("--num-steps", type=int, default=32)
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=2)
-    given = parser.parse_args()
-    turns = [turn(kind, given.num_envs, given.num_steps, given.updates) for _ in range(given.repeats) for kind in KINDS]
+    args = parser.parse_args()
+    turns = [turn(kind, args.num_envs, args.num_steps, args.updates) for _ in range(args.repeats) for kind in KINDS]
     for kind in KINDS:
         mine = [each for each in turns if each["kind"] == kind]
-        figure = {"name": "torch-environment", "actor_kind": kind, "num_envs": given.num_envs}
-        figure |= {"num_steps": given.num_steps, "updates": given.updates, "repeats": given.repeats}
+        figure = {"name": "torch-environment", "actor_kind": kind, "num_envs": args.num_envs}
+        figure |= {"num_steps": args.num_steps, "updates": args.updates, "repeats": args.repeats}
         for rate in ("per_second", "per_cpu_second"):
             figure[rate] = statistics.median(each[rate] for each in mine)
-        results.emit(figure, given.json)
+        results.emit(figure, args.json)
     return 0
 
 

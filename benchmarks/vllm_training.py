@@ -282,38 +282,38 @@ def told(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    if given.model is None:
+def measured(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    if args.model is None:
         model, completions = scratch / "model", 8 * 32 * 4
         model.mkdir()
         words = tiny(model)
     else:
-        model, completions = given.model.resolve(), 8 * 16 * 6
+        model, completions = args.model.resolve(), 8 * 16 * 6
         words = ["reasoning-smollm", "--threads", "1"]
-    words += ["--model-folder", str(model), "--staleness", "1", "--total-steps", str(given.updates * completions)]
-    name = model.name if given.model else SMALL
-    log = given.log or scratch / "server.log"
-    server = Server(given.python, model, given.port, log.absolute())
+    words += ["--model-folder", str(model), "--staleness", "1", "--total-steps", str(args.updates * completions)]
+    name = model.name if args.model else SMALL
+    log = args.log or scratch / "server.log"
+    server = Server(args.python, model, args.port, log.absolute())
     figure: dict[str, Any] = {
-        "benchmark": "vllm_training", "model": name, "updates": given.updates, "away": given.away, "seeds": {},
+        "benchmark": "vllm_training", "model": name, "updates": args.updates, "away": args.away, "seeds": {},
     }  # fmt: skip
     try:
         server.wait()
-        if given.fixed:
+        if args.fixed:
             return {"benchmark": "vllm_training", "model": name} | fixed(
-                words, server.url, scratch, given.fixed, given.prompts
+                words, server.url, scratch, args.fixed, args.prompts
             )
-        for seed in given.seeds:
+        for seed in args.seeds:
             pair: dict[str, Any] = {}
             folder, moments = scratch / f"vllm-{seed}", list[float]()
-            if given.away:
+            if args.away:
                 watch = threading.Thread(
-                    target=outage, args=(server, folder, given.updates // 2, given.away, moments), daemon=True
+                    target=outage, args=(server, folder, args.updates // 2, args.away, moments), daemon=True
                 )
                 watch.start()
             found, output, seconds = trained(folder, [*words, "--seed", str(seed), "--rollout-servers", server.url])
-            if given.away:
-                watch.join(given.away + 600.0)
+            if args.away:
+                watch.join(args.away + 600.0)
             pair["vllm"] = {
                 **told(found, seconds), **quality(output),
                 "down_seconds": round(moments[1] - moments[0], 1) if moments else 0.0,
@@ -321,14 +321,14 @@ def measured(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 "pause_seconds": round(float(np.median([row["actors/pause_seconds"] for row in found])), 3),
                 "lines": [line.strip() for line in output.splitlines() if server.url in line],
             }  # fmt: skip
-            if not given.alone:
+            if not args.alone:
                 found, output, seconds = trained(scratch / f"itself-{seed}", [*words, "--seed", str(seed)])
                 pair["itself"] = told(found, seconds) | quality(output)
             figure["seeds"][str(seed)] = pair
             print(json.dumps({"seed": seed, **pair}), file=sys.stderr, flush=True)
     finally:
         server.kill()
-    if len(given.seeds) > 1 and not given.alone:
+    if len(args.seeds) > 1 and not args.alone:
         ends = [[pair[kind]["last"] for pair in figure["seeds"].values()] for kind in ("vllm", "itself")]
         figure["compared"] = compared(*ends)
     return figure
@@ -346,9 +346,9 @@ def main() -> None:
     flags.add_argument("--alone", action="store_true", help="without the run that samples itself")
     flags.add_argument("--port", type=int, default=8124)
     flags.add_argument("--log", type=Path, help="file of the server's output")
-    given = flags.parse_args()
+    args = flags.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        results.emit(measured(given, Path(scratch)), given.json)
+        results.emit(measured(args, Path(scratch)), args.json)
 
 
 if __name__ == "__main__":

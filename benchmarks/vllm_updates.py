@@ -241,21 +241,21 @@ def main() -> None:
     flags.add_argument("--port", type=int, default=8123)
     flags.add_argument("--log", type=Path, help="file of the server's output")
     flags.add_argument("--sender", help=argparse.SUPPRESS)
-    given = flags.parse_args()
-    if given.sender:
-        sender(given.model, given.sender)
+    args = flags.parse_args()
+    if args.sender:
+        sender(args.model, args.sender)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends, too
     with tempfile.TemporaryDirectory() as scratch:
-        model = untied(given.model, Path(scratch) / "untied") if given.untied else given.model.resolve()
-        if given.in_process:
-            results.emit(in_process(given, model), given.json)
+        model = untied(args.model, Path(scratch) / "untied") if args.untied else args.model.resolve()
+        if args.in_process:
+            results.emit(in_process(args, model), args.json)
             return
-        log = given.log or Path(scratch) / "server.log"
-        server = served(given.python, model, given.port, log.absolute(), given.compiled)
+        log = args.log or Path(scratch) / "server.log"
+        server = served(args.python, model, args.port, log.absolute(), args.compiled)
         children: list[Child] = []
         try:
-            figure = measured(given, model, Path(scratch), server, children)
+            figure = measured(args, model, Path(scratch), server, children)
         finally:
             for child in children:
                 child.close()
@@ -263,7 +263,7 @@ def main() -> None:
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(server.pid, sent_signal)
                     server.wait(20.0)
-        results.emit(figure, given.json)
+        results.emit(figure, args.json)
 
 
 def prompts_of(model: Path) -> list[list[int]]:
@@ -274,10 +274,10 @@ def prompts_of(model: Path) -> list[list[int]]:
 
 
 def measured(
-    given: argparse.Namespace, model: Path, scratch: Path, server: subprocess.Popen[bytes], children: list[Child]
+    args: argparse.Namespace, model: Path, scratch: Path, server: subprocess.Popen[bytes], children: list[Child]
 ) -> dict[str, Any]:
-    url, began = f"http://127.0.0.1:{given.port}", time.monotonic()
-    reference = Child([given.python, str(ROOT / "benchmarks/peers/vllm_reference.py"), str(model)])
+    url, began = f"http://127.0.0.1:{args.port}", time.monotonic()
+    reference = Child([args.python, str(ROOT / "benchmarks/peers/vllm_reference.py"), str(model)])
     children.append(reference)
     while True:
         try:
@@ -291,7 +291,7 @@ def measured(
     children.append(Child(command))
     prompts = prompts_of(model)
     assert len(prompts) == PROMPTS
-    clients = Clients(url, prompts, given.length)
+    clients = Clients(url, prompts, args.length)
     checked: dict[str, list[list[int]]] = {}
     rows: list[dict[str, Any]] = []
     sums = dict.fromkeys(("answers", "of_two_versions", "of_two_right", "as_checked", "digests_equal"), 0)
@@ -306,8 +306,8 @@ def measured(
     checked["default"] = every("default")
     first = reference.ask(call="check", prompts=prompts, tokens=checked["default"], old=1)
     before, last = "default", 0
-    for version in range(1, given.updates + 1):
-        if time.monotonic() - began > given.seconds:
+    for version in range(1, args.updates + 1):
+        if time.monotonic() - began > args.seconds:
             break
         clients.go.set()
         time.sleep(1.0)  # all clients are in the middle of an answer
@@ -348,8 +348,8 @@ def measured(
     clients.over = True
 
     return {
-        "benchmark": "vllm_updates", "model": given.model.name, "tied": not given.untied, "compiled": given.compiled,
-        "updates": last, "prompts": PROMPTS, "length": given.length, "before": first, **summed(rows),
+        "benchmark": "vllm_updates", "model": args.model.name, "tied": not args.untied, "compiled": args.compiled,
+        "updates": last, "prompts": PROMPTS, "length": args.length, "before": first, **summed(rows),
         "changed_answers": [row["changed"] for row in rows], **sums, "failed_requests": clients.failed,
         "refused": refused, "killed_senders": int(last >= KILLED),
         "update_seconds": round(statistics.median(row["seconds"] for row in rows), 3),
@@ -358,14 +358,14 @@ def measured(
     }  # fmt: skip
 
 
-def in_process(given: argparse.Namespace, model: Path) -> dict[str, Any]:
+def in_process(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     os.environ.update(ONE_CORE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(model), dtype="float32", max_model_len=256, max_num_seqs=64, enforce_eager=not given.compiled,
+    llm = LLM(str(model), dtype="float32", max_model_len=256, max_num_seqs=64, enforce_eager=not args.compiled,
               weight_transfer_config={"backend": "longhaul"}, worker_extension_cls=DIGESTS)  # fmt: skip
     base, prompts = moved_weights.base(model), prompts_of(model)
-    greedy = SamplingParams(max_tokens=given.length, temperature=0.0, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(max_tokens=args.length, temperature=0.0, ignore_eos=True, detokenize=False)
     asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     reference = Child([sys.executable, str(ROOT / "benchmarks/peers/vllm_reference.py"), str(model)])
     rows: list[dict[str, Any]] = []
@@ -373,7 +373,7 @@ def in_process(given: argparse.Namespace, model: Path) -> dict[str, Any]:
     try:
         with Publisher("vllm-updates", transports=[transports.serve(LINK)]) as publisher:
             rollout = vllm.Rollout(publisher, vllm.InProcess(llm), [LINK])
-            for version in range(1, given.updates + 1):
+            for version in range(1, args.updates + 1):
                 tensors = moved_weights.moved(base, version)
                 rollout.update(version, tensors, 120.0)
                 spent = {"paused": rollout.paused, "held": rollout.held} | copied(tensors)
@@ -386,8 +386,8 @@ def in_process(given: argparse.Namespace, model: Path) -> dict[str, Any]:
     finally:
         reference.close()
     return {
-        "benchmark": "vllm_updates", "in_process": True, "model": given.model.name, "tied": not given.untied,
-        "compiled": given.compiled, "updates": len(rows), "prompts": PROMPTS, "length": given.length,
+        "benchmark": "vllm_updates", "in_process": True, "model": args.model.name, "tied": not args.untied,
+        "compiled": args.compiled, "updates": len(rows), "prompts": PROMPTS, "length": args.length,
         "digests_equal": same, **summed(rows),
     }  # fmt: skip
 

@@ -74,11 +74,11 @@ class Memory:
             running.update(np.asarray(each).reshape(-1).view(np.uint8))
         return running.hexdigest()
 
-    def close(self, mine: bool) -> None:
-        """Unmaps the memory; `mine`: this process created it, and removes it."""
+    def close(self, owned: bool) -> None:
+        """Unmaps the memory; `owned`: this process created it, and removes it."""
         del self.source, self.flat, self.tensors
         self._shared.close()
-        if mine:
+        if owned:
             self._shared.unlink()
 
 
@@ -219,8 +219,8 @@ class Orbax(Copy):
 
     def receive(self) -> Iterable[np.ndarray]:
         _until(self._path.exists)
-        found = self._wait(self._checkpointer.restore(self._path, self._like))
-        return [found[name] for name, _ in self._memory.forms]
+        arrays = self._wait(self._checkpointer.restore(self._path, self._like))
+        return [arrays[name] for name, _ in self._memory.forms]
 
 
 class Grpc(Copy):
@@ -370,11 +370,11 @@ def measure(name: str, model: str, repeats: int) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="sync-peers-")
     memory = Memory(0, model, folder)
     for rank in range(1, RECEIVERS + 1):
-        mine, theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(rank, name, model, folder, theirs), daemon=True))
+        parent, child = context.Pipe()
+        processes.append(context.Process(target=serve, args=(rank, name, model, folder, child), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that the pipe closes with its process
-        pipes.append(mine)
+        child.close()  # so that the pipe closes with its process
+        pipes.append(parent)
     ends = _ends(0, name, memory)
     for pipe in pipes:
         pipe.recv()
@@ -439,11 +439,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-0.6b", help="model whose parameters are sent")
     parser.add_argument("--repeats", type=int, default=5, help="repeats, of which medians are reported")
     parser.add_argument("--json", help="write the figures as lines to this file, too")
-    given = parser.parse_args(words)
-    if given.repeats < 1:
-        parser.error(f"--repeats is {given.repeats}; it must be at least 1")
+    args = parser.parse_args(words)
+    if args.repeats < 1:
+        parser.error(f"--repeats is {args.repeats}; it must be at least 1")
     try:
-        check(given.model, RECEIVERS)
+        check(args.model, RECEIVERS)
     except ValueError as error:
         parser.error(str(error))
     lines = []
@@ -451,10 +451,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if without := missing(name):
             print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)
             continue
-        lines.append(json.dumps(measure(name, given.model, given.repeats)))
+        lines.append(json.dumps(measure(name, args.model, args.repeats)))
         print(lines[-1], flush=True)
-    if given.json:
-        Path(given.json).write_text("".join(f"{line}\n" for line in lines))
+    if args.json:
+        Path(args.json).write_text("".join(f"{line}\n" for line in lines))
     return 0
 
 

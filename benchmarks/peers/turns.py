@@ -40,5 +40,5 @@ def serve(work: Callable[[int], dict[str, float]]) -> None:
     """Repeat `work`, given the repeat's number, for every line."""
     for i, _ in enumerate(sys.stdin):
         used, began = cpu_seconds(), time.perf_counter()
-        found = work(i + 1)
-        tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | found)
+        figures = work(i + 1)
+        tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | figures)

@@ -34,8 +34,8 @@ class Reference:
 
     def head(self, version: int) -> torch.Tensor:
         name = moved_weights.HEAD if moved_weights.HEAD in self.base else moved_weights.EMBEDDING
-        found = moved_weights.moved(self.base, version, name) if version else self.base
-        return torch.from_numpy(found[name])
+        tensors = moved_weights.moved(self.base, version, name) if version else self.base
+        return torch.from_numpy(tensors[name])
 
     def load(self, version: int) -> None:
         tensors = moved_weights.moved(self.base, version) if version else self.base
@@ -89,8 +89,8 @@ def main() -> None:
         for line in sys.stdin:
             asked = json.loads(line)
             call = asked.pop("call")
-            found = reference.load(**asked) if call == "load" else calls[call](**asked)
-            print(json.dumps(found or {}), flush=True)
+            reply = reference.load(**asked) if call == "load" else calls[call](**asked)
+            print(json.dumps(reply or {}), flush=True)
 
 
 if __name__ == "__main__":
