@@ -559,7 +559,7 @@ def liar(offer: bytes | None, silent: bool = False) -> Iterator[str]:
                 elif frame.kind == "ask" and offer is not None:
                     wire.send("offer", 5.0, {"base": -1, "seconds": 60.0}, offer)
                 elif frame.kind == "ask":
-                    time.sleep(float(frame.words["wait"]))
+                    time.sleep(float(frame.fields["wait"]))
                     wire.send("nothing", 5.0)
                 elif frame.kind == "ready":
                     wire.send("verdict", 5.0, {"verdict": Verdict.COMMIT.value})

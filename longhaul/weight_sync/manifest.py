@@ -203,8 +203,8 @@ def _check_tensor(tensor: Tensor) -> None:
         raise ValueError(f"{where}: a digest of {len(tensor.digest)} bytes; xxh3-128 has {DIGEST}")
 
 
-def _is_text(words: str, most: int) -> bool:
-    return len(words) <= most and words.isprintable()
+def _is_text(text: str, most: int) -> bool:
+    return len(text) <= most and text.isprintable()
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -157,12 +157,12 @@ class Acceptor:
                         oldest.shutdown(socket.SHUT_RDWR)
                 self._strangers[sock] = None
             try:
-                threading.Thread(target=self._one, args=(sock,), daemon=True).start()
+                threading.Thread(target=self._serve_and_forget, args=(sock,), daemon=True).start()
             except (RuntimeError, MemoryError):  # no thread can start
                 self._gone(sock)
                 sock.close()
 
-    def _one(self, sock: socket.socket) -> None:
+    def _serve_and_forget(self, sock: socket.socket) -> None:
         try:
             self._serve(sock)
         finally:
@@ -228,13 +228,13 @@ class Coordinator:
             entered = welcome(hello, nonce, self._token)
             wire.send("welcome", PATIENCE, entered)
             wire.session = entered["session"]
-            wire.keys = keys(self._token, nonce, str(hello.words.get("nonce", "")))
-            words = wire.receive(PATIENCE).words
+            wire.keys = keys(self._token, nonce, str(hello.fields.get("nonce", "")))
+            fields = wire.receive(PATIENCE).fields
             member = _Member(
-                str(words["role"]), int(words["rank"]), wire, int(words["version"]), host, int(words["port"])
+                str(fields["role"]), int(fields["rank"]), wire, int(fields["version"]), host, int(fields["port"])
             )
             layout = {"send": self._source, "receive": self._destination}.get(member.role)
-            if layout is None or member.rank not in layout.ranks or words["layouts"] != self._print:
+            if layout is None or member.rank not in layout.ranks or fields["layouts"] != self._print:
                 wire.send("refused", PATIENCE, {"why": "its role, rank or layouts are others"})
                 raise WireError("a member of other layouts")
             with self._lock:
@@ -271,8 +271,8 @@ class Coordinator:
             offers: dict[_Member, Frame] = {}
             version = -1
             try:
-                self._gathered(senders, "offer", time.monotonic() + self._seconds, offers)
-                versions = {int(frame.words["version"]) for frame in offers.values()}
+                self._gather_frames(senders, "offer", time.monotonic() + self._seconds, offers)
+                versions = {int(frame.fields["version"]) for frame in offers.values()}
                 version = max(versions)
                 if len(versions) > 1:
                     outcome = Outcome(False, 0.0, 0, f"the senders offer versions {sorted(versions)}")
@@ -294,31 +294,32 @@ class Coordinator:
         try:
             if len(receivers) < len(self._destination.ranks):
                 raise _LostError(receivers[:0], "a receiver has gone")
-            bases = {int(frame.words.get("base", -1)) for frame in offers.values()}
+            bases = {int(frame.fields.get("base", -1)) for frame in offers.values()}
             base = bases.pop() if len(bases) == 1 else -1
             base = base if all(member.version == base for member in receivers) else -1
             self._at("begin")
             self._say(receivers, "prepare", {"version": version, "base": base, "lane": self._lane})
-            prepared = self._gathered(receivers, "prepared", until)
+            prepared = self._gather_frames(receivers, "prepared", until)
             reached.append(time.monotonic() - began)
             self._at("prepared")
             places = [
-                {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.words["secret"],
-                 "place": frame.words["place"]}
+                {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.fields["secret"],
+                 "place": frame.fields["place"]}
                 for member, frame in prepared.items()
             ]  # fmt: skip
             self._say(senders, "send", {"version": version, "base": base, "lane": self._lane, "to": places,
                                         "seconds": self._seconds})  # fmt: skip
-            sent = self._gathered(senders, "sent", until)
+            sent = self._gather_frames(senders, "sent", until)
             reached.append(time.monotonic() - began)
             self._at("sent")
-            total = sum(int(frame.words["nbytes"]) for frame in sent.values())
+            total = sum(int(frame.fields["nbytes"]) for frame in sent.values())
             for member in receivers:
                 digests = {
-                    str(sender.rank): frame.words["digests"].get(str(member.rank), "") for sender, frame in sent.items()
+                    str(sender.rank): frame.fields["digests"].get(str(member.rank), "")
+                    for sender, frame in sent.items()
                 }
                 self._say([member], "verify", {"version": version, "digests": digests, "others": places})
-            self._gathered(receivers, "ready", until)
+            self._gather_frames(receivers, "ready", until)
             reached.append(time.monotonic() - began)
             self._at("ready")
             decided = "commit"
@@ -335,7 +336,7 @@ class Coordinator:
                 frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
                 while frame.kind != "done":
                     frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
-                done.append((member, bool(frame.words["committed"]), bool(frame.words["keeps"])))
+                done.append((member, bool(frame.fields["committed"]), bool(frame.fields["keeps"])))
         for member, each, keeps in done:
             with self._lock:
                 if each and keeps and self._members.get((member.role, member.rank)) is member:
@@ -344,15 +345,15 @@ class Coordinator:
         committed = any(each for _, each, _ in done)
         return Outcome(committed, time.monotonic() - began, total, why, *reached)
 
-    def _say(self, members: Iterable[_Member], kind: str, words: Mapping[str, Any]) -> None:
+    def _say(self, members: Iterable[_Member], kind: str, fields: Mapping[str, Any]) -> None:
         for member in members:
             try:
-                member.wire.send(kind, PATIENCE, words)
+                member.wire.send(kind, PATIENCE, fields)
             except OSError as error:
                 self._drop([member])
                 raise _LostError([member], f"{member.role}r {member.rank} has gone") from error
 
-    def _gathered(
+    def _gather_frames(
         self, members: list[_Member], kind: str, until: float, frames: dict[_Member, Frame] | None = None
     ) -> dict[_Member, Frame]:
         """The next frame of each member, which goes into `frames`. Raises _LostError as soon as one has gone or failed,
@@ -379,7 +380,7 @@ class Coordinator:
                         continue
                     if frame.kind != kind:
                         raise _LostError([member], f"{member.role}r {member.rank}: "
-                                         f"{str(frame.words.get('why', frame.kind))[:200]}")  # fmt: skip
+                                         f"{str(frame.fields.get('why', frame.kind))[:200]}")  # fmt: skip
                     frames[member] = frame
                     selector.unregister(member.wire.sock)
         return {member: frames[member] for member in members}
@@ -407,7 +408,7 @@ def _gone(wire: Wire) -> bool:
 # -------------------------------------------------------------------------------------------------------------- members
 
 
-def _joined(
+def _join(
     address: str, role: str, rank: int, layouts: str, token: str | None, version: int = -1, port: int = 0
 ) -> Wire:  # fmt: skip
     """Connection to a coordinator as a member. OSError, PermissionError."""
@@ -415,11 +416,11 @@ def _joined(
     try:
         enter(wire, token, PATIENCE)
         wire.most_blob = MOST_BLOB
-        words = {"role": role, "rank": rank, "layouts": layouts, "version": version, "port": port}
-        wire.send("bind", PATIENCE, words)
+        fields = {"role": role, "rank": rank, "layouts": layouts, "version": version, "port": port}
+        wire.send("bind", PATIENCE, fields)
         answer = wire.receive(PATIENCE)
         if answer.kind != "bound":
-            raise ValueError(f"the coordinator refused {role}r {rank}: {answer.words.get('why', answer.kind)}")
+            raise ValueError(f"the coordinator refused {role}r {rank}: {answer.fields.get('why', answer.kind)}")
     except BaseException:
         wire.close()
         raise
@@ -455,7 +456,7 @@ class Sender:
         get the changes. ConnectionError where the coordinator is gone, TimeoutError.
         """
         if self._wire is None:
-            self._wire = _joined(self._address, "send", self.rank, self._print, self._token)
+            self._wire = _join(self._address, "send", self.rank, self._print, self._token)
         parts = self._checked(shards)
         before = None if base is None else self._checked(base[1])
         wire = self._wire
@@ -466,15 +467,15 @@ class Sender:
             if frame.kind == "send":
                 self._at("send")
                 try:
-                    words = self._sent(frame.words, parts, before if frame.words["base"] >= 0 else None)
-                    wire.send("sent", PATIENCE, words)
+                    fields = self._send_moves(frame.fields, parts, before if frame.fields["base"] >= 0 else None)
+                    wire.send("sent", PATIENCE, fields)
                 except (ConnectionError, TimeoutError, ValueError) as error:
                     wire.send("failed", PATIENCE, {"why": f"{type(error).__name__}: {error}"[:300]})
                 self._at("sent")
                 frame = wire.receive(2 * seconds + PATIENCE)
             if frame.kind != "outcome":
                 raise WireError(f"a frame {frame.kind[:40]!r} where an outcome was expected")
-            return Outcome(**frame.words)
+            return Outcome(**frame.fields)
         except OSError:
             self.close()
             raise
@@ -487,20 +488,20 @@ class Sender:
                 raise ValueError(f"{name}: rank {self.rank} must have {size} bytes of it; they are {given}")
         return {name: shard_lanes.raw(array) for name, array in shards.items()}
 
-    def _sent(self, words: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:
+    def _send_moves(self, fields: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:
         """Sends this rank's moves to each receiver; -> digests by rank, and the bytes that went."""
-        until = time.monotonic() + float(words["seconds"])
-        if base is None and words["lane"] == "shm":
-            return self._written(words, parts, until)
+        until = time.monotonic() + float(fields["seconds"])
+        if base is None and fields["lane"] == "shm":
+            return self._write_moves(fields, parts, until)
         digests: dict[str, str] = {}
         total = 0
-        first = self.rank % max(1, len(words["to"]))  # so that not all begin with the same receiver
-        for to in (*words["to"][first:], *words["to"][:first]):
+        first = self.rank % max(1, len(fields["to"]))  # so that not all begin with the same receiver
+        for to in (*fields["to"][first:], *fields["to"][:first]):
             rank = int(to["rank"])
             if rank not in self._receivers:
                 continue
             with shard_lanes.connected(to["host"], int(to["port"]), PATIENCE) as sock:
-                sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(words["version"]), self.rank))
+                sock.sendall(HEAD.pack(MAGIC, b"s", bytes.fromhex(to["secret"]), int(fields["version"]), self.rank))
                 if base is None:
                     pieces = self._streams(rank, shard_lanes.PIECE)
                     digests[str(rank)] = shard_lanes.pour(pieces, parts, sock, until).hex()
@@ -513,9 +514,9 @@ class Sender:
             self._at("between")
         return {"digests": digests, "nbytes": total}
 
-    def _written(self, words: Mapping[str, Any], parts: Parts, until: float) -> dict[str, Any]:
+    def _write_moves(self, fields: Mapping[str, Any], parts: Parts, until: float) -> dict[str, Any]:
         """Copies this rank's moves into the receivers' memories; -> digests by rank, and the bytes that went."""
-        places = {int(to["rank"]): tuple(to["place"]) for to in words["to"]}
+        places = {int(to["rank"]): tuple(to["place"]) for to in fields["to"]}
         found: dict[str, str] = {}
         for way in self._routes:
             with contextlib.ExitStack() as opened:
@@ -644,17 +645,17 @@ class Receiver:
             try:
                 version = -1 if self._held is None or self._hands_over else self._held.version
                 port = self._listener.getsockname()[1]
-                self._wire = _joined(self._address, "receive", self.rank, self._print, self._token, version, port)
+                self._wire = _join(self._address, "receive", self.rank, self._print, self._token, version, port)
                 while not self._closed.is_set():
                     if (frame := self._next()) is not None:
-                        self._answered(frame)
+                        self._handle(frame)
             except Exception as error:  # the held version stays, and the next attempt may succeed
                 if not self._closed.is_set():
                     self.errors = [*self.errors, f"{type(error).__name__}: {error}"][-32:]
             finally:
                 if self._wire is not None:
                     self._wire.close()
-                self._abandoned()
+                self._terminate_round()
             self._closed.wait(PAUSE)
 
     def _next(self) -> Frame | None:
@@ -672,20 +673,20 @@ class Receiver:
                 if made is not None and (doubted or time.monotonic() > until + PATIENCE):
                     raise
 
-    def _answered(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         assert self._wire is not None
-        words = frame.words
+        fields = frame.fields
         if frame.kind == "prepare":
             self._at("prepare")
-            made = self._prepared(words)
+            made = self._prepare(fields)
             assert made.image.block is not None
             place = [os.getpid(), made.image.block.descriptor]
             self._at("prepared")
             self._wire.send("prepared", PATIENCE, {"secret": made.secret.hex(), "place": place})
         elif frame.kind == "verify" and self._round is not None:
-            self._others = [each for each in words["others"] if int(each["rank"]) != self.rank]
+            self._others = [each for each in fields["others"] if int(each["rank"]) != self.rank]
             self._at("verify")
-            wrong = self._verified({int(rank): digest for rank, digest in words["digests"].items()})
+            wrong = self._verify({int(rank): digest for rank, digest in fields["digests"].items()})
             if wrong:
                 self._decide(self._round.version, Standing.ABORTED)
                 self._wire.send("failed", PATIENCE, {"why": wrong})
@@ -697,7 +698,7 @@ class Receiver:
             self._at("ready")
             self._wire.send("ready", PATIENCE)
         elif frame.kind in ("commit", "abort"):
-            version = int(words["version"])
+            version = int(fields["version"])
             self._at("verdict")
             with self._changed:
                 standing = self._standings.get(version)
@@ -715,21 +716,21 @@ class Receiver:
                     self._reserving = threading.Thread(target=self._reserve, daemon=True)
                     self._reserving.start()
         elif frame.kind == "refused":
-            raise ConnectionAbortedError(str(words.get("why", "refused")))
+            raise ConnectionAbortedError(str(fields.get("why", "refused")))
 
     def _reserve(self) -> None:
         """Allocates a second block while the first version is served, so that the next round need not."""
         with contextlib.suppress(OSError, MemoryError):  # the next round tries again, and reports it
             self._pool.take()
 
-    def _prepared(self, words: Mapping[str, Any]) -> _Round:
-        version = int(words["version"])
+    def _prepare(self, fields: Mapping[str, Any]) -> _Round:
+        version = int(fields["version"])
         if self._reserving is not None:
             self._reserving.join(self._seconds)
         image = self._pool.take(self._seconds)
         if image is None:
             raise ConnectionAbortedError("readers hold all blocks; let old versions go")
-        base, lane, secret = int(words["base"]), str(words["lane"]), secrets.token_bytes(16)
+        base, lane, secret = int(fields["base"]), str(fields["lane"]), secrets.token_bytes(16)
         made = _Round(version, base, lane, secret, image, {}, [], threading.Condition())
         with self._changed:
             self._secrets = {v: s for v, s in self._secrets.items() if v > version - 64} | {version: secret}
@@ -738,7 +739,7 @@ class Receiver:
             self._round = made
         return made
 
-    def _verified(self, digests: Mapping[int, str]) -> str:
+    def _verify(self, digests: Mapping[int, str]) -> str:
         """Reason for which what came is not what was sent; "" where it is."""
         made = self._round
         assert made is not None
@@ -772,7 +773,7 @@ class Receiver:
             self._round = None  # last: who sees no round sees what it left
             self._changed.notify_all()
 
-    def _abandoned(self) -> None:
+    def _terminate_round(self) -> None:
         """Ends a round without the coordinator: by the other receivers where this one was ready."""
         with self._changed:
             made = self._round
@@ -785,10 +786,10 @@ class Receiver:
             self._decide(made.version, Standing.ABORTED)
             return
         self._at("doubt")
-        answers = [self._asked_of(each, made.version) for each in self._others]
+        answers = [self._ask_standing(each, made.version) for each in self._others]
         self._decide(made.version, verdict_of(answers))
 
-    def _asked_of(self, peer: Mapping[str, Any], version: int) -> Standing | None:
+    def _ask_standing(self, peer: Mapping[str, Any], version: int) -> Standing | None:
         """Another receiver's standing; None where it is dead."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -828,9 +829,9 @@ class Receiver:
                     self._standings[version] = standing
                 sock.sendall(standing.value.encode())
             elif kind == b"s":
-                self._drawn(sock, version, rank)
+                self._draw_stream(sock, version, rank)
 
-    def _drawn(self, sock: socket.socket, version: int, sender: int) -> None:
+    def _draw_stream(self, sock: socket.socket, version: int, sender: int) -> None:
         """Takes the stream of a sender."""
         with self._changed:
             made, held = self._round, self._held

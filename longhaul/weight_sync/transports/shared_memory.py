@@ -106,7 +106,7 @@ class SharedDelivery:
         self._lent: dict[int, Image] = {}
 
     def deliver(
-        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, words: dict[str, Any]
+        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, fields: dict[str, Any]
     ) -> None:
         block = image.block
         if block is None:
@@ -124,8 +124,8 @@ class SharedDelivery:
         with _read_only(block.descriptor) as descriptor:
             connection.send("image", PATIENCE, {**about, "fresh": True}, descriptors=[descriptor, block.notes])
 
-    def released(self, words: dict[str, Any]) -> None:
-        for serial in words.get("released", ()):
+    def released(self, fields: dict[str, Any]) -> None:
+        for serial in fields.get("released", ()):
             self._lent.pop(serial, None)
 
     def end(self) -> None:
@@ -155,21 +155,21 @@ class SharedCollection:
         self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}  # images with their notes
         self._released: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put is safe in a finaliser
 
-    def words(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         released = []
         while not self._released.empty():
             released.append(self._released.get())
         return {"released": released} if released else {}
 
     def collect(self, connection: Wire, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
-        connection.send("fetch", PATIENCE, {"version": parcel.offer.version, **self.words()})
+        connection.send("fetch", PATIENCE, {"version": parcel.offer.version, **self.fields()})
         descriptors: list[int] = []
         try:
-            words = expect(connection, min(seconds, PATIENCE), "image", descriptors=descriptors).words
-            serial, size, turn = int(words["serial"]), int(words["size"]), int(words["turn"])
-            for gone in words["forget"]:
+            fields = expect(connection, min(seconds, PATIENCE), "image", descriptors=descriptors).fields
+            serial, size, turn = int(fields["serial"]), int(fields["size"]), int(fields["turn"])
+            for gone in fields["forget"]:
                 self._maps.pop(gone, None)
-            if words["fresh"]:
+            if fields["fresh"]:
                 sizes = [os.fstat(each).st_size for each in descriptors]
                 if len(sizes) != 2 or not 0 < size <= sizes[0] or sizes[1] != shared_verification.SIZE:
                     raise WireError("an image came without its memory")

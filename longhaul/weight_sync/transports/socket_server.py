@@ -80,11 +80,11 @@ class Delivery(Protocol):
     """Sender's part of the transfer of a session's images."""
 
     def deliver(
-        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, words: dict[str, Any]
+        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, fields: dict[str, Any]
     ) -> None:
         """Answers the frame "fetch"."""
 
-    def released(self, words: dict[str, Any]) -> None:
+    def released(self, fields: dict[str, Any]) -> None:
         """Takes note of the images that the receiver has released, as a frame says."""
 
     def end(self) -> None:
@@ -140,9 +140,9 @@ class SocketTransport:
         for sock in (self._listener, self._hears, self._bell):
             sock.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._hears, selectors.EVENT_READ, self._heard)
+        self._selector.register(self._hears, selectors.EVENT_READ, self._on_wakeup)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        publisher.alert(self._ring)
+        publisher.alert(self._wake)
         self._thread = threading.Thread(target=self._work, name="longhaul-server", daemon=True)
         self._thread.start()
 
@@ -150,14 +150,14 @@ class SocketTransport:
         first = not self._closed.is_set()
         self._closed.set()
         if self._thread is not None:
-            self._ring()
+            self._wake()
             if self._thread is not threading.current_thread():
                 self._thread.join()
         self._listener.close()
         if first:
             self._tidy()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Wakes the server's thread: versions have changed, an image was sent, or it shall end."""
         with contextlib.suppress(OSError):  # it is full, so that it wakes anyway; or closed
             self._bell.send(b"1")
@@ -195,14 +195,14 @@ class SocketTransport:
             else:
                 key.data()
 
-    def _heard(self) -> None:
+    def _on_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._hears.recv(4096):
                 pass
         while self._returned:
             session, error = self._returned.popleft()
             session.courier = None
-            self._guard(session, functools.partial(self._back, error=error))
+            self._guard(session, functools.partial(self._reclaim, error=error))
         for session in [each for each in self._sessions if each.waits is not None]:
             self._guard(session, lambda session: self._settle(session, session.due - time.monotonic()))
 
@@ -242,7 +242,7 @@ class SocketTransport:
         self._selector.register(sock, selectors.EVENT_READ, session)
         self._sessions[session] = None
         hello = {"nonce": session.nonce, "asks": self._token is not None}
-        self._guard(session, lambda session: self._say(session, "hello", hello))
+        self._guard(session, lambda session: self._send_answer(session, "hello", hello))
 
     def _guard(self, session: Session, work: Callable[[Session], None]) -> None:
         """Does work for one session, whose errors end that one alone."""
@@ -281,7 +281,7 @@ class SocketTransport:
         """Sends what is left of an answer, then takes the frames that have come."""
         if session.wire.unsent:
             session.wire.flush()
-            self._said(session)
+            self._await_next(session)
         while not session.ended and session.courier is None and not session.wire.unsent:
             frame = session.wire.arrived()
             if frame is None:
@@ -290,12 +290,14 @@ class SocketTransport:
                 return
             self._answer(session, frame)
 
-    def _say(self, session: Session, kind: str, words: dict[str, Any] | None = None, blob: bytes = b"") -> None:
+    def _send_answer(
+        self, session: Session, kind: str, fields: dict[str, Any] | None = None, blob: bytes = b""
+    ) -> None:
         """Answers a frame."""
-        session.wire.begin(kind, words, blob)
-        self._said(session)
+        session.wire.begin(kind, fields, blob)
+        self._await_next(session)
 
-    def _said(self, session: Session) -> None:
+    def _await_next(self, session: Session) -> None:
         """Waits until the rest of an answer can be sent, or else for the next frame."""
         unsent, settings = session.wire.unsent, self._publisher.settings
         if not (unsent and session.due < time.monotonic() + PATIENCE):
@@ -306,60 +308,62 @@ class SocketTransport:
     # ------------------------------------------------------------------------------------------------------ frames
 
     def _answer(self, session: Session, frame: Frame) -> None:
-        words, publisher = frame.words, self._publisher
+        fields, publisher = frame.fields, self._publisher
         if not session.wire.session:
             entered = welcome(frame, session.nonce, self._token)
-            self._say(session, "welcome", entered)
+            self._send_answer(session, "welcome", entered)
             session.wire.session = entered["session"]
-            session.wire.keys = keys(self._token, session.nonce, str(words.get("nonce", "")))
+            session.wire.keys = keys(self._token, session.nonce, str(fields.get("nonce", "")))
             return
-        session.delivery.released(words)
+        session.delivery.released(fields)
         if frame.kind == "bye":
             self._end(session, "it has gone")
             return
         if session.waits is not None:
             raise WireError(f"a frame {frame.kind[:40]!r} came before the last one was answered")
         if frame.kind == "status":
-            self._say(session, "status", blob=json.dumps(publisher.status()).encode())
+            self._send_answer(session, "status", blob=json.dumps(publisher.status()).encode())
             return
         if frame.kind == "bind":
-            self._bind(session, words)
+            self._bind(session, fields)
             return
         publisher.heard(session.name)
         if frame.kind == "ask":
-            self._wait(session, words, publisher.settings.lease / 2, lambda left: self._ask(session))
+            self._wait(session, fields, publisher.settings.lease / 2, lambda left: self._ask(session))
         elif frame.kind == "fetch":
-            if session.carried is None or session.carried[0].offer.version != words["version"]:
-                raise ProtocolError(f"version {words['version']} was not offered")
-            self._deliver(session, words)
+            if session.carried is None or session.carried[0].offer.version != fields["version"]:
+                raise ProtocolError(f"version {fields['version']} was not offered")
+            self._deliver(session, fields)
         elif frame.kind == "ready":
-            version, root = int(words["version"]), bytes.fromhex(words["root"])
-            self._wait(session, words, publisher.settings.lease, lambda left: self._ready(session, version, root, left))
+            version, root = int(fields["version"]), bytes.fromhex(fields["root"])
+            self._wait(
+                session, fields, publisher.settings.lease, lambda left: self._ready(session, version, root, left)
+            )
         elif frame.kind in ("failed", "done"):
             session.carried = None
             if frame.kind == "failed":
-                publisher.failed(session.name, int(words["version"]), str(words["why"])[:300])
+                publisher.failed(session.name, int(fields["version"]), str(fields["why"])[:300])
             else:
-                publisher.done(session.name, _held(words))
-            self._say(session, "ok")
+                publisher.done(session.name, _held(fields))
+            self._send_answer(session, "ok")
         else:
             raise WireError(f"unknown frame {frame.kind[:40]!r}")
 
-    def _bind(self, session: Session, words: dict[str, Any]) -> None:
+    def _bind(self, session: Session, fields: dict[str, Any]) -> None:
         if sum(bool(each.name) for each in self._sessions) >= self._most:
             raise ProtocolError(f"{self._most} receivers are here, which is the most; take the versions from a relay")
         if session.name:
             raise WireError("it has bound already")
-        session.name = self._publisher.bind(str(words["name"]), _held(words))
+        session.name = self._publisher.bind(str(fields["name"]), _held(fields))
         if self._token is not None:
             self._admission.forget()
         self._publisher.watch(session.name, lambda: _shut(session.wire.sock))
         about = {"name": session.name, "run": self._publisher.run, "lease": self._publisher.settings.lease}
-        self._say(session, "bound", about)
+        self._send_answer(session, "bound", about)
 
-    def _wait(self, session: Session, words: dict[str, Any], most: float, answer: Callable[[float], bool]) -> None:
+    def _wait(self, session: Session, fields: dict[str, Any], most: float, answer: Callable[[float], bool]) -> None:
         """Answers now if it can, else when versions change or the time is over."""
-        seconds = min(float(words["wait"]), most)
+        seconds = min(float(fields["wait"]), most)
         if not seconds >= 0.0:  # nor a number at all
             raise WireError(f"a wait of {seconds} seconds")
         session.due, session.waits = time.monotonic() + seconds, answer
@@ -371,7 +375,7 @@ class SocketTransport:
             session.waits = None
         elif left <= 0.0:
             session.waits = None
-            self._say(session, "nothing")
+            self._send_answer(session, "nothing")
 
     def _ask(self, session: Session) -> bool:
         session.carried = self._publisher.ask(session.name, 0.0)
@@ -379,7 +383,7 @@ class SocketTransport:
             return False
         parcel = session.carried[0]
         about = {"base": parcel.offer.base, "seconds": parcel.offer.seconds}
-        self._say(session, "offer", about, manifest.to_bytes(parcel.manifest))
+        self._send_answer(session, "offer", about, manifest.to_bytes(parcel.manifest))
         return True
 
     def _ready(self, session: Session, version: int, root: bytes, left: float) -> bool:
@@ -387,22 +391,22 @@ class SocketTransport:
         if verdict is Verdict.WAIT and left > 0.0:
             return False
         session.carried = None
-        self._say(session, "verdict", {"verdict": verdict})
+        self._send_answer(session, "verdict", {"verdict": verdict})
         return True
 
-    def _deliver(self, session: Session, words: dict[str, Any]) -> None:
+    def _deliver(self, session: Session, fields: dict[str, Any]) -> None:
         """Sends an image from a thread of its own, which has the connection until then."""
 
         def deliver(parcel: Parcel, image: Image) -> None:
             failed: Exception | None = None
             try:
-                session.delivery.deliver(session.wire, self._publisher, parcel, image, words)
+                session.delivery.deliver(session.wire, self._publisher, parcel, image, fields)
             except ProtocolError as error:
                 failed = ProtocolError(str(error))  # a new one: the frames of this one's traceback hold the image
             except Exception as error:
                 failed = ConnectionError(f"{type(error).__name__} {error}")
             self._returned.append((session, failed))
-            self._ring()
+            self._wake()
 
         assert session.carried is not None
         courier = threading.Thread(target=deliver, args=session.carried, name="longhaul-courier", daemon=True)
@@ -410,12 +414,12 @@ class SocketTransport:
         session.courier = courier
         self._selector.unregister(session.wire.sock)
 
-    def _back(self, session: Session, *, error: Exception | None) -> None:
+    def _reclaim(self, session: Session, *, error: Exception | None) -> None:
         """Takes a connection back from the thread that has sent an image."""
         if error is not None:
             raise error
         self._selector.register(session.wire.sock, selectors.EVENT_READ, session)
-        self._said(session)
+        self._await_next(session)
 
 
 def _shut(sock: socket.socket) -> None:
@@ -424,5 +428,5 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _held(words: dict[str, Any]) -> Held:
-    return Held(str(words["run"]), int(words["epoch"]), int(words["version"]), bytes.fromhex(words["root"]))
+def _held(fields: dict[str, Any]) -> Held:
+    return Held(str(fields["run"]), int(fields["epoch"]), int(fields["version"]), bytes.fromhex(fields["root"]))

@@ -35,7 +35,7 @@ from longhaul.weight_sync.transports.base import Parcel, ReceiveTarget
 PATIENCE = 10.0
 """Seconds that one side waits for a small frame of the other."""
 
-HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, bytes of the blob, bytes of the words
+HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, bytes of the blob, bytes of the fields
 MAGIC = b"LHS1"
 MOST_WORDS = 1 << 15
 MOST_BLOB = 1 << 28
@@ -59,8 +59,10 @@ class WireError(ConnectionError):
 
 
 class Frame(NamedTuple):
+    """Message of a session: its kind, fields that JSON can hold, and bytes."""
+
     kind: str
-    words: dict[str, Any]
+    fields: dict[str, Any]
     blob: bytes = b""
 
 
@@ -83,19 +85,19 @@ class Wire:
         self,
         kind: str,
         seconds: float,
-        words: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
         blob: bytes = b"",
         descriptors: Sequence[int] = (),
     ) -> None:
         """Sends one frame, with descriptors on a Unix socket. TimeoutError, ConnectionError."""
-        data = self._packed(kind, words, blob)
+        data = self._packed(kind, fields, blob)
         self.sock.settimeout(_positive(seconds))
         sent = socket.send_fds(self.sock, [data], list(descriptors)) if descriptors else 0
         self.sock.sendall(memoryview(data)[sent:])
 
-    def begin(self, kind: str, words: Mapping[str, Any] | None = None, blob: bytes = b"") -> bool:
+    def begin(self, kind: str, fields: Mapping[str, Any] | None = None, blob: bytes = b"") -> bool:
         """Begins to send one frame without waiting; the next one may follow when `flush` has returned true."""
-        self._unsent = memoryview(self._packed(kind, words, blob))
+        self._unsent = memoryview(self._packed(kind, fields, blob))
         return self.flush()
 
     def flush(self) -> bool:
@@ -106,8 +108,8 @@ class Wire:
                 self._unsent = self._unsent[self.sock.send(self._unsent) :]
         return not self._unsent
 
-    def _packed(self, kind: str, words: Mapping[str, Any] | None, blob: bytes) -> bytes:
-        text = json.dumps({**(words or {}), "kind": kind}, separators=(",", ":")).encode()
+    def _packed(self, kind: str, fields: Mapping[str, Any] | None, blob: bytes) -> bytes:
+        text = json.dumps({**(fields or {}), "kind": kind}, separators=(",", ":")).encode()
         if len(text) > MOST_WORDS or len(blob) > MOST_BLOB:
             raise WireError(f"a frame of {len(text)} + {len(blob)} bytes; at most {MOST_WORDS} + {MOST_BLOB}")
         digest = _check(self._sent, self.session, text, blob, self.keys[0])
@@ -174,8 +176,8 @@ class Wire:
             raise WireError("a frame was damaged")
         self._received += 1
         try:
-            words = json.loads(text)
-            return Frame(str(words.pop("kind")), words, blob)
+            fields = json.loads(text)
+            return Frame(str(fields.pop("kind")), fields, blob)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise WireError(f"a frame that means nothing: {error}") from error
 
@@ -289,9 +291,9 @@ def check_token(token: str | None) -> None:
 
 def welcome(frame: Frame, nonce: str, token: str | None) -> dict[str, Any]:
     """Server's answer to a client's hello, with the session's number. PermissionError for one without the token."""
-    theirs = str(frame.words.get("nonce", ""))
+    theirs = str(frame.fields.get("nonce", ""))
     wanted = _proof(token, "client", nonce, theirs)
-    if frame.kind != "hello" or not hmac.compare_digest(wanted, str(frame.words.get("proof"))):
+    if frame.kind != "hello" or not hmac.compare_digest(wanted, str(frame.fields.get("proof"))):
         raise PermissionError("the token is another one")
     session = int.from_bytes(secrets.token_bytes(8), "little") | 1
     return {"session": session, "proof": _proof(token, "server", nonce, theirs)}
@@ -300,15 +302,15 @@ def welcome(frame: Frame, nonce: str, token: str | None) -> dict[str, Any]:
 def enter(wire: Wire, token: str | None, seconds: float) -> None:
     """Client's handshake; PermissionError where either side has another token."""
     asked = wire.receive(seconds)
-    mine, theirs = secrets.token_bytes(16).hex(), str(asked.words.get("nonce", ""))
-    if asked.words.get("asks") and token is None:
+    mine, theirs = secrets.token_bytes(16).hex(), str(asked.fields.get("nonce", ""))
+    if asked.fields.get("asks") and token is None:
         raise PermissionError("the sender asks for a token; give --token-file")
     wire.send("hello", seconds, {"nonce": mine, "proof": _proof(token, "client", theirs, mine)})
     answer = wire.receive(seconds)
     proof = _proof(token, "server", theirs, mine)
-    if answer.kind != "welcome" or not hmac.compare_digest(proof, str(answer.words.get("proof"))):
-        raise PermissionError(str(answer.words.get("why", "the sender does not know the token")))
-    wire.session, wire.most_blob = int(answer.words["session"]), MOST_BLOB
+    if answer.kind != "welcome" or not hmac.compare_digest(proof, str(answer.fields.get("proof"))):
+        raise PermissionError(str(answer.fields.get("why", "the sender does not know the token")))
+    wire.session, wire.most_blob = int(answer.fields["session"]), MOST_BLOB
     wire.keys = keys(token, theirs, mine)[::-1]
 
 
@@ -330,8 +332,8 @@ def _proof(token: str | None, side: str, first: str, second: str) -> str:
 class Collection(Protocol):
     """Receiver's part of the transfer of a session's images."""
 
-    def words(self) -> dict[str, Any]:
-        """Words of the next frame about images that were released."""
+    def fields(self) -> dict[str, Any]:
+        """Fields of the next frame on images that were released."""
 
     def collect(self, connection: Wire, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
         """Sends the frame "fetch", and returns the image that comes."""
@@ -353,17 +355,17 @@ class SocketSource:
             raise
 
     def bind(self, held: Held, seconds: float) -> None:
-        answer = self._asked("bind", seconds, "bound", words={"name": self._name, **_words(held)})
-        self.lease = float(answer.words["lease"])
+        answer = self._asked("bind", seconds, "bound", fields={"name": self._name, **_held_fields(held)})
+        self.lease = float(answer.fields["lease"])
 
     def ask(self, held: Held, wait: float) -> Parcel | None:
         wait = min(wait, self.lease / 3)
-        answer = self._asked("ask", wait + PATIENCE, "offer", "nothing", words={"wait": wait})
+        answer = self._asked("ask", wait + PATIENCE, "offer", "nothing", fields={"wait": wait})
         if answer.kind == "nothing":
             return None
         try:
             offered = manifest.from_bytes(answer.blob)
-            base, seconds = int(answer.words["base"]), float(answer.words["seconds"])
+            base, seconds = int(answer.fields["base"]), float(answer.fields["seconds"])
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(f"an offer that means nothing: {error}") from error
         return Parcel(Offer(offered.run, offered.epoch, offered.version, base, offered.root, seconds), offered)
@@ -373,18 +375,18 @@ class SocketSource:
 
     def ready(self, held: Held, version: int, root: bytes, wait: float) -> Verdict:
         wait = min(wait, self.lease / 3)
-        words = {"version": version, "root": root.hex(), "wait": wait}
-        answer = self._asked("ready", wait + PATIENCE, "verdict", words=words)
+        fields = {"version": version, "root": root.hex(), "wait": wait}
+        answer = self._asked("ready", wait + PATIENCE, "verdict", fields=fields)
         try:
-            return Verdict(answer.words["verdict"])
+            return Verdict(answer.fields["verdict"])
         except (ValueError, KeyError) as error:
             raise WireError("a verdict that means nothing") from error
 
     def failed(self, version: int, why: str) -> None:
-        self._asked("failed", PATIENCE, "ok", words={"version": version, "why": why[:300]})
+        self._asked("failed", PATIENCE, "ok", fields={"version": version, "why": why[:300]})
 
     def done(self, held: Held) -> None:
-        self._asked("done", PATIENCE, "ok", words=_words(held))
+        self._asked("done", PATIENCE, "ok", fields=_held_fields(held))
 
     def status(self) -> dict[str, Any]:
         return bounded_json.parse(self._asked("status", PATIENCE, "status").blob)
@@ -393,7 +395,7 @@ class SocketSource:
         if self._open:
             self._open = False
             with contextlib.suppress(OSError):
-                self.wire.send("bye", 1.0, self._collection.words())
+                self.wire.send("bye", 1.0, self._collection.fields())
             self.wire.close()
             self._collection.close()
 
@@ -402,8 +404,8 @@ class SocketSource:
         with contextlib.suppress(OSError):
             self.wire.sock.shutdown(socket.SHUT_RD)  # the last frame can still be sent
 
-    def _asked(self, kind: str, seconds: float, *answers: str, words: Mapping[str, Any] | None = None) -> Frame:
-        self.wire.send(kind, PATIENCE, {**self._collection.words(), **(words or {})})
+    def _asked(self, kind: str, seconds: float, *answers: str, fields: Mapping[str, Any] | None = None) -> Frame:
+        self.wire.send(kind, PATIENCE, {**self._collection.fields(), **(fields or {})})
         return expect(self.wire, seconds, *answers)
 
 
@@ -411,11 +413,11 @@ def expect(connection: Wire, seconds: float, *answers: str, descriptors: list[in
     """Next frame, which must be one of `answers`. ProtocolError where the sender refused."""
     frame = connection.receive(seconds, descriptors)
     if frame.kind == "error":
-        raise ProtocolError(str(frame.words.get("why", "the sender refused")))
+        raise ProtocolError(str(frame.fields.get("why", "the sender refused")))
     if frame.kind not in answers:
         raise WireError(f"a frame {frame.kind[:40]!r} where {' or '.join(answers)} was expected")
     return frame
 
 
-def _words(held: Held) -> dict[str, Any]:
+def _held_fields(held: Held) -> dict[str, Any]:
     return {**held._asdict(), "root": held.root.hex()}

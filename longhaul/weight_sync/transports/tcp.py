@@ -80,10 +80,10 @@ class TcpDelivery:
     """
 
     def deliver(
-        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, words: dict[str, Any]
+        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, fields: dict[str, Any]
     ) -> None:
         size, seconds = parcel.manifest.size, parcel.offer.seconds
-        room = int(words.get("room", 0))  # bytes that the receiver has for a frame of changes
+        room = int(fields.get("room", 0))  # bytes that the receiver has for a frame of changes
         changes = publisher.changes(parcel, image) if room > 0 else None
         if changes is not None and changes.most <= room:
             connection.send("changes", PATIENCE, {"size": len(changes.body), "most": changes.most})
@@ -98,7 +98,7 @@ class TcpDelivery:
         else:
             connection.pour_file(image.block.descriptor, size, seconds)
 
-    def released(self, words: dict[str, Any]) -> None:
+    def released(self, fields: dict[str, Any]) -> None:
         """Nothing is lent."""
 
     def end(self) -> None:
@@ -108,7 +108,7 @@ class TcpDelivery:
 class TcpCollection:
     """Receiver's part: the stream goes into the target's memory."""
 
-    def words(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {}
 
     def collect(self, connection: Wire, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
@@ -120,15 +120,15 @@ class TcpCollection:
         connection.send("fetch", PATIENCE, {"version": parcel.offer.version, "room": room})
         frame = expect(connection, seconds, "whole", "changes")  # changes may have to be encoded first
         if frame.kind == "changes" and base is not None:
-            total, most = frame.words.get("size"), frame.words.get("most")
+            total, most = frame.fields.get("size"), frame.fields.get("most")
             if not (isinstance(total, int) and isinstance(most, int) and 0 <= total <= size and 0 <= most <= room):
                 raise WireError(f"changes of {total} bytes in frames of {most}; at most {size} and {room}")
             target.spare(most)
             self._change(connection, (total, most), base, parcel, image, until)
             target.verified()
             return image
-        if frame.kind != "whole" or frame.words.get("size") != size:
-            raise WireError(f"an image of {frame.words.get('size')} bytes instead of {size}")
+        if frame.kind != "whole" or frame.fields.get("size") != size:
+            raise WireError(f"an image of {frame.fields.get('size')} bytes instead of {size}")
         connection.draw(image.data, until, lambda count: target.arrived(image, count))
         return image
 

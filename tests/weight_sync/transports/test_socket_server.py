@@ -225,6 +225,6 @@ def test_a_server_that_must_end_ends_its_process_with_a_line(
 
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.set() if number == signal.SIGTERM else None)
     monkeypatch.setattr(served.lane, "_turn", broken)
-    served.lane._ring()
+    served.lane._wake()
     assert sent.wait(20)
     assert capfd.readouterr().err == f"longhaul: {served.lane.address} can't be served: RuntimeError no loop\n"

@@ -62,7 +62,7 @@ def test_frames_are_taken_once_in_order_and_whole(bend: Callable[[list[bytes]], 
         mine.sock.sendall(b"".join(bend(frames(3))))
         mine.sock.shutdown(socket.SHUT_WR)
         for number in range(taken):
-            assert other.receive(5).words == {"number": number}
+            assert other.receive(5).fields == {"number": number}
         with pytest.raises(ConnectionError):
             other.receive(5)
 
