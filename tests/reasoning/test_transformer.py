@@ -168,7 +168,7 @@ def test_adapters_are_their_merged_model_and_begin_as_none() -> None:
     tokens, ones = reference.TOKENS[:2], ALL[:2]
     merged = {**params, "layers": transformer.merged(config, params["layers"])}
     wanted = forward(plain, merged, tokens, ones)
-    assert relative(forward(config, params, tokens, ones), wanted) < 1e-5
+    assert relative(forward(config, params, tokens, ones), wanted) < 1e-4  # rounding, by the machine: 4e-6 to 4e-5
     _, rest = transformer.split(config, params)
     assert relative(forward(plain, rest, tokens, ones), wanted) > 1e-2
     begun = transformer.init(jax.random.key(2), config)
