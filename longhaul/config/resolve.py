@@ -648,9 +648,9 @@ def _with_model_files(run: Run) -> Run:
     config = dataclasses.replace(config, gate=dataclasses.replace(config.gate, verdict=True))
     if config.model.pad != tokenizer.NONE:
         config = dataclasses.replace(config, model_folder=_path(config.model_folder))
-        words = tokeniser(config.model_folder, task)
-        known = _model_of(config, words) if config.model_folder else config.model
-        size = known.vocabulary if config.model_folder else words.size
+        own_tokeniser = tokeniser(config.model_folder, task)
+        known = _model_of(config, own_tokeniser) if config.model_folder else config.model
+        size = known.vocabulary if config.model_folder else own_tokeniser.size
         config = dataclasses.replace(config, model=dataclasses.replace(known, vocabulary=size, pad=tokenizer.NONE))
     return dataclasses.replace(run, environment=dataclasses.replace(task, **paths), algorithm=config)
 
@@ -677,24 +677,26 @@ def tokeniser(folder: str, task: Reasoning, budget: Budget | None = None) -> Tok
             "--local-dir FOLDER any of the hub"
         )
     try:
-        words = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
+        loaded = huggingface.tokeniser(folder, chat=task.chat, system=problem_sets.plain(task.system))
     except ImportError as error:
         raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
-    return tokenizer.stopped(words, stop, replies)
+    return tokenizer.stopped(loaded, stop, replies)
 
 
-def _model_of(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
+def _model_of(config: GRPOConfig, own_tokeniser: Tokeniser) -> ModelConfig:
     """The model of a folder, which computes as `config` says."""
     try:
         published = huggingface.config(config.model_folder)
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
-    if words.size > published.vocabulary:
-        raise RunError(f"--model-folder {config.model_folder} has a tokeniser of {words.size} words and a model of "
-                       f"{published.vocabulary}; they must be of one model")  # fmt: skip
-    if not words.ends:
+    if own_tokeniser.size > published.vocabulary:
+        raise RunError(
+            f"--model-folder {config.model_folder} has a tokeniser of {own_tokeniser.size} tokens and a model of "
+            f"{published.vocabulary}; they must be of one model"
+        )
+    if not own_tokeniser.ends:
         raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
                        "generation_config.json")  # fmt: skip
     own = config.model

@@ -743,7 +743,7 @@ def test_a_task_that_is_not_there_is_one_line(changes: dict[str, Any], words: st
         ("tokenizer.json", None, "tokenizer.json is not there"),
         ("config.json", None, "give a folder with config.json"),
         ("config.json", {"model_type": "mamba"}, "model_type is 'mamba'; it must be one of llama"),
-        ("config.json", {"vocab_size": 100}, "a tokeniser of 258 words and a model of 100; they must be of one model"),
+        ("config.json", {"vocab_size": 100}, "a tokeniser of 258 tokens and a model of 100; they must be of one model"),
         ("generation_config.json", {"eos_token_id": [1, 300]}, "has no token 300, which ends a text of this model"),
         ("tokenizer_config.json", {"eos_token": "</s>"}, "has no token '</s>', which ends a text of this model"),
         ("tokenizer_config.json", {"chat_template": "{{ messages[7] }"}, "the chat template fails: "),

@@ -358,11 +358,11 @@ class Engine:
     """Decodes jobs in a thread of its own, until `close`."""
 
     def __init__(
-        self, config: ModelConfig, params: Params, words: Tokeniser, limits: Limits, version: str = "0"
+        self, config: ModelConfig, params: Params, tokeniser: Tokeniser, limits: Limits, version: str = "0"
     ) -> None:
-        self.config, self.words, self.limits, self.counters = config, words, limits, Counters()
+        self.config, self.tokeniser, self.limits, self.counters = config, tokeniser, limits, Counters()
         self._slots = _doubled(SMALLEST_SLOTS, _doubled(SMALLEST_ROOM, limits.prompt_tokens) + limits.tokens)
-        self._programs = Programs(config, self._slots, words.ends, words.pad, limits.programs)
+        self._programs = Programs(config, self._slots, tokeniser.ends, tokeniser.pad, limits.programs)
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
         self._offered: tuple[str, Params] | None = None
@@ -603,32 +603,32 @@ class Engine:
 
     def _finish(self, job: Job, row: Row, before: int) -> str:
         """Reason for which a row ends, whose tokens from `before` on are new; "" if it goes on. Cuts behind a stop."""
-        if job.stop and any(stop in self.words.decode(row.tokens) for stop in job.stop):
+        if job.stop and any(stop in self.tokeniser.decode(row.tokens) for stop in job.stop):
             for count in range(before + 1, len(row.tokens) + 1):
-                text = self.words.decode(row.tokens[:count])
+                text = self.tokeniser.decode(row.tokens[:count])
                 if any(stop in text for stop in job.stop):
                     del row.tokens[count:], row.log_probs[count:], row.tops[count:]
                     return "stop"
-        if row.tokens and row.tokens[-1] in self.words.ends:
+        if row.tokens and row.tokens[-1] in self.tokeniser.ends:
             return "stop"
         return "length" if len(row.tokens) >= job.max_tokens else ""
 
 
-def text_of(words: Tokeniser, job: Job, row: Row) -> str:
+def text_of(tokeniser: Tokeniser, job: Job, row: Row) -> str:
     """Text of a completion, before its end and the first of the job's stops."""
-    text = words.decode(row.tokens)
+    text = tokeniser.decode(row.tokens)
     ends = [text.find(stop) for stop in job.stop if stop in text]
     return text[: min(ends)] if ends else text
 
 
-def _doubled(least: int, wanted: int) -> int:
-    """Smallest size of at least `wanted`, doubled from `least`."""
-    return least * 2 ** max(0, math.ceil(math.log2(wanted / least)))
+def _doubled(least: int, needed: int) -> int:
+    """Smallest size of at least `needed`, doubled from `least`."""
+    return least * 2 ** max(0, math.ceil(math.log2(needed / least)))
 
 
-def _grown(least: int, wanted: int, most: int) -> int:
-    """Smallest size of at least `wanted`, grown from `least` by `GROWTH`; or `most`."""
+def _grown(least: int, needed: int, most: int) -> int:
+    """Smallest size of at least `needed`, grown from `least` by `GROWTH`; or `most`."""
     size = least
-    while size < wanted:
+    while size < needed:
         size *= GROWTH
     return min(size, most)

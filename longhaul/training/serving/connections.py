@@ -42,17 +42,17 @@ def protocol(most: int = MOST, silent: float = SILENT) -> Any:
     """uvicorn's `http` option: makes the protocol of each connection."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    made: weakref.WeakKeyDictionary[H11Protocol, None] = weakref.WeakKeyDictionary()  # the oldest first
+    connections: weakref.WeakKeyDictionary[H11Protocol, None] = weakref.WeakKeyDictionary()  # the oldest first
     most = min(most, descriptors.raise_limit() // 2)
 
     def of(config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
-        here = [each for each in made if each.transport is None or not each.transport.is_closing()]
-        if len(here) >= most:
-            if (oldest := _idle(here)) is None:
+        alive = [each for each in connections if each.transport is None or not each.transport.is_closing()]
+        if len(alive) >= most:
+            if (oldest := _idle(alive)) is None:
                 return _Refused()
             oldest.transport.abort()
         connection = H11Protocol(config, server_state, app_state, _loop)
-        made[connection] = None
+        connections[connection] = None
         loop = asyncio.get_running_loop()
         loop.call_later(silent, _watch, loop, weakref.ref(connection), silent, None)
         return connection

@@ -154,10 +154,10 @@ class Texts:
     """Answers of a language model."""
 
     def __init__(
-        self, engine: TextEngine, words: Tokeniser, name: str, bounds: Bounds, *,
+        self, engine: TextEngine, tokeniser: Tokeniser, name: str, bounds: Bounds, *,
         stop: tuple[str, ...] = (), chat: Conversation | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self._words, self._name, self._bounds, self._chat = engine, words, name, bounds, chat
+        self.engine, self._tokeniser, self._name, self._bounds, self._chat = engine, tokeniser, name, bounds, chat
         self._stop = stop
         self._template = asyncio.Lock()
 
@@ -189,7 +189,7 @@ class Texts:
             if len(value) > 64 * most:
                 raise Refused(400, f"the prompt has {len(value):,} letters; at most {most} tokens are possible")
             try:
-                value = self._words.encode(value)
+                value = self._tokeniser.encode(value)
             except ValueError as error:
                 raise Refused(400, f"the prompt can't be read: {error}") from error
         size = self.engine.config.vocabulary
@@ -226,8 +226,8 @@ class Texts:
         if chat and body.get("max_completion_tokens") is not None:
             body = {**body, "max_tokens": body["max_completion_tokens"]}
         if chat:
-            asked = _flag(body, "logprobs")
-            tops = number(body, "top_logprobs", 0, 0, TOPS, whole=True) if asked else 0
+            logprobs = _flag(body, "logprobs")
+            tops = number(body, "top_logprobs", 0, 0, TOPS, whole=True) if logprobs else 0
         else:
             tops = number(body, "logprobs", 0, 0, TOPS, whole=True)
         n = number(body, "n", 1, 1, MOST_ROWS, whole=True)
@@ -273,7 +273,7 @@ class Texts:
 
     def _choice(self, job: Job, place: int, *, chat: bool, detailed: bool) -> dict[str, Any]:
         row = job.rows[place]
-        text = text_of(self._words, job, row)
+        text = text_of(self._tokeniser, job, row)
         inner = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         details = self._details(row, chat=chat) if detailed else None
         return {"index": place, **inner, "finish_reason": row.finish, "logprobs": details, "token_ids": row.tokens,
@@ -283,7 +283,7 @@ class Texts:
         """Log-probabilities of a completion's tokens, in the form of either API."""
 
         def word(token: int) -> str:
-            return self._words.decode([token])
+            return self._tokeniser.decode([token])
 
         if chat:
             tops = row.tops or [[]] * len(row.tokens)
@@ -327,7 +327,7 @@ class Texts:
                         if each in ended or (len(row.tokens) == counts[each] and not row.finish):
                             continue
                         head = head or self._head(job, chat=chat, chunk=True)
-                        finish, text = row.finish, text_of(self._words, job, row)
+                        finish, text = row.finish, text_of(self._tokeniser, job, row)
                         until = len(text) if finish else max(sent[each], len(text.rstrip("\ufffd")) - held)
                         part, sent[each] = text[sent[each] : until], until
                         inner = {"delta": {"role": "assistant", "content": part}} if chat else {"text": part}
@@ -382,25 +382,25 @@ class Actions:
         def plain(x: Any) -> Any:
             return (x[0] if single else x).tolist()
 
-        found: dict[str, Any] = {"action": plain(question.action), "weight_version": question.version}
+        reply: dict[str, Any] = {"action": plain(question.action), "weight_version": question.version}
         if self._memory:
-            found["memory"] = {name: plain(x) for name, x in question.after.items()}
-        return _json(found)
+            reply["memory"] = {name: plain(x) for name, x in question.after.items()}
+        return _json(reply)
 
 
 def arrays(
-    what: str, value: Any, forms: Mapping[str, tuple[tuple[int, ...], Any]], most: int
+    label: str, value: Any, forms: Mapping[str, tuple[tuple[int, ...], Any]], most: int
 ) -> tuple[dict[str, np.ndarray], int, bool]:
     """(arrays [B, ...] by name, B, whether it was one without a batch's axis) of a JSON document. Raises Refused."""
     if len(forms) == 1 and not isinstance(value, dict):
         value = {next(iter(forms)): value}
     if not isinstance(value, dict) or value.keys() != forms.keys():
-        there = ", ".join(value) if isinstance(value, dict) else _short(value)
-        raise Refused(400, f"{what} has {there[:80]}; it must have {', '.join(forms)}")
-    found: dict[str, np.ndarray] = {}
+        given = ", ".join(value) if isinstance(value, dict) else _short(value)
+        raise Refused(400, f"{label} has {given[:80]}; it must have {', '.join(forms)}")
+    parsed: dict[str, np.ndarray] = {}
     sizes: set[int | None] = set()
     for name, (shape, dtype) in forms.items():
-        part = what if name == what else f"{what} {name}"
+        part = label if name == label else f"{label} {name}"
         try:
             array = np.array(value[name])
         except (ValueError, OverflowError):
@@ -416,17 +416,17 @@ def arrays(
                 raise Refused(400, f"{part} has numbers beyond {np.dtype(dtype).name}")
         sizes.add(None if array.shape == shape else len(array))
         with np.errstate(over="ignore"):
-            found[name] = array.astype(dtype)
-        if kind not in "iub" and not np.isfinite(found[name].astype(np.float64)).all():
+            parsed[name] = array.astype(dtype)
+        if kind not in "iub" and not np.isfinite(parsed[name].astype(np.float64)).all():
             raise Refused(400, f"{part} has numbers that are not finite")
     if len(sizes) > 1:
-        raise Refused(400, f"{what} has parts of different batches")
+        raise Refused(400, f"{label} has parts of different batches")
     (count,) = sizes
     if count is None:
-        return {name: array[None] for name, array in found.items()}, 1, True
+        return {name: array[None] for name, array in parsed.items()}, 1, True
     if count > most:
-        raise Refused(400, f"{what} is a batch of {count}; at most {most} are possible")
-    return found, count, False
+        raise Refused(400, f"{label} is a batch of {count}; at most {most} are possible")
+    return parsed, count, False
 
 
 def _turn(value: Any) -> dict[str, str]:
@@ -465,9 +465,9 @@ async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, "the body must be JSON, with content-type: application/json")
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and len(told) < 20 and int(told) > bounds.body:
-        raise Refused(413, f"the body has {int(told):,} bytes; at most {bounds.body:,} are possible")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and len(length) < 20 and int(length) > bounds.body:
+        raise Refused(413, f"the body has {int(length):,} bytes; at most {bounds.body:,} are possible")
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -480,12 +480,12 @@ async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
     except ClientDisconnect:
         raise Refused(499, "the client left") from None
     try:
-        found = bounded_json.parse(bytes(data), WEIGHT * bounds.body)
+        body = bounded_json.parse(bytes(data), WEIGHT * bounds.body)
     except ValueError as error:
         raise Refused(400, f"the body: {error}") from error
-    if not isinstance(found, dict):
-        raise Refused(400, f"the body is {_short(found)}; it must be an object")
-    return found
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body is {_short(body)}; it must be an object")
+    return body
 
 
 def submit(engine: Any, work: Job | Question) -> None:
@@ -576,9 +576,9 @@ def application(
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        there = ", ".join(f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}" for route in routes)
-        said = {404: "is not served here", 405: f"does not take {request.method}"}.get(error.status_code)
-        line = error.detail if said is None else f"{request.url.path[:100]} {said}; there are {there}"
+        served = ", ".join(f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}" for route in routes)
+        problem = {404: "is not served here", 405: f"does not take {request.method}"}.get(error.status_code)
+        line = error.detail if problem is None else f"{request.url.path[:100]} {problem}; there are {served}"
         return _json(_error(error.status_code, line), error.status_code)
 
     routes = [Route("/health", health), Route("/metrics", measured)]
@@ -642,7 +642,7 @@ def _refusal(
     if "origin" in headers and headers["origin"] not in (f"http://{host}", f"https://{host}"):
         return 403, "this server answers no web page of another origin"
     if token is not None and scope["path"] != "/health":
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
+        sent = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), token.encode()):
             return 401, "give the server's token, as authorization: Bearer TOKEN"
     return None

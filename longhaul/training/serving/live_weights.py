@@ -60,10 +60,10 @@ def follow(
     def connect() -> Any:
         return transports.connect(where, token, "serve") if ":" in where else CheckpointSource(where)
 
-    made = threading.Event()
+    connected = threading.Event()
 
     def committed(version: int) -> None:
-        made.wait()
+        connected.wait()
         number, tensors = receiver.latest()
         try:
             take(str(number), convert(tensors))
@@ -71,7 +71,7 @@ def follow(
             note(f"version {number} is not served: {error}")
 
     receiver = Receiver(connect, on_commit=committed)
-    made.set()
+    connected.set()
     return receiver
 
 
@@ -102,8 +102,8 @@ def language_model(config: ModelConfig, params: Params) -> Callable[[Mapping[str
 
 def merged(config: ModelConfig, params: Params) -> Params:
     """Parameters without LoRA's factors, which are added to their kernels; copies."""
-    found = {**params, "layers": transformer.merged(config, params["layers"])}
-    return jax.tree.map(np.array, found)
+    whole = {**params, "layers": transformer.merged(config, params["layers"])}
+    return jax.tree.map(np.array, whole)
 
 
 def check_reachable(where: str, token: str | None) -> None:
