@@ -32,8 +32,8 @@ from longhaul.weight_sync.resharding import Box, Layout, Move, Runs
 from longhaul.weight_sync.transports.sockets import Wire
 from longhaul.weight_sync.transports.tcp import NEAR, is_near
 
-PIECE = 1 << 18
-"""Bytes of a stream that are packed and digested together: they fit in the second-level cache."""
+PIECE = 1 << 20
+"""Bytes of a stream that are packed, digested and sent together: they fit in a cache, and calls are few."""
 
 COPIED_PIECE = 1 << 20
 """Bytes that are copied into shared memory under one digest, at most."""
