@@ -59,7 +59,7 @@ def make_edges(polylines: Sequence[np.ndarray]) -> Edges:
 
 
 def edges_of(points: np.ndarray, ends: np.ndarray) -> Edges:
-    """Edges of polylines, each points[ends[l - 1] : ends[l]] [P, 2+], as in `make_edges`."""
+    """Edges of polylines, each `points[ends[l - 1] : ends[l]]` [P, 2+], as in `make_edges`."""
     from longhaul.driving.scenario import kernels
 
     return Edges(*kernels.edges(points, ends, REPEATED, MERGE, JOIN))

@@ -81,7 +81,7 @@ def summed(normal, i, j, out):
 
 @jit
 def edges(points, ends, least, tolerance, near):
-    """Starts, vectors and normals [M, 2] of `distance_field.Edges` of lines: line l is points[ends[l - 1] : ends[l]]
+    """Starts, vectors and normals [M, 2] of `distance_field.Edges` of lines: line l is `points[ends[l - 1] : ends[l]]`
     [P, 2+].
 
     Left out are points that are not finite, and those that repeat the one before within `least` m along both axes; then
@@ -153,7 +153,7 @@ OPEN, OUTLINE, SIGN = 1, 2, 3
 def rows(points, ends, how, longest, tolerance):
     """Segments of lines: starts and ends [M, 3], and numbers of their lines [M].
 
-    Line l is points[ends[l - 1] : ends[l]] [P, 3], of kind how[l], and left out if this is 0. It is cut at its points
+    Line l is `points[ends[l - 1] : ends[l]]` [P, 3], of kind how[l], and left out if this is 0. It is cut at its points
     into pieces of about equal length, `longest` or less where points allow it, and these are simplified.
     """
     count, total = len(ends), 0
@@ -667,7 +667,7 @@ def laid(line, length, beyond, spacing):
 
 @jit
 def turns(points, starts):
-    """Angles [W] by which lanes turn between their ends; lane l is points[starts[l] : starts[l + 1]] [P, 3]."""
+    """Angles [W] by which lanes turn between their ends; lane l is `points[starts[l] : starts[l + 1]]` [P, 3]."""
     out = np.empty(len(starts) - 1)
     for lane in range(len(out)):
         a, b = starts[lane], starts[lane + 1] - 1
@@ -965,8 +965,8 @@ def nearest_lanes(
 ):
     """Rows [G, C, nearest] of M lanes' segments for the cells of blocks at `centre`, as in `lane_graph.nearest_lanes`.
 
-    `lane` [M] is below `lanes`. `points` [U, 2], from the middle of a block, are the probes; at[c] [P] those of cell c,
-    its own middle first, the others within `around` m of it.
+    `lane` [M] is below `lanes`. `points` [U, 2], from the middle of a block, are the probes; `at[c]` [P] those of cell
+    c, its own middle first, the others within `around` m of it.
     """
     out, total = np.full((len(centre), len(at), nearest), -1, np.int16), len(start)
     every, near, close = columns(start, vector), np.empty((5, total), np.float32), np.empty((5, total), np.float32)
