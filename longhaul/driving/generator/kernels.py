@@ -22,9 +22,8 @@ a stretch shared with another path."""
 
 
 @jit
-def put(out, at, points, begin, end):
-    """Copies points[begin:end] [P, 2] to `out` from row `at` on. Numba compiles for each assignment of an array to a
-    slice what would be said if their shapes differed, with Python's strings: two seconds and more."""
+def copy_rows(out, at, points, begin, end):
+    """Copy of `points[begin:end]` [P, 2] in `out` from row `at` on; why not by a slice: `scenario.kernels.copy_row`."""
     for i in range(begin, end):
         out[at + i - begin, 0], out[at + i - begin, 1] = points[i, 0], points[i, 1]
 
@@ -86,9 +85,9 @@ def joined(line, other):
         line[-1, 0], line[-1, 1], x / size, y / size, other[0, 0], other[0, 1], end_x / end_size, end_y / end_size
     )
     out = np.empty((len(line) + len(curve) - 2 + len(other), 2))
-    put(out, 0, line, 0, len(line))
-    put(out, len(line), curve, 1, len(curve) - 1)
-    put(out, len(out) - len(other), other, 0, len(other))
+    copy_rows(out, 0, line, 0, len(line))
+    copy_rows(out, len(line), curve, 1, len(curve) - 1)
+    copy_rows(out, len(out) - len(other), other, 0, len(other))
     return out
 
 
@@ -99,8 +98,8 @@ def through(approach, leaving, room):
     end_x, end_y = leaving[1, 0] - leaving[0, 0], leaving[1, 1] - leaving[0, 1]
     size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
     first, last = np.empty((2, 2)), np.empty((2, 2))
-    put(first, 0, approach, len(approach) - 1, len(approach))
-    put(last, 1, leaving, 0, 1)
+    copy_rows(first, 0, approach, len(approach) - 1, len(approach))
+    copy_rows(last, 1, leaving, 0, 1)
     first[1, 0], first[1, 1] = approach[-1, 0] + room * (x / size), approach[-1, 1] + room * (y / size)
     last[0, 0], last[0, 1] = leaving[0, 0] - room * (end_x / end_size), leaving[0, 1] - room * (end_y / end_size)
     return joined(first, last)
@@ -115,9 +114,9 @@ def island(line, half):
     begin_x, begin_y = line[1, 0] - line[0, 0], line[1, 1] - line[0, 1]
     size, begin_size = np.hypot(x, y), np.hypot(begin_x, begin_y)
     out[0, 0], out[0, 1] = line[0, 0] - half * (begin_x / begin_size), line[0, 1] - half * (begin_y / begin_size)
-    put(out, 1, left, 0, count)
-    put(out, count + 2, right[::-1], 0, count)
-    put(out, len(out) - 1, out, 0, 1)
+    copy_rows(out, 1, left, 0, count)
+    copy_rows(out, count + 2, right[::-1], 0, count)
+    copy_rows(out, len(out) - 1, out, 0, 1)
     out[count + 1, 0], out[count + 1, 1] = line[-1, 0] + half * (x / size), line[-1, 1] + half * (y / size)
     return out
 
@@ -181,7 +180,7 @@ def strayed(xy, headings, path, s, wave, shift, dt):
 @jit
 def tables(points, starts, cuts, lane, lanes, limit, lateral, slowing):
     """Places [P, K, 2] a metre apart, headings and speeds [P, K], lengths [P], bounds [P, 2] and offsets [P, lanes] of
-    paths, where path p is points[starts[p] : starts[p + 1]] [Q, 2]; see `traffic.Network`.
+    paths, where path p is `points[starts[p] : starts[p + 1]]` [Q, 2]; see `traffic.Network`.
 
     `cuts` [P, 2] are the points of a path at which its connector begins and ends. All are rounded, so that the last bit
     of a sine, which machines differ in, does not decide what happens.

@@ -20,9 +20,12 @@ SLACK = 1e-6
 
 
 @jit
-def put(out, i, points, k):
-    """Copies row points[k] to out[i]. Numba compiles for each assignment of an array to a slice what would be said if
-    their shapes differed, with Python's strings: two seconds and more."""
+def copy_row(out, i, points, k):
+    """Copy of row `points[k]` in `out[i]`.
+
+    An assignment of an array to a slice would be compiled with the message for shapes that differ, in Python's strings:
+    two seconds and more for each kind of assignment.
+    """
     for column in range(out.shape[1]):
         out[i, column] = points[k, column]
 
@@ -165,8 +168,8 @@ def rows(points, ends, how, longest, tolerance):
         first, begin = begin, ends[line]
         number = begin - first
         if how[line] == SIGN and number:
-            put(start, size, points, first)
-            put(end, size, points, first)
+            copy_row(start, size, points, first)
+            copy_row(end, size, points, first)
             of[size] = line
             size += 1
         if how[line] != OPEN and how[line] != OUTLINE:
@@ -174,9 +177,9 @@ def rows(points, ends, how, longest, tolerance):
         closed = how[line] == OUTLINE and number > 2
         own = np.empty((number + closed, 3))
         for i in range(number):
-            put(own, i, points, first + i)
+            copy_row(own, i, points, first + i)
         if closed:
-            put(own, number, points, first)
+            copy_row(own, number, points, first)
         number += closed
         if number < 2:
             continue
@@ -196,8 +199,8 @@ def rows(points, ends, how, longest, tolerance):
         last = 0
         for i in range(1, number):
             if keep[i]:
-                put(start, size, own, last)
-                put(end, size, own, i)
+                copy_row(start, size, own, last)
+                copy_row(end, size, own, i)
                 of[size] = line
                 size, last = size + 1, i
     return start[:size], end[:size], of[:size]
@@ -214,8 +217,8 @@ def pieces(start, end, of, how, longest, shortest, most):
     for i in range(len(of)):
         length = np.hypot(end[i, 0] - start[i, 0], end[i, 1] - start[i, 1])
         if length > shortest or how[of[i]] == SIGN:
-            put(start, kept, start, i)
-            put(end, kept, end, i)
+            copy_row(start, kept, start, i)
+            copy_row(end, kept, end, i)
             of[kept] = of[i]
             parts[kept] = np.ceil(length / longest) if length > 1.5 * longest else 1
             total += parts[kept]
@@ -512,11 +515,17 @@ def project(line, place):
 
 
 @jit
+def add_arcs(points, begin, end, s):
+    """Arc lengths of the line `points[begin:end]`, put in `s` from `s[begin]` = 0 on."""
+    for i in range(begin + 1, end):
+        s[i] = s[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
+
+
+@jit
 def arcs(line):
     """`from_log.arc_length`."""
     s = np.zeros(len(line))
-    for i in range(1, len(line)):
-        s[i] = s[i - 1] + np.hypot(line[i, 0] - line[i - 1, 0], line[i, 1] - line[i - 1, 1])
+    add_arcs(line, 0, len(line), s)
     return s
 
 
@@ -525,8 +534,7 @@ def arcs_of(points, ends):
     """Arc lengths [P] along each of several lines in turn."""
     s, begin = np.zeros(len(points)), 0
     for end in ends:
-        for i in range(begin + 1, end):
-            s[i] = s[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
+        add_arcs(points, begin, end, s)
         begin = end
     return s
 
@@ -613,7 +621,7 @@ def traced(position, heading, valid, noise):
             size += 1
     knots = np.empty((size, 3))
     for k in range(size):
-        put(knots, k, position, steps[kept[k]])
+        copy_row(knots, k, position, steps[kept[k]])
     s, reached, knot, most = arcs(knots), np.empty(count), 0, -np.inf
     for i in range(count):
         while knot + 1 < size and kept[knot + 1] <= i:
@@ -642,7 +650,7 @@ def laid(line, length, beyond, spacing):
     if missing > 0.0:
         more, s_more = np.empty((len(line) + 1, 3)), np.empty(len(line) + 1)
         for i in range(len(line)):
-            put(more, i, line, i)
+            copy_row(more, i, line, i)
             s_more[i] = s[i]
         x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
         size = max(np.hypot(x, y), 1e-9)
@@ -734,7 +742,7 @@ def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn,
             count = 1
         for i in range(a, b):
             if s[i] > marks[w] + 1e-6:
-                put(ahead, count, points, i)
+                copy_row(ahead, count, points, i)
                 count += 1
     line, size, along = np.empty((count + 2, 3)), 1, 0.0
     for column in range(3):
