@@ -82,10 +82,10 @@ def _checked(shape: tuple[int, ...], boxes: tuple[tuple[int, Box], ...]) -> tupl
     held = sorted((rank, tuple((int(a), int(b)) for a, b in box)) for rank, box in boxes)
     for rank, box in held:
         if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
-            return f"rank {rank} holds {words(box)}, which is no part of the shape {shape}"
+            return f"rank {rank} holds {format_box(box)}, which is no part of the shape {shape}"
     if len({rank for rank, _ in held}) < len(held):
         return "a rank is named twice; it holds one box of a tensor"
-    return tuple(each for each in held if volume(each[1]))
+    return tuple((rank, box) for rank, box in held if volume(box))
 
 
 def replicated(shapes: Shapes, ranks: int) -> Layout:
@@ -111,9 +111,9 @@ def sharded(shapes: Shapes, ranks: int, axis: Axis = 0) -> Layout:
         if along is None or not -len(shape) <= along < len(shape):
             return tuple((rank, whole) for rank in range(ranks))
         along %= len(shape)
-        each, more = divmod(shape[along], ranks)
-        cuts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
-        return tuple((r, (*whole[:along], (cuts[r], cuts[r + 1]), *whole[along + 1 :])) for r in range(ranks))
+        share, larger = divmod(shape[along], ranks)  # the first `larger` ranks have one more
+        edges = [rank * share + min(rank, larger) for rank in range(ranks + 1)]
+        return tuple((r, (*whole[:along], (edges[r], edges[r + 1]), *whole[along + 1 :])) for r in range(ranks))
 
     return make(shapes, boxes)
 
@@ -142,11 +142,11 @@ def sample(source: Layout, destination: Layout, share: float) -> tuple[Layout, L
         alike[held[1:], needed[1:]].append((held, needed))
     kept: dict[str, tuple[Tensor, Tensor]] = {}
     for pairs in alike.values():
-        count = share * len(pairs)
-        some = max(1, round(count))
-        divisor = 1 if count >= 1.0 else _divisor(pairs[0], 1.0 / count if count else math.inf)
-        for i in range(some):
-            held, needed = pairs[i * len(pairs) // some]
+        wanted = share * len(pairs)
+        count = max(1, round(wanted))
+        divisor = 1 if wanted >= 1.0 else _divisor(pairs[0], 1.0 / wanted if wanted else math.inf)
+        for i in range(count):
+            held, needed = pairs[i * len(pairs) // count]
             kept[needed.name] = _shorter(held, divisor), _shorter(needed, divisor)
     names = [tensor.name for tensor in destination.tensors if tensor.name in kept]
     return Layout(tuple(kept[name][0] for name in names)), Layout(tuple(kept[name][1] for name in names))
@@ -202,9 +202,9 @@ def volume(box: Box) -> int:
     return math.prod(end - begin for begin, end in box)
 
 
-def common(one: Box, other: Box) -> Box | None:
+def intersection(first: Box, second: Box) -> Box | None:
     """Intersection of two boxes of one tensor; None where it is empty."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second))
     return shared if all(a < b for a, b in shared) else None
 
 
@@ -219,8 +219,8 @@ def without(box: Box, hole: Box) -> list[Box]:
     return left
 
 
-def words(box: Box) -> str:
-    """Text of a box: ((0, 4), (2, 8)) -> "[0:4, 2:8]"."""
+def format_box(box: Box) -> str:
+    """Text of a box for a message: ((0, 4), (2, 8)) -> "[0:4, 2:8]"."""
     return "[" + ", ".join(f"{begin}:{end}" for begin, end in box) + "]"
 
 
@@ -329,11 +329,11 @@ def _planned(
                 raise ValueError(
                     f"{needed.name}: {what} {ours} at the source, {theirs} at the destination; cast it first"
                 )
-        parts = _class(held.boxes, needed.boxes, needed.itemsize, bucket)
-        if isinstance(parts, str):
-            raise ValueError(f"{needed.name}: no source holds {parts}, which a destination needs")
+        routes = _routes(held.boxes, needed.boxes, needed.itemsize, bucket)
+        if isinstance(routes, str):
+            raise ValueError(f"{needed.name}: no source holds {routes}, which a destination needs")
         name = needed.name
-        for rank, box, nbytes, holders, taken, put in parts:
+        for rank, box, nbytes, holders, taken, put in routes:
             best = rank if together and rank in holders else choose(holders, nbytes)
             moves.append(Move(name, box, best, rank, nbytes, taken, put))
     return _counted(_bucketed(moves, bucket), together)
@@ -376,36 +376,38 @@ class _Chooser:
         return self._heaps[ranks]
 
 
-class _Part(NamedTuple):
-    """Move of any tensor of a class, without its source."""
+class _Route(NamedTuple):
+    """Move of any tensor with certain boxes, before its source is chosen among `holders`."""
 
     rank: int  # the destination
     box: Box
     nbytes: int
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # ranks of the source that hold the box
     taken: Runs
     put: Runs
 
 
 @functools.lru_cache(maxsize=256)
-def _class(
+def _routes(
     held: tuple[tuple[int, Box], ...], needed: tuple[tuple[int, Box], ...], itemsize: int, bucket: int
-) -> tuple[_Part, ...] | str:
-    """Parts of all tensors with these boxes on both sides, computed once; or the box that nobody holds, as text."""
+) -> tuple[_Route, ...] | str:
+    """Routes of all tensors with these boxes on both sides, computed once; or the box that nobody holds, as text."""
     pieces = _pieces(tuple(box for _, box in held), tuple(box for _, box in needed))
     if isinstance(pieces, str):
         return pieces
-    places = functools.cache(lambda part, whole: runs(part, whole, itemsize))  # replicas have the same ones
-    cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in parts(box, bucket // itemsize)])
-    ranks = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
-    made = []
-    for i, box, holders in pieces:
-        rank, mine = needed[i]
-        theirs, whose = held[holders[0]][1], ranks(holders)
-        made += [
-            _Part(rank, part, nbytes, whose, places(part, theirs), places(part, mine)) for part, nbytes in cuts(box)
+    # cached: replicas have the same boxes
+    runs_in = functools.cache(lambda part, whole: runs(part, whole, itemsize))
+    parts_of = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in parts(box, bucket // itemsize)])
+    ranks_of = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
+    routes = []
+    for i, piece, holders in pieces:
+        rank, target = needed[i]
+        source, ranks = held[holders[0]][1], ranks_of(holders)
+        routes += [
+            _Route(rank, part, nbytes, ranks, runs_in(part, source), runs_in(part, target))
+            for part, nbytes in parts_of(piece)
         ]
-    return tuple(made)
+    return tuple(routes)
 
 
 def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, Box, tuple[int, ...]]] | str:
@@ -420,11 +422,11 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
     for box in dict.fromkeys(needed):
         left, pieces = [box], []
         for other, holders in groups.items():
-            if common(box, other) is None:
+            if intersection(box, other) is None:
                 continue
             rest = []
             for piece in left:
-                shared = common(piece, other)
+                shared = intersection(piece, other)
                 rest += [piece] if shared is None else without(piece, shared)
                 if shared is not None:
                     pieces.append((shared, tuple(holders)))
@@ -432,7 +434,7 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
             if not left:
                 break
         if left:
-            return words(left[0])
+            return format_box(left[0])
         cut[box] = sorted(pieces)
     return [(i, piece, holders) for i, box in enumerate(needed) for piece, holders in cut[box]]
 
@@ -497,10 +499,9 @@ def _counted(buckets: list[tuple[Move, ...]], together: bool) -> Plan:
 def execute_numpy(plan: Plan, sources: Buffers, destinations: Buffers) -> None:
     """Executes a plan between arrays, run by run, into `destinations`. The reference for every other executor."""
     for move in plan.moves:
-        taken = _raw(sources[move.source][move.name])
-        put = _raw(destinations[move.destination][move.name])
-        packed = taken[_places(move.taken)]
-        put[_places(move.put)] = packed
+        source = _raw(sources[move.source][move.name])
+        destination = _raw(destinations[move.destination][move.name])
+        destination[_offsets(move.put)] = source[_offsets(move.taken)]
 
 
 def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -509,6 +510,6 @@ def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _places(of: Runs) -> NDArray[np.int64]:
+def _offsets(runs: Runs) -> NDArray[np.int64]:
     """Offsets of all bytes of the runs, in order."""
-    return (of.starts()[:, None] + np.arange(of.length)).reshape(-1)
+    return (runs.starts()[:, None] + np.arange(runs.length)).reshape(-1)

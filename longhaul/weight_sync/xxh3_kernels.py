@@ -199,7 +199,7 @@ def _pour(source, target, count, sums):
 
 LENGTH = len(SECRET)
 HALF = np.uint64(0xFFFFFFFF)
-S32, S37, S47 = np.uint64(32), np.uint64(37), np.uint64(47)
+S32, S37 = np.uint64(32), np.uint64(37)
 AVALANCHE = np.uint64(0x165667919E3779F9)
 LOW, HIGH = np.uint64(P64_1), np.uint64(P64_2)
 

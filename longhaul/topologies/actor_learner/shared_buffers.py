@@ -32,9 +32,9 @@ STARTS, WAITS, ACTS, WRITES, ENDED = range(5)
 
 STATES = ("starts", "waits", "acts", "writes", "ended")
 
-INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, STEPPED_NS, ROLLOUTS, LONGEST_NS, PROCESS = range(9)
+INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, ROLLOUTS, LONGEST_NS, PROCESS = range(8)
 """Vitals of an actor: number of its life; its state and the time of its last change (ns of the monotonic clock); ns in
-rollouts, ns of waiting, ns in the environment if known; rollouts; ns of the longest one; process id."""
+rollouts, ns of waiting; rollouts; ns of the longest one; process id."""
 
 BEGUN, WRITTEN, OWNER, ACTED_BY = range(4)
 """Head of a slot: the ticket's number plus 1, set when writing begins and again when it ends; actor and life of the
