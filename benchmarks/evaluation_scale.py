@@ -3,8 +3,8 @@
     python -m benchmarks.evaluation_scale FOLDER [--scenarios 500 5000] [--devices 1 2] [--json FILE]
 
 Shards of generated scenarios that no run trains in are made in FOLDER, unless they are there; each figure is a process
-`longhaul evaluate --policy pretrained --data FOLDER --episodes N --devices D`. `table_sha256` is of all that it prints.
-One JSON object a line.
+`longhaul evaluate --policy pretrained --data FOLDER --episodes N --devices D`. `table_sha256` is of all that it prints,
+and `rows_sha256` of all digits of each episode (`--csv`). One JSON object a line.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ def measure(folder: Path, count: int, devices: int, policy: str) -> dict[str, fl
     """One evaluation in a process of its own."""
     words = [sys.executable, "-m", "longhaul", "evaluate", "--policy", policy, "--data", str(folder)]
     words += ["--episodes", str(count), "--devices", str(devices)]
-    with tempfile.TemporaryFile() as out:
+    with tempfile.TemporaryFile() as out, tempfile.NamedTemporaryFile(suffix=".csv") as rows:
         began = time.perf_counter()
-        process = subprocess.Popen(words, stdout=out)
+        process = subprocess.Popen([*words, "--csv", rows.name], stdout=out)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.perf_counter() - began
         if process.returncode:
             raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
         out.seek(0)
-        table = out.read()
+        table, digits = out.read(), Path(rows.name).read_bytes()
     return {
         "name": "evaluation-scale", "scenarios": count, "devices": devices, "policy": policy,
         "peak_rss_mb": round(usage.ru_maxrss / 1024, 1), "wall_seconds": round(wall, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1), "table_sha256": hashlib.sha256(table).hexdigest(),
+        "rows_sha256": hashlib.sha256(digits).hexdigest(),
     }  # fmt: skip
 
 

@@ -55,12 +55,6 @@ def mesh_of(devices: Sequence[jax.Device], model: int = 1, fsdp: bool = False) -
     return _mesh(len(devices) // model, model, fsdp, list(devices))
 
 
-def local_mesh(most: int) -> Mesh:
-    """Mesh over at most so many of this process's own devices."""
-    devices = jax.local_devices()[:most]
-    return _mesh(len(devices), 1, False, devices)
-
-
 def _over_processes(data: int, model: int, fsdp: bool, processes: int) -> Mesh:
     """Mesh with equally many devices of each process, side by side."""
     own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]

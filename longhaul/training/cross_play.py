@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from longhaul import rollout
 from longhaul.driving.sim import traffic
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.reward import RANGES
 from longhaul.driving.sim.traffic import Partners
-from longhaul.runtime import mesh as meshes
+from longhaul.runtime.each_device import EachDevice
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
 from longhaul.training import evaluate
@@ -84,7 +83,7 @@ def arena(drives: Drives) -> Play:
 
     Raises RunError where no scenario has a second agent.
     """
-    shell, mesh = drives.shell("policy"), drives.mesh()
+    shell = drives.shell("policy")
     config, steps, agents = shell.config, shell.spec.max_steps, shell.config.agents
     assert steps is not None
     if agents < 2:
@@ -112,19 +111,18 @@ def arena(drives: Drives) -> Play:
         worlds = columns // agents
         return remembered(worlds), remembered(columns - worlds)
 
-    def drive(policies: Any, partners: Partners, tables: DeviceBank) -> Any:
-        environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
+    def drive(policies: Any, partners: Partners, tables: DeviceBank) -> rollout.Episodes:
+        environment = dataclasses.replace(shell, tables=tables)
         starts = jax.vmap(lambda i: environment.start(i, partners=partners))(jnp.arange(drives.lanes))
         through = rollout.play(environment, act, memory, steps=steps)
         episodes, _ = through(policies, starts, None, jax.random.key(1))
-        return jax.tree.map(lambda leaf: leaf[None], episodes)
+        return episodes
 
-    split, whole = PartitionSpec(meshes.DATA), PartitionSpec()
-    program = jax.jit(meshes.per_shard(drive, mesh, (whole, whole, split), split))
-    opened = drives.opener(config, mesh, partners=True)
+    program = EachDevice(drive, drives.devices())
+    opened = drives.opener(config, program.devices, partners=True)
 
     def play(ego: Params, partner: Partner) -> Scores:
-        policies = ego, ego if partner.policy is None else partner.policy, partner.draws
+        policies = program.put((ego, ego if partner.policy is None else partner.policy, partner.draws))
         partners = Partners(
             kind=jnp.int32(partner.kind),
             driven=jnp.asarray((np.arange(agents) == 0) | (partner.kind == traffic.DRIVEN)),
@@ -133,12 +131,12 @@ def arena(drives: Drives) -> Play:
             yields=jnp.bool_(partner.yields),
             checked=jnp.bool_(partner.checked),
         )
-        rows = []
+        rows, described = [], program.put(partners)
         with opened() as batches:
             for batch in batches:
-                episodes = jax.device_get(program(policies, partners, batch.tables))
-                alone = episodes.valid & (np.arange(agents) == 0)
-                rows.append(rows_of(episodes._replace(valid=alone), batch))
+                episodes = program(policies, described, batch.tables)
+                egos = [each._replace(valid=each.valid & (np.arange(agents) == 0)) for each in episodes]
+                rows.append(rows_of(egos, batch))
         return joined(rows, drives)
 
     return play

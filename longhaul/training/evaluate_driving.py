@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import rollout
 from longhaul.algorithms import registry
@@ -33,8 +32,10 @@ from longhaul.driving.shards import stream
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import DeviceBank
+from longhaul.runtime import each_device
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, on_cpu
+from longhaul.runtime.each_device import EachDevice
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
@@ -58,7 +59,7 @@ class Batch(NamedTuple):
     numbers: np.ndarray  # int [D, lanes]; -1 is padding
     agents: np.ndarray  # int [D, lanes, A]: index of each driven agent in its scenario
     kinds: np.ndarray  # int [D, lanes, A]: kind of it
-    tables: DeviceBank  # leaves [D, ...], on the devices
+    tables: tuple[DeviceBank, ...]  # those of each device, on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +110,10 @@ class Drives(NamedTuple):
         count = len(self.scenarios)
         return -(-count // -(-count // (LANES if on_cpu() else WIDE)))
 
-    def batches(self, config: Config, mesh: Mesh, partners: bool = False) -> Generator[Batch]:
-        """All scenarios in order, `lanes` to a device of the mesh; a thread prepares the next batch meanwhile. Tables
-        for `traffic.Partners` let all but the ego react."""
-        count, lanes, devices = len(self.scenarios), self.lanes, mesh.devices.size
+    def batches(self, config: Config, devices: Sequence[jax.Device], partners: bool = False) -> Generator[Batch]:
+        """All scenarios in order, `lanes` to a device; a thread prepares the next batch meanwhile. Tables for
+        `traffic.Partners` let all but the ego react."""
+        count, lanes = len(self.scenarios), self.lanes
         room: dict[str, int] = {}
         reactive, driven = config.traffic == "idm" or partners, 1 if partners else config.agents
 
@@ -129,30 +130,31 @@ class Drives(NamedTuple):
 
         def make() -> Iterator[Batch]:
             index, processes = self.share
-            for turn in range(-(-count // (lanes * devices * processes))):  # equally many in each process
-                first = (turn * processes + index) * lanes * devices
-                numbers, banks, hosts = zip(*(arranged(first + lanes * d) for d in range(devices)))
+            worth = lanes * len(devices)
+            for turn in range(-(-count // (worth * processes))):  # equally many in each process
+                first = (turn * processes + index) * worth
+                numbers, banks, hosts = zip(*(arranged(first + lanes * d) for d in range(len(devices))))
                 for name in device_bank.lengths(hosts[0]):
                     need = max(device_bank.lengths(host)[name] for host in hosts)
                     if need > room.get(name, 0):
                         room[name] = int(MARGIN * need)
-                tables = jax.tree.map(lambda *leaves: np.stack(leaves), *(device_bank.padded(h, room) for h in hosts))
+                tables = [jax.device_put(device_bank.padded(h, room), d) for h, d in zip(hosts, devices, strict=True)]
                 agents = np.stack([bank.controlled for bank in banks])
                 kinds = np.stack([np.take_along_axis(b.kind, np.maximum(b.controlled, 0), 1) for b in banks])
-                yield Batch(np.stack(numbers), agents, kinds, jax.device_put(tables, meshes.sharded(mesh)))
+                yield Batch(np.stack(numbers), agents, kinds, tuple(tables))
 
         return stream.prefetch(make(), 1)
 
-    def opener(self, config: Config, mesh: Mesh, partners: bool = False) -> Callable[[], Any]:
+    def opener(self, config: Config, devices: Sequence[jax.Device], partners: bool = False) -> Callable[[], Any]:
         """Context of all batches, to be opened any number of times: those of few scenarios are prepared once."""
         if len(self.scenarios) > scenario_set.MOST_HELD:
-            return lambda: closing(self.batches(config, mesh, partners))
-        held = list(self.batches(config, mesh, partners))
+            return lambda: closing(self.batches(config, devices, partners))
+        held = list(self.batches(config, devices, partners))
         return lambda: nullcontext(held)
 
-    def mesh(self) -> Mesh:
-        """Mesh over as many of this process's devices as there are batches for."""
-        return meshes.local_mesh(-(-len(self.scenarios) // self.lanes))
+    def devices(self) -> tuple[jax.Device, ...]:
+        """As many of this process's devices as there are batches for."""
+        return each_device.local(-(-len(self.scenarios) // self.lanes))
 
     def player(self, driver: str, films: int = 0, **changes: Any) -> Player:
         """Player of the scenarios, which records `films` of them.
@@ -160,48 +162,46 @@ class Drives(NamedTuple):
         `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". The first scenarios are recorded by
         default. Compiles once, whichever are recorded. `changes` are to the simulator's configuration.
         """
-        shell, mesh = self.shell(driver, **changes), self.mesh()
+        shell = self.shell(driver, **changes)
         act, memory = self.actor(shell, driver)
         steps = shell.spec.max_steps
         assert steps is not None
 
         def drive(policy: Params | None, tables: DeviceBank, selected: jax.Array) -> Any:
-            environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
+            environment = dataclasses.replace(shell, tables=tables)
 
             def observe(state: Any) -> Any:
-                chosen = jax.tree.map(lambda leaf: leaf[selected[0]], state)
+                chosen = jax.tree.map(lambda leaf: leaf[selected], state)
                 return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
 
             through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
             starts = jax.vmap(environment.start)(jnp.arange(self.lanes))
-            return jax.tree.map(lambda leaf: leaf[None], through(policy, starts, None, jax.random.key(1)))
+            return through(policy, starts, None, jax.random.key(1))
 
-        split = PartitionSpec(meshes.DATA)
-        program = jax.jit(meshes.per_shard(drive, mesh, (PartitionSpec(), split, split), split))
-        opened = self.opener(shell.config, mesh)
+        program = EachDevice(drive, self.devices())
+        opened = self.opener(shell.config, program.devices)
 
         def compile(policy: Params | None) -> None:
             with opened() as batches:
-                first, none = next(iter(batches)), np.zeros((mesh.devices.size, films), np.int32)
-                jax.block_until_ready(program(meshes.everywhere(policy, mesh), first.tables, none))
+                first, none = next(iter(batches)), np.zeros((len(program.devices), films), np.int32)
+                program(program.put(policy), first.tables, none)
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
-            policy, rows, drawn = meshes.everywhere(policy, mesh), [], {}
+            policies, rows, drawn = program.put(policy), [], {}
             count = len(self.scenarios)
             title = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
             with screen.stage(title, len(self.scenarios)) as advance, opened() as batches:
                 for batch in batches:
                     where = {which: np.argwhere(batch.numbers == which) for which in record}
-                    selected = np.zeros((mesh.devices.size, films), np.int32)
+                    selected = np.zeros((len(program.devices), films), np.int32)
                     for i, which in enumerate(record):
                         for device, lane in where[which]:
                             selected[device, i] = lane
-                    episodes, frames = jax.device_get(program(policy, batch.tables, selected))
+                    episodes, frames = zip(*program(policies, batch.tables, selected), strict=True)
                     rows.append(rows_of(episodes, batch))
                     for i, which in enumerate(record):
                         for device, _ in where[which]:
-                            own = jax.tree.map(lambda leaf, d=device: leaf[d], frames)
-                            drawn[which] = self._film(own, i, which, driver)
+                            drawn[which] = self._film(frames[device], i, which, driver)
                     advance(int(batch.numbers.max()) + 1)
             return joined(rows, self), [drawn[which] for which in record]
 
@@ -312,8 +312,9 @@ def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[
     return loaded
 
 
-def rows_of(episodes: rollout.Episodes, batch: Batch) -> Scores:
-    """Scores of a batch, a row an agent; `names` are still to be filled in."""
+def rows_of(by_device: Sequence[rollout.Episodes], batch: Batch) -> Scores:
+    """Scores of a batch from the episodes of each device, a row an agent; `names` are still to be filled in."""
+    episodes = jax.tree.map(lambda *leaves: np.stack(leaves), *by_device)
     played = np.asarray(episodes.valid) & (batch.numbers >= 0)[..., None]
     metrics = {
         name: Measure(np.asarray(score.value, np.float64)[played], np.asarray(score.valid)[played])
@@ -403,7 +404,7 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
     """
     if count < 1:
         raise ValueError(f"rollouts is {count}; realism needs at least 1")
-    shell, mesh = drives.shell(driver, terminations=()), meshes.local_mesh(1)
+    shell, devices = drives.shell(driver, terminations=()), each_device.local(1)
     act, memory = drives.actor(shell, driver)
     steps = shell.spec.max_steps
     assert steps is not None
@@ -411,7 +412,7 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
 
     @jax.jit
     def program(params: Params | None, tables: DeviceBank, which: jax.Array, key: jax.Array) -> Any:
-        environment = dataclasses.replace(shell, tables=jax.tree.map(lambda leaf: leaf[0], tables))
+        environment = dataclasses.replace(shell, tables=tables)
 
         def observe(state: Any) -> Any:
             frame = jax.vmap(environment.frame)(state)
@@ -423,14 +424,17 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
 
     rows = []
     total = len(drives.scenarios)
-    with screen.stage("scenarios for realism", total) as advance, closing(drives.batches(shell.config, mesh)) as all_:
+    with (
+        screen.stage("scenarios for realism", total) as advance,
+        closing(drives.batches(shell.config, devices)) as all_,
+    ):
         for batch in all_:
             for lane, i in enumerate(batch.numbers[0].tolist()):
                 if i < 0:
                     continue
                 advance(i)
                 scenario, key = drives.scenarios[i], jax.random.fold_in(jax.random.key(2), i)
-                frames = jax.device_get(program(policy, batch.tables, jnp.int32(lane), key))
+                frames = jax.device_get(program(policy, batch.tables[0], jnp.int32(lane), key))
                 cut = (leaf[: scenario.steps, :, : scenario.kind.shape[0]] for leaf in frames)  # [T, R, N, ...]
                 each = (np.repeat(np.swapaxes(leaf, 0, 1), count // worlds, 0) for leaf in cut)
                 rows.append(realism(scenario, *each))

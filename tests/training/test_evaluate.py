@@ -221,8 +221,8 @@ def test_scores_do_not_depend_on_batches_or_devices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(evaluate_driving, "LANES", 2)
     found = []
     for devices in (1, 4):
-        monkeypatch.setattr(evaluate_driving.meshes, "local_mesh", lambda most, n=devices: _local_mesh(min(most, n)))
-        assert drives.mesh().devices.size == min(devices, 3)
+        monkeypatch.setattr(evaluate_driving.each_device, "local", lambda most, n=devices: _local(min(most, n)))
+        assert len(drives.devices()) == min(devices, 3)
         found.append(drives.play(acting, "policy", [4, 1]))
     (one, films), (four, others) = found
     assert one.names == four.names == whole.names == list(drives.scenarios.ids)
@@ -235,7 +235,7 @@ def test_scores_do_not_depend_on_batches_or_devices(monkeypatch: pytest.MonkeyPa
         assert film.pose.tobytes() == other.pose.tobytes()
 
 
-_local_mesh = evaluate_driving.meshes.local_mesh
+_local = evaluate_driving.each_device.local
 
 
 # -------------------------------------------------------------------------------------------------------- intervals
