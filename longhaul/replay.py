@@ -100,7 +100,9 @@ def rows_of(size: int, sizes: Sizes) -> int:
     wanted = size // (sizes.shards * sizes.columns)
     rows = max(2, math.ceil(wanted / sizes.steps)) * sizes.steps
     if rows * sizes.columns > MOST:
-        raise ValueError(f"a replay of {size} steps is {rows * sizes.columns} a device; it must be at most {MOST}")
+        raise ValueError(
+            f"a replay of {size} steps is {rows * sizes.columns} a device; it must be at most {MOST}: give fewer"
+        )
     return rows
 
 

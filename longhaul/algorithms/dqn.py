@@ -30,7 +30,9 @@ Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
 
 def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Preprocessor, Values]:
     if not isinstance(spec.action, Discrete):
-        raise ValueError(f"DQN learns one choice, and this environment takes {spec.action}")
+        raise ValueError(
+            f"DQN learns one choice, and this environment takes {spec.action}; choose --algorithm ppo or sac"
+        )
     preprocessor = off_policy.preprocessor(spec)
     n = spec.action.n
     tower = off_policy.tower(config, preprocessor.shape, n + config.duelling)

@@ -86,7 +86,11 @@ def check(config: OffPolicy, *, shards: int, columns: int, steps: int) -> None:
             f"it must lie between an update's steps, {update}, and what the replay holds, {room}: {remedy}",
         )
     if not config.n_step < room // (shards * columns):
-        raise FieldError("n_step", config.n_step, f"it must be below the replay's {room // (shards * columns)} rows")
+        raise FieldError(
+            "n_step",
+            config.n_step,
+            f"it must be below the replay's {room // (shards * columns)} rows; raise --replay-size",
+        )
 
 
 def tower(config: OffPolicy, inputs: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:

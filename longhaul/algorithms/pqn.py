@@ -49,7 +49,9 @@ def _q_parts(spec: Spec, config: PQNConfig) -> Parts:
     """Parts whose network takes (input, mask): the values of choices, the least float where one is not legal, and the
     greatest of them."""
     if not isinstance(spec.action, Discrete):
-        raise ValueError(f"PQN learns one choice, and this environment takes {spec.action}")
+        raise ValueError(
+            f"PQN learns one choice, and this environment takes {spec.action}; choose --algorithm ppo or sac"
+        )
     parts = actor_critic.parts(spec, config, norm=config.layer_norm)
     inner = parts.network
 

@@ -58,7 +58,10 @@ class _Networks:
                 self.actor = off_policy.tower(config, inputs, n, 0.01)
                 self.critic = off_policy.tower(config, inputs, n)
             case _:
-                raise ValueError(f"SAC learns one choice or a vector, and this environment takes {spec.action}")
+                raise ValueError(
+                    f"SAC learns one choice or a vector, and this environment takes {spec.action}; "
+                    "choose --algorithm ppo"
+                )
 
 
 def _twin_values(critic: actor_critic.Tower, params: tuple[Params, Params], inputs: PyTree) -> jax.Array:

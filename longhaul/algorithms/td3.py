@@ -43,7 +43,9 @@ class _Networks(NamedTuple):
 
 def _networks(spec: Spec, config: TD3Config) -> _Networks:
     if not isinstance(spec.action, Box):
-        raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
+        raise ValueError(
+            f"TD3 learns a vector, and this environment takes {spec.action}; choose --algorithm ppo or sac"
+        )
     preprocessor = off_policy.preprocessor(spec)
     action = jax.ShapeDtypeStruct((len(spec.action.low),), jnp.float32)
     actor = off_policy.tower(config, preprocessor.shape, action.shape[0], 0.01)

@@ -251,7 +251,7 @@ def figure(
     `turn` is entered before the first repeat: figures that are prepared side by side are measured one at a time.
     """
     if repeats < LEAST_REPEATS:
-        raise ValueError(f"{repeats} repeats; a median of fewer than {LEAST_REPEATS} says little")
+        raise ValueError(f"{repeats} repeats; give {LEAST_REPEATS} or more: a median of fewer says little")
     compared = peer_python is not None and name in PEER_OF and case.get("kind") != "bare"
     compared &= name != "sac" or (case["env"] or "").startswith("brax/")
     compared &= PEER_OF.get(name) != "purejaxrl_ppo" or peer_path is not None

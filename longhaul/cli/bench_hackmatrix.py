@@ -54,7 +54,9 @@ def run(argv: Sequence[str]) -> int:
     """`longhaul bench hackmatrix [--grid] [--flags]`."""
     parsed = flags.parse(f"bench {NAME}", f"Measures {ABOUT}.", {"": FLAGS}, argv).values
     if parsed["repeats"] < harness.LEAST_REPEATS:
-        raise FlagError(f"--repeats is {parsed['repeats']}; a median of fewer than {harness.LEAST_REPEATS} says little")
+        raise FlagError(
+            f"--repeats is {parsed['repeats']}; give {harness.LEAST_REPEATS} or more: a median of fewer says little"
+        )
     cells = chosen(parsed)
 
     def measure(cell: Cell) -> dict[str, Any]:

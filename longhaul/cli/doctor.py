@@ -192,7 +192,7 @@ def _recipe(argv: Sequence[str]) -> int:
     parsed = flags.parse(f"doctor {recipe.recipe}", "Fitness of a recipe for many devices.", groups, argv[1:])
     values = parsed.values
     if values["seeds"] < checks.LEAST_SEEDS:
-        raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")
+        raise FlagError(f"--seeds is {values['seeds']}; give {checks.LEAST_SEEDS} or more: fewer can't tell anything")
     run = run_flags.chosen(recipe, parsed)
     results = []
     for check in checkup(run, quick=values["quick"], seeds=values["seeds"], updates=values["updates"]):

@@ -68,7 +68,7 @@ def launch(argv: Sequence[str]) -> int:
             return supervise(command, ray.starter(layout, say), restarts, deadline)
     lost = [f"--{flag.name}" for flag in RAY if flag.name in given.given]
     if lost:
-        raise FlagError(f"{', '.join(lost)} can be given with --on ray only")
+        raise FlagError(f"{', '.join(lost)} can be given with --on ray only; add it, or leave them out")
     total = machine_memory()
     if count > (most := max(1, total // FOOTPRINT)):  # they would take the machine down together
         raise FlagError(

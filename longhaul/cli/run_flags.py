@@ -265,6 +265,9 @@ def resumed(folder: Path, recipe: Run, parsed: flags.Parsed) -> Run:
             f"{external.name_of(stored.algorithm)}; leave --algorithm out, or start a new run without --resume"
         )
     if "run-name" in parsed.given:
-        raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")
+        raise RunError(
+            f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name: leave "
+            "--run-name out"
+        )
     own = parsed.given & {flag.name for flag in (*run_flags(recipe), *run_flags(stored))}
     return resume.continued(folder, stored, fields({name: parsed.values[name] for name in sorted(own)}))

@@ -73,7 +73,9 @@ def run(recipe: str, argv: Sequence[str], command: str) -> int:
     if name is not None:
         odd = sorted(parsed.given - {"resume", "runs-dir", "debug", "at-once"})
         if odd:
-            raise FlagError(f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags")
+            raise FlagError(
+                f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags: leave --{odd[0]} out"
+            )
         folders = [folder for folder in (runs_dir / name, Path(name)) if (folder / "grid.json").is_file()]
         if not folders:
             raise RunError(f"no grid {name!r} in {runs_dir}; leave --resume out to begin one")

@@ -55,9 +55,11 @@ def load(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise RunError(f"--config {path} is not there: check the path") from error
     except (OSError, ValueError) as error:
-        raise RunError(f"--config {path} can't be read: {' '.join(str(error).split())}") from error
+        raise RunError(
+            f"--config {path} can't be read: {' '.join(str(error).split())}; correct it, or write one by --print-config"
+        ) from error
     except RecursionError as error:
-        raise RunError(f"--config {path} can't be read: {TOO_DEEP}") from error
+        raise RunError(f"--config {path} can't be read: {TOO_DEEP}; write one by --print-config") from error
     if not isinstance(content, dict):
         raise RunError(f"--config {path} holds a {type(content).__name__}; it must be settings by name")
     if "format" in content and isinstance(content.get("run"), dict):  # run.json
@@ -132,7 +134,10 @@ def read(content: Mapping[str, Any], recipe: Run, path: Path) -> dict[str, Any]:
             place = (*where, key)
             if isinstance(value, dict) and (place in inside or key not in known):
                 if place not in inside:
-                    raise RunError(f"--config {path}: {'.'.join(place)} is no part of recipe {recipe.recipe}")
+                    raise RunError(
+                        f"--config {path}: {'.'.join(place)} is no part of recipe {recipe.recipe}; --print-config "
+                        "shows its parts"
+                    )
                 yield from visit(value, place)
             elif place in by_path:
                 yield by_path[place], value

@@ -66,7 +66,11 @@ def members(population: Population, seed: int) -> tuple[Member, ...]:
     swept = sweeps(population.sweep)
     count = population.seeds * math.prod(map(len, swept.values()))
     if count > MOST_MEMBERS:
-        raise FieldError("sweep", f"of {count} runs, with --seeds", f"at most {MOST_MEMBERS} are trained side by side")
+        raise FieldError(
+            "sweep",
+            f"of {count} runs, with --seeds",
+            f"at most {MOST_MEMBERS} are trained side by side: give fewer values or --seeds",
+        )
     settings = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     return tuple(Member(seed + i, values) for values in settings for i in range(population.seeds))
 

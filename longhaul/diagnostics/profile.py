@@ -191,7 +191,7 @@ def events(folder: Path, module: str) -> list[Event]:
     """
     files = sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
-        raise FileNotFoundError(f"{folder} has no trace (plugins/profile/*/*.xplane.pb)")
+        raise FileNotFoundError(f"{folder} has no trace (plugins/profile/*/*.xplane.pb); longhaul profile writes one")
     runs = []
     for place, plane in enumerate(jax.profiler.ProfileData.from_file(str(files[-1])).planes):
         for line in plane.lines:

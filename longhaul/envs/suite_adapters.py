@@ -294,7 +294,9 @@ def jumanji(name: str) -> World:
     else:
         action = box(spec.minimum, spec.maximum, tuple(spec.shape))
     if np.prod(env.reward_spec.shape, dtype=int) != 1:
-        raise ValueError(f"jumanji/{name} has a reward for each of several agents, which can't be trained here")
+        raise ValueError(
+            f"jumanji/{name} has a reward for each of several agents, which can't be trained here; choose a game of one"
+        )
     shape = tuple(spec.shape)
 
     def see(observation: Any) -> Any:
@@ -379,7 +381,10 @@ def pgx(name: str) -> World:
     """Pgx's games of one player, with the mask of what is legal. A step that finds a game over gives no reward."""
     env = _import("pgx").make(name)
     if env.num_players != 1:
-        raise ValueError(f"pgx/{name} is a game of {env.num_players}, and only games of one can be trained in here")
+        raise ValueError(
+            f"pgx/{name} is a game of {env.num_players}, and only games of one can be trained in here; choose one: "
+            "pgx/minatar-breakout"
+        )
 
     def see(state: Any) -> Masked:
         return Masked(state.observation, state.legal_action_mask)

@@ -88,7 +88,7 @@ def task(
         data = dataset(name, settings)
         data[0]
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{GYM}{name} with {settings or 'no settings'}: {error}") from error
+        raise ValueError(f"{GYM}{name} with {settings or 'no settings'}: {error}; change --task-settings") from error
 
     def plain(number: int) -> tuple[str, dict[str, Any]]:
         entry = data[number]

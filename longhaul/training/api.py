@@ -468,7 +468,10 @@ class Policy:
         for name in sorted(own_shapes.keys() | other_shapes.keys()):
             own, found = own_shapes.get(name, "absent"), other_shapes.get(name, "absent")
             if own != found:
-                raise RunError(f"the policies' networks differ: {name} is {found} there and {own} here")
+                raise RunError(
+                    f"the policies' networks differ: {name} is {found} there and {own} here; average policies of "
+                    "one network"
+                )
 
         def mean(x: Any, y: Any) -> Any:
             return ((1.0 - share) * x + share * y).astype(x.dtype)

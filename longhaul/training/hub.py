@@ -132,7 +132,7 @@ def _as_run_errors(address: Address) -> Iterator[None]:
     except errors.RepositoryNotFoundError as error:
         raise RunError(f"{address}: there is no such repository, or your token may not see it") from error
     except errors.HFValidationError as error:
-        raise RunError(f"{address} is no name of a repository: {_first(error)}") from error
+        raise RunError(f"{address} is no name of a repository: {_first(error)}; write hf:USER/NAME") from error
     except errors.HfHubHTTPError as error:
         raise RunError(f"{address}: {_refusal(error)}") from error
     except RuntimeError as error:  # of an upload, with the cause behind it

@@ -44,7 +44,7 @@ def located(source: str, runs_dir: Path) -> str:
         return hub.pinned(source)
     if Path(source).suffix in (".npz", ".safetensors", ".pkl"):
         if not Path(source).expanduser().is_file():
-            raise RunError(f"--init-from is {source}, and there is no such file")
+            raise RunError(f"--init-from is {source}, and there is no such file; give a RUN, a FILE or hf:USER/NAME")
         return os.path.abspath(os.path.expanduser(source))
     name, _, step = source.partition("@")
     if step and not step.isdecimal():
@@ -165,7 +165,9 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
     except (RunError, legacy_params.LegacyError):
         raise
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise RunError(f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]})") from error
+        raise RunError(
+            f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]}); copy it again"
+        ) from error
 
 
 def _of_legacy(path: Path, spec: Spec) -> dict[str, np.ndarray]:

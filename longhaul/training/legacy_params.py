@@ -97,10 +97,10 @@ def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[tuple[int, str], np.nd
     """(number of the layer, "kernel" or "bias") -> array."""
     entries = archive.infolist()
     if len(entries) > MOST_ARRAYS:
-        raise LegacyError(f"{path} holds {len(entries)} arrays; at most {MOST_ARRAYS} are expected")
+        raise LegacyError(f"{path} holds {len(entries)} arrays; at most {MOST_ARRAYS} are expected: name another file")
     total = sum(entry.file_size for entry in entries)
     if total > MOST_BYTES:
-        raise LegacyError(f"{path} holds {total:,} bytes; at most {MOST_BYTES:,} are expected")
+        raise LegacyError(f"{path} holds {total:,} bytes; at most {MOST_BYTES:,} are expected: name another file")
     arrays: dict[tuple[int, str], np.ndarray] = {}
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -116,17 +116,19 @@ def _place(path: Path, name: str, arrays: Mapping[tuple[int, str], np.ndarray]) 
     named = NAME.fullmatch(name)
     if named is None:
         name = name.removesuffix(".npy")
-        raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
+        raise LegacyError(
+            f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on; name another file"
+        )
     place = int(named[1]), named[2]
     if place in arrays:
-        raise LegacyError(f"{path} holds {_layer_text(place)} twice")
+        raise LegacyError(f"{path} holds {_layer_text(place)} twice; name another file")
     return place
 
 
 def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
     """The arrays under `params` of a pickled checkpoint. Raises Malformed, LegacyError."""
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise LegacyError(f"{path} holds {size:,} bytes; at most {MOST_BYTES:,} are expected")
+        raise LegacyError(f"{path} holds {size:,} bytes; at most {MOST_BYTES:,} are expected: name another file")
     tree = safe_pickle.unpickle(path.read_bytes(), safe_pickle.PARAMETERS)
     tree = tree.get("params", tree) if isinstance(tree, dict) else tree
     tree = tree.get("params", tree) if isinstance(tree, dict) else tree
@@ -138,7 +140,7 @@ def _unpickled(path: Path) -> dict[tuple[int, str], np.ndarray]:
             place = _place(path, f"{layer}.{part}.npy", arrays)
             array = value.real() if isinstance(value, safe_pickle.Array) else np.asarray(None)
             if len(arrays) * array.nbytes > MOST_BYTES:
-                raise LegacyError(f"{path} stands for more than {MOST_BYTES:,} bytes")
+                raise LegacyError(f"{path} stands for more than {MOST_BYTES:,} bytes; name another file")
             arrays[place] = _checked(path, _layer_text(place), array)
     return arrays
 
@@ -152,20 +154,26 @@ def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
             raise ValueError(f"version {version} of the format")
         shape, by_column, dtype = readers[version](file)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]})") from error
+        raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]}); name another file") from error
     _check_form(path, name, shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != size - file.tell():
-        raise LegacyError(f"{path}: {name} is said to be {shape}, and {size - file.tell():,} bytes follow")
+        raise LegacyError(
+            f"{path}: {name} is said to be {shape}, and {size - file.tell():,} bytes follow; name another file"
+        )
     data = np.frombuffer(file.read(nbytes), dtype)
     return _checked(path, name, data.reshape(shape, order="F" if by_column else "C"))
 
 
 def _check_form(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
     if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
-        raise LegacyError(f"{path}: {name} is of kind {dtype}; numbers of float16, float32 or float64 are needed")
+        raise LegacyError(
+            f"{path}: {name} is of kind {dtype}; numbers of float16, float32 or float64 are needed; name another file"
+        )
     if not 1 <= len(shape) <= 2 or min(shape) < 1:
-        raise LegacyError(f"{path}: {name} is said to be {shape}; a kernel has two sizes and a bias one")
+        raise LegacyError(
+            f"{path}: {name} is said to be {shape}; a kernel has two sizes and a bias one; name another file"
+        )
 
 
 def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
@@ -182,12 +190,15 @@ def _weights(path: Path, arrays: dict[tuple[int, str], np.ndarray], inputs: int,
     """The layers in order, each with the shape that the one before asks for."""
     count = 1 + max((number for number, _ in arrays), default=-1)
     if count < 3:
-        raise LegacyError(f"{path} holds {count} layers; a hidden one, the policy's and the value's are needed")
+        raise LegacyError(
+            f"{path} holds {count} layers; a hidden one, the policy's and the value's are needed; name another file"
+        )
     for number in range(count):
         for part in ("kernel", "bias"):
             if (number, part) not in arrays:
                 raise LegacyError(
-                    f"{path} lacks {_layer_text((number, part))}; it holds layers up to Dense_{count - 1}"
+                    f"{path} lacks {_layer_text((number, part))}; it holds layers up to Dense_{count - 1}: "
+                    "name another file"
                 )
     layers = [Layer(arrays[number, "kernel"], arrays[number, "bias"]) for number in range(count)]
     width = layers[0].kernel.shape[-1]

@@ -87,7 +87,7 @@ def _of_minari(path: str) -> list[tuple[str, dict[str, np.ndarray]]]:
             for episode in minari.load_dataset(name).iterate_episodes()
         ]
     except (ImportError, OSError, ValueError) as error:  # h5py is missing, say
-        raise BadData(f"{path}: can't be read by Minari: {error}".splitlines()[0]) from error
+        raise BadData(f"{path}: can't be read by Minari: {error}".splitlines()[0] + "; download it again") from error
     return [(path, jax.tree.map(lambda *parts: np.concatenate(parts), *episodes))]
 
 
@@ -95,14 +95,16 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     """(path, arrays by name) of each record at `path`."""
     path = path.expanduser()
     if not path.exists():
-        raise BadData(f"{path}: there is no such file or folder")
+        raise BadData(f"{path}: there is no such file or folder; check the path")
     if path.is_dir():
         arrays = {str(file.relative_to(path).with_suffix("")): _load(file) for file in sorted(path.rglob("*.npy"))}
         if arrays:
             return [(path, arrays)]
         files = sorted(path.glob("*.npz"))
         if not files:
-            raise BadData(f"{path}: holds no .npz files, and no observation.npy and action.npy")
+            raise BadData(
+                f"{path}: holds no .npz files, and no observation.npy and action.npy; name the folder that does"
+            )
         return [each for file in files for each in _open(file)]
     if path.suffix != ".npz":
         raise BadData(f"{path}: is no .npz file; numpy.savez writes one")
@@ -110,12 +112,14 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
     entries, most = archive.zip.infolist(), most_of_a_file()
     if len(entries) > MOST_ARRAYS or (size := sum(entry.file_size for entry in entries)) > most:
         excess = f"{len(entries):,} arrays" if len(entries) > MOST_ARRAYS else f"{size:,} bytes"
-        raise BadData(f"{path}: holds {excess}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible")
+        raise BadData(
+            f"{path}: holds {excess}; {MOST_ARRAYS:,} arrays and {most:,} bytes are possible; give several files"
+        )
     for name in archive.files:
         try:
             loaded[name] = archive[name]
         except Exception as error:  # zipfile and zlib raise many kinds
-            raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
+            raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0] + "; write it again") from error
     return [(path, loaded)]
 
 
@@ -123,7 +127,9 @@ def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode=None if path.suffix == ".npz" else "r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadData(f"{path}: can't be read as NumPy's: {error}".splitlines()[0]) from error
+        raise BadData(
+            f"{path}: can't be read as NumPy's: {error}".splitlines()[0] + "; numpy.savez writes one"
+        ) from error
 
 
 def _leaves(observation: PyTree) -> dict[str, Any]:
@@ -149,7 +155,9 @@ def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) ->
         forms["mask"] = spec.observation.mask.shape, np.dtype(bool)
     missing = [name for name in forms if name not in arrays and name != "mask"]
     if missing:
-        raise BadData(f"{where}: has no {missing[0]}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
+        raise BadData(
+            f"{where}: has no {missing[0]}; it holds {', '.join(sorted(arrays)) or 'nothing'}: rename one, or add it"
+        )
     lead = arrays["action"].shape[: arrays["action"].ndim - len(shape)]
     if not lead or not math.prod(lead):
         form = f"{arrays['action'].dtype} {arrays['action'].shape}"

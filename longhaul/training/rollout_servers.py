@@ -113,7 +113,7 @@ class ByFolder:
         vllm.offer(self._publisher, version, export(), LOADING)
         if not self._publisher.flush(LOADING):  # renamed, and so to be seen
             why = self._transport.errors[-1:] or [f"not written in {LOADING:g} s"]
-            raise TimeoutError(f"version {version} is not in {self._transport.folder}: {why[0]}")
+            raise TimeoutError(f"version {version} is not in {self._transport.folder}: {why[0]}; see to its disk")
         self._label = label
 
     def load(self, server: Server) -> float:

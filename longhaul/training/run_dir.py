@@ -243,7 +243,9 @@ def read_run(folder: Path) -> Run:
         data = bounded_json.read(path)
     except (OSError, ValueError) as error:
         why = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
-        raise RunError(f"can't read {why}; it was not written by longhaul, or is damaged") from error
+        raise RunError(
+            f"can't read {why}; it was not written by longhaul, or is damaged: bring back a copy, or name another run"
+        ) from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         raise RunError(f"{path} has format {version}, and this version reads {FORMAT}; use the one that wrote it")

@@ -105,7 +105,7 @@ class Producer:
         """
         with self._changed:
             if self._closed:
-                raise ValueError("the producer is closed")
+                raise ValueError("the producer is closed; make a new one")
             self._waiting = (version, params)
             self._changed.notify_all()
 

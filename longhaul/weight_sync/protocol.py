@@ -136,7 +136,9 @@ def _check_held(cohort: Cohort, held: Held) -> None:
     if held.run and held.run != cohort.run:
         raise ProtocolError(f"the receiver serves run {held.run}, this is run {cohort.run}; restart it to change")
     if held.run and held.epoch > cohort.epoch:
-        raise ProtocolError(f"the receiver has seen epoch {held.epoch} of the run, this is {cohort.epoch}: superseded")
+        raise ProtocolError(
+            f"the receiver has seen epoch {held.epoch} of the run, this is {cohort.epoch}: superseded; end this trainer"
+        )
 
 
 def heard(cohort: Cohort, name: str, now: float) -> Cohort:

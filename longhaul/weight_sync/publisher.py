@@ -110,7 +110,7 @@ class Publisher:
         """
         with self._publishing:
             if self._ending:
-                raise ValueError("the publisher is closed")
+                raise ValueError("the publisher is closed; open a new one")
             self._check(version, tensors)
             self._waiting = None  # frees its image
             fresh = (version, tensors) if lent else self._gathered(version, tensors, patience)

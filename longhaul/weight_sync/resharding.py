@@ -506,7 +506,7 @@ def execute_numpy(plan: Plan, sources: Buffers, destinations: Buffers) -> None:
 
 def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
     if not array.flags.c_contiguous:
-        raise ValueError("a rank's part of a tensor must be contiguous")
+        raise ValueError("a rank's part of a tensor must be contiguous; take numpy.ascontiguousarray")
     return array.reshape(-1).view(np.uint8)
 
 

@@ -108,7 +108,7 @@ def shard(layout: Layout, rank: int) -> Shard:
 def raw(array: np.ndarray) -> np.ndarray:
     """Bytes of a contiguous array. ValueError for another."""
     if not array.flags.c_contiguous:
-        raise ValueError("a rank's part of a tensor must be contiguous")
+        raise ValueError("a rank's part of a tensor must be contiguous; take numpy.ascontiguousarray")
     return array.reshape(-1).view(np.uint8)
 
 

@@ -606,7 +606,7 @@ class Receiver:
         """(version, this rank's shards by name). LookupError before the first."""
         held = self._held
         if held is None:
-            raise LookupError("no version has come yet")
+            raise LookupError("no version has come yet; wait until a sender has pushed one")
         return held.version, held.tensors
 
     def take(self, seconds: float) -> tuple[int, Mapping[str, np.ndarray]]:

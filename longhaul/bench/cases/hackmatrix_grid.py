@@ -94,7 +94,7 @@ def cells(recipe: str, sizes: Iterable[tuple[int, int]], precisions: Iterable[st
 def figure(cell: Cell, *, repeats: int = harness.LEAST_REPEATS) -> dict[str, Any]:
     """One cell measured: medians over `repeats` updates."""
     if repeats < harness.LEAST_REPEATS:
-        raise ValueError(f"{repeats} repeats; a median of fewer than {harness.LEAST_REPEATS} says little")
+        raise ValueError(f"{repeats} repeats; give {harness.LEAST_REPEATS} or more: a median of fewer says little")
     command = [sys.executable, "-c", OURS, json.dumps(cell)]
     starts, compiled, load = {}, 0.0, _load()
     with tempfile.TemporaryDirectory() as cache:

@@ -122,7 +122,10 @@ def _encode(images: Iterator[Image.Image], size: tuple[int, int], path: Path, fp
             if process.returncode != 0:
                 complaints.seek(0)
                 words = complaints.read().decode("utf-8", "replace").strip().splitlines()
-                raise RuntimeError(f"ffmpeg failed on {str(path)!r}: {words[-1] if words else process.returncode}")
+                raise RuntimeError(
+                    f"ffmpeg failed on {str(path)!r}: {words[-1] if words else process.returncode}; write a .gif "
+                    "instead"
+                )
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

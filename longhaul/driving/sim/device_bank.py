@@ -484,7 +484,8 @@ def padded(host: DeviceBank, room: Room) -> DeviceBank:
         long = leaf.shape[FLAT[name]]
         if long > room[name]:
             raise ValueError(
-                f"{name} has {long} places; by the index of the shards it should have {room[name]} at most"
+                f"{name} has {long} places; by the index of the shards it should have {room[name]} at most: "
+                "convert the logs again"
             )
         widths = [(0, 0)] * leaf.ndim
         widths[FLAT[name]] = (0, room[name] - long)

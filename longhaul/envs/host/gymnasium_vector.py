@@ -379,13 +379,16 @@ def check_observation(name: str, spaces: Form, observation: Any, infos: dict[str
         kind = "i" if array.dtype.kind == "u" and leaf.dtype.kind == "i" else array.dtype.kind
         if array.shape != leaf.shape or kind != leaf.dtype.kind:
             raise ValueError(
-                f"{name} is {array.dtype}{list(array.shape)}; its space says {leaf.dtype}{list(leaf.shape)}"
+                f"{name} is {array.dtype}{list(array.shape)}; its space says {leaf.dtype}{list(leaf.shape)}: "
+                "make them agree"
             )
 
     try:
         mapped(compare, spaces.spec.observation, spaces.read(observation, infos))
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{name} has not the structure of its space ({error})") from error
+        raise ValueError(
+            f"{name} has not the structure of its space ({error}); return what observation_space says"
+        ) from error
 
 
 def vector(

@@ -92,9 +92,12 @@ def fetched(runs_dir: Path, run_id: str, project: str, entity: str | None, api: 
         artifact = api.artifact(path, type="model")
         name = str(artifact.metadata["run"])
     except Exception as error:  # the library has errors of its own
-        raise LookupError(f"W&B has no artifact {path} ({next(iter(str(error).splitlines()), '')})") from error
+        raise LookupError(
+            f"W&B has no artifact {path} ({next(iter(str(error).splitlines()), '')}); check the id, --project and "
+            "--entity"
+        ) from error
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise LookupError(f"the artifact {path} is of run {name!r}, which is no name of a folder")
+        raise LookupError(f"the artifact {path} is of run {name!r}, which is no name of a folder; check the id")
     folder, partial = runs_dir / name, runs_dir / f".{name}.partial"
     if folder.exists():
         raise LookupError(f"{folder} is in the way of W&B's run {run_id}; move it, or give another --runs-dir")
@@ -105,7 +108,7 @@ def fetched(runs_dir: Path, run_id: str, project: str, entity: str | None, api: 
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise LookupError(
-            f"the artifact {path} can't be fetched ({next(iter(str(error).splitlines()), '')})"
+            f"the artifact {path} can't be fetched ({next(iter(str(error).splitlines()), '')}); try again"
         ) from error
     files.write(partial / SENT, json.dumps([path.name for _, path in checkpoints(partial)]) + "\n")
     partial.rename(folder)

@@ -133,7 +133,9 @@ async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVect
             if now - began > 10.0:  # it was connected
                 wait, last = FIRST, now
             if now - last > patience:
-                raise ConnectionError(f"{error}; nobody was there for {patience:.0f} s") from error
+                raise ConnectionError(
+                    f"{error}; nobody was there for {patience:.0f} s: start the run first, or raise --patience"
+                ) from error
         await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # not all at once
         wait = min(2.0 * wait, LONGEST)
 

@@ -192,7 +192,10 @@ class Checkpoints:
                 try:
                     return Checkpoint(path.name, _verify(path, step))
                 except Damaged as damage:
-                    raise CheckpointError(f"checkpoint {path.name} in {self._folder} is damaged: {damage}") from damage
+                    raise CheckpointError(
+                        f"checkpoint {path.name} in {self._folder} is damaged: {damage}; name another, or leave the "
+                        "step out"
+                    ) from damage
         return None
 
     def arrays(self, checkpoint: Checkpoint, prefix: str) -> dict[str, np.ndarray]:

@@ -95,7 +95,7 @@ def read(frame: Buffer) -> Delta:
         raise ValueError(f"the delta is damaged or cut off: its {len(data)} bytes do not match its checksum")
     data = data[:-SEAL]
     if magic != MAGIC or width not in WIDTHS or nbytes % width or any(data[5:8]):
-        raise ValueError("these bytes are no delta")
+        raise ValueError("these bytes are no delta; give what `encode` returned")
     count = -(-nbytes // (width * block_codec.BLOCK))
     rest = data[HEAD.size :]
     if 4 * count > len(rest):
@@ -120,19 +120,25 @@ def decode(
     """
     head, given = read(frame), _bytes(out)
     if given.nbytes != head.nbytes:
-        raise ValueError(f"the delta makes {head.nbytes} bytes; there is room for {given.nbytes}")
+        raise ValueError(
+            f"the delta makes {head.nbytes} bytes; there is room for {given.nbytes}: give a buffer of that size"
+        )
     if given.readonly:
-        raise ValueError("the buffer to write to is read-only")
+        raise ValueError("the buffer to write to is read-only; give a writable one")
     now = np.frombuffer(given, WIDTHS[head.width])
     if not now.flags.aligned:
-        raise ValueError(f"the buffer to write to is not aligned to elements of {head.width} bytes")
+        raise ValueError(
+            f"the buffer to write to is not aligned to elements of {head.width} bytes; give one that begins an array"
+        )
     if head.base == NOTHING:
         _decoded(head, patterns(out, head.width), now, pool)
         return
     size = None if base is None else _bytes(base).nbytes
     if base is None or size != head.nbytes:
         here = "there is none" if base is None else f"here are {size}"
-        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; {here}")
+        raise ValueError(
+            f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; {here}: send the whole tensor"
+        )
     before = patterns(base, head.width)
     if not known and np.may_share_memory(before, now):
         known = digest(before)
@@ -163,14 +169,17 @@ def apply(staging: Buffer, frame: Buffer, **options: Any) -> None:
 def _check(head: Delta, actual: bytes) -> None:
     """Raises ValueError where a digest is not that of the base that the frame needs."""
     if actual != head.base:
-        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {actual.hex()}")
+        raise ValueError(
+            f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {actual.hex()}: send the "
+            "whole tensor"
+        )
 
 
 def patterns(data: Buffer, width: int) -> Patterns:
     """Bytes of `data` as read-only unsigned integers of `width` bytes; copied only where they are not aligned."""
     raw = _bytes(data)
     if raw.nbytes % width:
-        raise ValueError(f"{raw.nbytes} bytes are no whole number of elements of {width} bytes")
+        raise ValueError(f"{raw.nbytes} bytes are no whole number of elements of {width} bytes; give the array's dtype")
     found = np.frombuffer(raw, WIDTHS[width])
     if not found.flags.aligned:
         found = found.copy()

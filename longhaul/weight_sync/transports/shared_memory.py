@@ -61,12 +61,12 @@ def connect(name: str, receiver: str) -> SocketSource:
         sock.settimeout(PATIENCE)
         sock.connect("\0" + name[1:] if name.startswith("@") else name)
         if not _is_mine(sock):
-            raise PermissionError(f"shm:{name} is served by another user")
+            raise PermissionError(f"shm:{name} is served by another user; choose another name")
         return SocketSource(sock, None, receiver, SharedCollection())
     except BaseException as error:
         sock.close()
         if isinstance(error, FileNotFoundError):
-            raise ConnectionRefusedError(f"nobody serves shm:{name}") from error
+            raise ConnectionRefusedError(f"nobody serves shm:{name}; start the sender first") from error
         raise
 
 

@@ -294,7 +294,7 @@ def welcome(frame: Frame, nonce: str, token: str | None) -> dict[str, Any]:
     theirs = str(frame.fields.get("nonce", ""))
     wanted = _proof(token, "client", nonce, theirs)
     if frame.kind != "hello" or not hmac.compare_digest(wanted, str(frame.fields.get("proof"))):
-        raise PermissionError("the token is another one")
+        raise PermissionError("the token is another one; give both sides the same file")
     session = int.from_bytes(secrets.token_bytes(8), "little") | 1
     return {"session": session, "proof": _proof(token, "server", nonce, theirs)}
 
@@ -309,7 +309,9 @@ def enter(wire: Wire, token: str | None, seconds: float) -> None:
     answer = wire.receive(seconds)
     proof = _proof(token, "server", theirs, mine)
     if answer.kind != "welcome" or not hmac.compare_digest(proof, str(answer.fields.get("proof"))):
-        raise PermissionError(str(answer.fields.get("why", "the sender does not know the token")))
+        raise PermissionError(
+            str(answer.fields.get("why", "the sender does not know the token; give both sides the same file"))
+        )
     wire.session, wire.most_blob = int(answer.fields["session"]), MOST_BLOB
     wire.keys = keys(token, theirs, mine)[::-1]
 
