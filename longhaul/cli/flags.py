@@ -151,30 +151,29 @@ def parse(
     if {"-h", "--help", "--help-all"} & set(argv):
         print(_short_help(parser, command, flags, few) if few and "--help-all" not in argv else _help(parser, groups))
         raise SystemExit(0)
-    typed = {_dashed(word).partition("=")[0]: word.partition("=")[0] for word in argv}
+    typed = {_dashed(word).partition("=")[0]: word.partition("=")[0] for word in argv}  # our form -> the user's
     values: dict[str, Any] = {flag.name: flag.default for flag in flags}
     given: dict[str, tuple[str, Any]] = {}  # flag -> the name that the user wrote, and its value
     for flag in flags:
         if not flag.positional:
             _add(parser, flag, given, typed)
-    plain = [_dashed(word) for word in argv]
     try:
-        _, rest = parser.parse_known_args(plain)
+        _, rest = parser.parse_known_args([_dashed(word) for word in argv])
     except argparse.ArgumentError as error:
         names = str(error.argument_name).split("/")
         flag = next(flag for flag in flags if flag.option == names[0])
         raise FlagError(_without_value(flag, next(typed[name] for name in names if name in typed))) from None
-    if odd := [word for word in rest if word.startswith("-") and word != "-" and not re.match(r"-[\d.]", word)]:
-        written = typed[odd[0].partition("=")[0]]
+    unknown = [word for word in rest if word.startswith("-") and word != "-" and not re.match(r"-[\d.]", word)]
+    if unknown:
+        written = typed[unknown[0].partition("=")[0]]
         if known := answer(_dashed(written)[2:]):
             raise FlagError(f"longhaul {command} has no flag {written}; {known}")
         raise FlagError(_unknown(command, flags, written))
     for flag in positional:
-        taken = rest if flag.many else rest[:1]
-        if taken:
-            read = tuple(_read(flag, word, flag.name) for word in taken)
+        words, rest = (rest, []) if flag.many else (rest[:1], rest[1:])
+        if words:
+            read = tuple(_read(flag, word, flag.name) for word in words)
             values[flag.name] = read if flag.many else read[0]
-        rest = rest[len(taken) :]
     if rest:
         raise FlagError(f"{rest[0]!r} is one word too many; {_setting_hint(flags, rest[0], command)}")
     return Parsed(values | {name: value for name, (_, value) in given.items()}, frozenset(given))

@@ -283,48 +283,73 @@ def crossings(program: Program) -> Check:
     """
     if program.assembly.mesh.shape[meshes.FSDP] > 1:
         return _fetches(program)
-    data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
-    every, per_update = hlo.crossings(program.text()), program.optimiser_steps
-    across = [each for each in every if each.over_shards(model)]
-    within_shard = [each for each in every if not each.over_shards(model)]
-    size = 4 * program.parameters // model
-    ways, whole = {"all-reduce": size}, program.own_bytes
-    if program.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
-        ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
-        whole = sum(ways.values())
-    bucketed = not program.run.deterministic and model == 1 and size > overlap.BUCKET
-    if bucketed:  # parts of the gradients, which meet while others are computed
-        ways = {"all-reduce": overlap.least()}
-    gradients = [each for each in across if each.bytes >= ways.get(each.operation, math.inf)]
+    model, per_update = program.assembly.mesh.shape[meshes.MODEL], program.optimiser_steps
+    exchange = _expected(program)
+    collectives = hlo.crossings(program.text())
+    across = [each for each in collectives if each.over_shards(model)]
+    within_shard = [each for each in collectives if not each.over_shards(model)]
+    gradients = [each for each in across if each.bytes >= exchange.least.get(each.operation, math.inf)]
     others = [each for each in across if each not in gradients]
-    counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
-    times, count = max(counts.values()), sum(each.times() for each in others)
-    extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
-    odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
-    fits = set(counts.values()) == {per_update} and moved <= per_update * (whole + len(ways) * SMALL_BYTES)
-    if bucketed:
-        fits = times % per_update == 0 and per_update * size <= moved <= per_update * (whole + SMALL_BYTES)
+    counts = {kind: _times(each for each in gradients if each.operation == kind) for kind in exchange.least}
+    times, moved = max(counts.values()), _moved(gradients)
+    count, extra = _times(others), _moved(others)
+    odd = sorted({each.operation for each in others} - {"all-reduce", *exchange.least})
+    if exchange.bucketed:
+        fits = times % per_update == 0 and per_update * exchange.gradient <= moved
+        fits &= moved <= per_update * (exchange.whole + SMALL_BYTES)
+    else:
+        fits = set(counts.values()) == {per_update}
+        fits &= moved <= per_update * (exchange.whole + len(exchange.least) * SMALL_BYTES)
     steps = 1 + (registry.on_policy(program.run.algorithm).kl_stop is not None) * per_update  # the KL stop reduces too
-    most = SMALL_COUNT * len(ways)
+    most = SMALL_COUNT * len(exchange.least)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
-    named = " and ".join(f"{way}s" for way in ways)
+    named = " and ".join(f"{kind}s" for kind in exchange.least)
     value = (
         f"{' and '.join(map(str, counts.values()))} {named} of {_bytes(moved / max(times, 1))}, {count} others of "
         f"{_bytes(extra)} in all, an update"
     )
     if within_shard:
-        inside = sum(each.times() * each.bytes for each in within_shard)
-        value += f"; {sum(each.times() for each in within_shard)} of {_bytes(inside)} among {model} parts of the model"
+        value += f"; {_times(within_shard)} of {_bytes(_moved(within_shard))} among {model} parts of the model"
     remedy = (
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{per_update} {named} of {_bytes(whole)}{', in buckets' * bucketed}, <= {most} others"
+    bound = f"{per_update} {named} of {_bytes(exchange.whole)}{', in buckets' * exchange.bucketed}, <= {most} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=program.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,
-        operations=sorted({e.operation for e in across}), within=sum(e.times() * e.bytes for e in within_shard),
+        operations=sorted({each.operation for each in across}), within=_moved(within_shard),
     )  # fmt: skip
+
+
+class _Exchange(NamedTuple):
+    """Expected exchange of the gradients over the shards in an optimiser step."""
+
+    least: dict[str, int]  # kind of collective -> fewest bytes of one that carries gradients
+    gradient: int  # bytes of a device's gradients
+    whole: int  # bytes of all collectives together
+    bucketed: bool  # gradients travel in parts, which meet while others are computed
+
+
+def _expected(program: Program) -> _Exchange:
+    data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
+    gradient = 4 * program.parameters // model
+    if program.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
+        least = {"all-to-all": gradient * VIRTUAL // data, "all-gather": gradient}
+        return _Exchange(least, gradient, sum(least.values()), False)
+    bucketed = model == 1 and gradient > overlap.BUCKET
+    least = {"all-reduce": overlap.least() if bucketed else gradient}
+    return _Exchange(least, gradient, program.own_bytes, bucketed)
+
+
+def _times(collectives: Iterable[hlo.Crossing]) -> int:
+    """Number of times that collectives run in an update."""
+    return sum(each.times() for each in collectives)
+
+
+def _moved(collectives: Iterable[hlo.Crossing]) -> int:
+    """Bytes that they move in an update."""
+    return sum(each.times() * each.bytes for each in collectives)
 
 
 def _fetches(program: Program) -> Check:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,33 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
     Raises TooFew, or ValueError.
     """
     n, d, loss = (np.asarray(x, float) for x in (n, d, loss))
+    _check(n, d, loss)
+    # Centred logarithms: numbers of one size, and well-conditioned normal equations.
+    middle = np.log(n).mean(), np.log(d).mean()
+    log_loss = _model(np.log(n) - middle[0], np.log(d) - middle[1])
+    target = np.log(loss)
+    low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])
+    high = np.array([target.max(), np.inf, STEEPEST, np.inf, STEEPEST])
+
+    def minima(target: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return minimise(log_loss, target, starts, (low, high), steps=STEPS, longest=2.0, huber=HUBER)
+
+    fitted, cost = minima(target[None], _starts(target))
+    best = fitted[np.argmin(cost)]
+    residual = target - log_loss(best[None])[0][0]
+    rng = np.random.default_rng(seed)
+    spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit lowers its residuals
+    drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
+    around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
+    laws = tuple(_law(p, middle) for p in minima(drawn, around)[0])
+    ends = np.quantile(np.array(laws), (0.05, 0.95), axis=0)
+    intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(Law._fields)}
+    error = float(np.sqrt(np.mean(residual**2)))
+    return Fitted(_law(best, middle), error, intervals, laws, tuple(spread.tolist()))
+
+
+def _check(n: np.ndarray, d: np.ndarray, loss: np.ndarray) -> None:
+    """Raises TooFew or ValueError for cells through which there is no law."""
     if not (n.shape == d.shape == loss.shape and n.ndim == 1):
         raise ValueError(f"n, d and loss have shapes {n.shape}, {d.shape} and {loss.shape}; give three equal vectors")
     if not all(np.all(np.isfinite(x) & (x > 0)) for x in (n, d, loss)):
@@ -79,12 +107,10 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
             f"{len(loss)} cells with {len(np.unique(n))} sizes of model and {len(np.unique(d))} of data; a law needs "
             f"{LEAST_CELLS} cells and {LEAST_KINDS} of each"
         )
-    # Centred logarithms: numbers of one size, and well-conditioned normal equations.
-    middle = np.log(n).mean(), np.log(d).mean()
-    x, y = np.log(n) - middle[0], np.log(d) - middle[1]
-    target = np.log(loss)
-    low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])
-    high = np.array([target.max(), np.inf, STEEPEST, np.inf, STEEPEST])
+
+
+def _model(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Function of the law's parameters, at centred log sizes `x` and `y` [cells] of model and data."""
 
     def log_loss(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(log loss [S, cells], its slopes [S, cells, 5]) of (log E, log A, alpha, log B, beta) [S, 5]."""
@@ -95,26 +121,15 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
         floor, model, data = np.exp(terms - total)
         return total, np.stack([floor, model, -x[None] * model, data, -y[None] * data], axis=-1)
 
-    def minima(target: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return minimise(log_loss, target, starts, (low, high), steps=STEPS, longest=2.0, huber=HUBER)
+    return log_loss
 
-    low_loss, mid_loss = target.min(), np.median(target)
-    shares, exponents = (mid_loss - 0.7, mid_loss - 2.0), (0.2, 0.6, 1.2)  # from flat to steep
-    floors = low_loss - 5.0, low_loss - 1.0, low_loss - 0.2
-    grid = itertools.product(floors, shares, exponents, shares, exponents)
-    fitted, cost = minima(target[None], np.array(list(grid)))
-    best = fitted[np.argmin(cost)]
-    residual = target - log_loss(best[None])[0][0]
-    rng = np.random.default_rng(seed)
-    spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit lowers its residuals
-    drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
-    around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
-    laws = tuple(_law(p, middle) for p in minima(drawn, around)[0])
-    ends = np.quantile(np.array(laws), (0.05, 0.95), axis=0)
-    names = Law._fields
-    intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(names)}
-    error = float(np.sqrt(np.mean(residual**2)))
-    return Fitted(_law(best, middle), error, intervals, laws, tuple(spread.tolist()))
+
+def _starts(target: np.ndarray) -> np.ndarray:
+    """Parameters [S, 5] from which a fit to log losses begins: floors, shares and exponents from flat to steep."""
+    lowest, middle = target.min(), np.median(target)
+    floors = lowest - 5.0, lowest - 1.0, lowest - 0.2
+    shares, exponents = (middle - 0.7, middle - 2.0), (0.2, 0.6, 1.2)
+    return np.array(list(itertools.product(floors, shares, exponents, shares, exponents)))
 
 
 def _law(p: np.ndarray, middle: tuple[float, float]) -> Law:

@@ -113,32 +113,46 @@ def _torso(
         return _encoder_torso(
             attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0]
         )
+    return _mlp_torso(observation, kind == "deepset", sizes, activation, dtype, remat, init, norm)
+
+
+def _mlp_torso(
+    observation: PyTree, pools: bool, sizes: Sequence[int], activation: str, dtype: Any, remat: str, init: str,
+    norm: bool,
+) -> _Torso:  # fmt: skip
+    """The perceptron of all leaves of an observation, joined.
+
+    With `pools` (a deep set) the items of a leaf [items, features] pass a layer of half the width, and of each of its
+    outputs the maximum over the items is joined.
+    """
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(observation)]
     ranks = [len(shape) for shape in shapes]
-    pooled = [kind == "deepset" and rank == 2 for rank in ranks]
-    embedded = sizes[0] // 2
+    pooled = [pools and rank == 2 for rank in ranks]
+    width = sizes[0] // 2  # of a pooled leaf
     activate, rising = ACTIVATIONS[activation], activation in RISING
 
     def init_params(key: NamedKey) -> Params:
-        joined = sum(embedded if own else math.prod(shape) for shape, own in zip(shapes, pooled, strict=True))
-        sizes_of = {f"item_{i}": (shape[-1], embedded) for i, shape in enumerate(shapes) if pooled[i]}
-        sizes_of |= {f"layer_{i}": pair for i, pair in enumerate(zip((joined, *sizes), sizes, strict=False))}
-        params = {name: _dense(key.child(name), *pair, HIDDEN_SCALE, init) for name, pair in sizes_of.items()}
-        return params | ({f"{name}_norm": layers.init_norm(pair[1]) for name, pair in sizes_of.items()} if norm else {})
+        joined = sum(width if pool else math.prod(shape) for shape, pool in zip(shapes, pooled, strict=True))
+        kernels = {f"item_{i}": (shape[-1], width) for i, shape in enumerate(shapes) if pooled[i]}
+        kernels |= {f"layer_{i}": shape for i, shape in enumerate(zip((joined, *sizes), sizes, strict=False))}
+        params = {name: _dense(key.child(name), *shape, HIDDEN_SCALE, init) for name, shape in kernels.items()}
+        if not norm:
+            return params
+        return params | {f"{name}_norm": layers.init_norm(outputs) for name, (_, outputs) in kernels.items()}
 
-    def layer(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
-        x = layers.dense(own, x, dtype)
+    def layer(dense: Params, scale: Params | None, x: jax.Array) -> jax.Array:
+        x = layers.dense(dense, x, dtype)
         return activate(x if scale is None else layers.one_pass_layer_norm(scale, x))
 
-    def pool(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
+    def pool(dense: Params, scale: Params | None, x: jax.Array) -> jax.Array:
         """The maximum of each feature over the items [..., items, features] that are present."""
         if rising and not norm and platform() == "cpu":
-            most = layers.greatest(own["kernel"], own["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
+            most = layers.greatest(dense["kernel"], dense["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
             return activate(most.reshape(*x.shape[:-2], -1).astype(dtype))
         present = x[..., -1:].astype(dtype)
         if not rising:
-            return jnp.max(layer(own, scale, x) * present, axis=-2)
-        x = layers.dense(own, x, dtype)  # activated after the maximum: the activation keeps the order
+            return jnp.max(layer(dense, scale, x) * present, axis=-2)
+        x = layers.dense(dense, x, dtype)  # activated after the maximum: the activation keeps the order
         x = x if scale is None else layers.one_pass_layer_norm(scale, x)
         return activate(jnp.max(x * present, axis=-2))
 

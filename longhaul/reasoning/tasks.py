@@ -234,44 +234,22 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
     if count < 2:
         raise ValueError(f"count is {count}; countdown needs at least 2 numbers")
 
-    def walk(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int] | None:
-        """(steps, expression, result) of numbers combined at random; None where a result leaves the range."""
-        left = [(number, str(number)) for number in numbers]
-        steps = []
-        while len(left) > 1:
-            i, j = (int(place) for place in rng.choice(len(left), 2, replace=False))
-            sign = str(rng.choice(list(SIGNS)))
-            (a, first), (b, second) = left[i], left[j]
-            result = SIGNS[sign](a, b)
-            if not 0 <= result <= LIMIT:
-                return None
-            steps.append(f"{a}{sign}{b}={result}")
-            left = [each for place, each in enumerate(left) if place not in (i, j)]
-            left.append((result, f"({first}{sign}{second})"))
-        result, expression = left[0]
-        return steps, expression.removeprefix("(").removesuffix(")"), result
-
-    def solved(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int]:
-        while (walked := walk(numbers, rng)) is None:
-            pass  # this ends: the sum of all numbers is always possible
-        return walked
-
     def problem(rng: np.random.Generator) -> Problem:
         numbers = [int(number) for number in rng.integers(1, GREATEST + 1, count)]
-        target = solved(numbers, rng)[2]
+        target = _combined(numbers, rng).result
         return Problem(f"{','.join(map(str, numbers))}:{target}=", str(target))
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         numbers, target = numbers_and_target(problem)
-        while (chain := solved(numbers, rng))[2] != target:
+        while (chain := _combined(numbers, rng)).result != target:
             pass  # this ends: the target was reached when the problem was generated
-        return write(chain[0], chain[1])
+        return write(chain.steps, chain.expression)
 
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
         if rng.random() >= aimless:
             return solution(problem, rng)
-        steps, expression, _ = solved(numbers_and_target(problem)[0], rng)
-        return write(steps, expression)
+        chain = _combined(numbers_and_target(problem)[0], rng)
+        return write(chain.steps, chain.expression)
 
     def reward(problem: Problem, completion: str) -> float:
         answer = read(completion).answer
@@ -281,15 +259,17 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
 
     def soundness(problem: Problem, completion: str) -> float:
         """Share of steps before the first that is wrong or uses a number that is not available."""
-        left, sound, (steps, unfinished, _) = numbers_and_target(problem)[0], 0, read(completion)
+        available, sound = Counter(numbers_and_target(problem)[0]), 0
+        steps, unfinished, _ = read(completion)
         for step in steps:
             parts = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
-            if parts is None or SIGNS[parts[2]](int(parts[1]), int(parts[3])) != int(parts[4]):
+            if parts is None:
                 break
-            used = Counter([int(parts[1]), int(parts[3])])
-            if used - Counter(left):
+            first, second, result = int(parts[1]), int(parts[3]), int(parts[4])
+            used = Counter([first, second])
+            if SIGNS[parts[2]](first, second) != result or used - available:
                 break
-            left = [*(Counter(left) - used).elements(), int(parts[4])]
+            available = available - used + Counter([result])
             sound += 1
         return sound / max(len(steps) + unfinished, count - 1)
 
@@ -299,6 +279,39 @@ def countdown(count: int = 3, *, aimless: float = 0.5) -> Task:
         return Problem(prompt, prompt.partition(":")[2].removesuffix("="))
 
     return Task("countdown", problem, demonstration, reward, soundness, False, posed, solution)
+
+
+class _Chain(NamedTuple):
+    """Numbers that were combined to one."""
+
+    steps: list[str]
+    expression: str
+    result: int
+
+
+def _combined(numbers: Sequence[int], rng: np.random.Generator) -> _Chain:
+    """Numbers combined at random, until no result leaves the range. This ends: the sum of all is always possible."""
+    while (chain := _attempt(numbers, rng)) is None:
+        pass
+    return chain
+
+
+def _attempt(numbers: Sequence[int], rng: np.random.Generator) -> _Chain | None:
+    """Numbers combined at random; None where a result leaves the range."""
+    terms = [(number, str(number)) for number in numbers]
+    steps = []
+    while len(terms) > 1:
+        i, j = (int(index) for index in rng.choice(len(terms), 2, replace=False))
+        sign = str(rng.choice(list(SIGNS)))
+        (a, first), (b, second) = terms[i], terms[j]
+        result = SIGNS[sign](a, b)
+        if not 0 <= result <= LIMIT:
+            return None
+        steps.append(f"{a}{sign}{b}={result}")
+        terms = [term for index, term in enumerate(terms) if index not in (i, j)]
+        terms.append((result, f"({first}{sign}{second})"))
+    result, expression = terms[0]
+    return _Chain(steps, expression.removeprefix("(").removesuffix(")"), result)
 
 
 def numbers_and_target(problem: Problem) -> tuple[list[int], int]:

@@ -187,23 +187,26 @@ class Drives(NamedTuple):
                 program(program.put(policy), first.tables, none)
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
-            policies, rows, drawn = program.put(policy), [], {}
+            policies, rows, recordings = program.put(policy), [], {}
             count = len(self.scenarios)
             title = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
             with screen.stage(title, len(self.scenarios)) as advance, opened() as batches:
                 for batch in batches:
-                    where = {which: np.argwhere(batch.numbers == which) for which in record}
+                    # (film, its scenario, the device and the lane that drive it) of those to record in this batch
+                    filmed = [
+                        (i, scenario, device, lane)
+                        for i, scenario in enumerate(record)
+                        for device, lane in np.argwhere(batch.numbers == scenario)
+                    ]
                     selected = np.zeros((len(program.devices), films), np.int32)
-                    for i, which in enumerate(record):
-                        for device, lane in where[which]:
-                            selected[device, i] = lane
+                    for i, _, device, lane in filmed:
+                        selected[device, i] = lane
                     episodes, frames = zip(*program(policies, batch.tables, selected), strict=True)
                     rows.append(rows_of(episodes, batch))
-                    for i, which in enumerate(record):
-                        for device, _ in where[which]:
-                            drawn[which] = self._film(frames[device], i, which, driver)
+                    for i, scenario, device, _ in filmed:
+                        recordings[scenario] = self._film(frames[device], i, scenario, driver)
                     advance(int(batch.numbers.max()) + 1)
-            return joined(rows, self), [drawn[which] for which in record]
+            return joined(rows, self), [recordings[scenario] for scenario in record]
 
         return Player(play, compile)
 

@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -181,6 +182,25 @@ class _Member(NamedTuple):
     port: int
 
 
+@dataclass
+class _Transfer:
+    """Transfer of a version, and how far it has come."""
+
+    version: int
+    began: float
+    seconds: float  # that it may take
+    nbytes: int = 0  # sent
+    reached: list[float] = field(default_factory=list)  # seconds after which its stages ended
+
+    @property
+    def until(self) -> float:
+        return self.began + self.seconds
+
+    def reach(self) -> None:
+        """Notes the end of a stage."""
+        self.reached.append(time.monotonic() - self.began)
+
+
 class Coordinator:
     """Runs the rounds of all ranks of two layouts, in a thread of its own, until `close`."""
 
@@ -288,62 +308,74 @@ class Coordinator:
     def _round(
         self, version: int, offers: Mapping[_Member, Frame], senders: list[_Member], receivers: list[_Member]
     ) -> Outcome:
-        began = time.monotonic()
-        until = began + self._seconds
-        total, decided, reached = 0, "abort", []  # seconds of its stages
+        """Outcome of a version: its transfer, then the verdict, which every receiver that is left is told."""
+        transfer = _Transfer(version, time.monotonic(), self._seconds)
         try:
             if len(receivers) < len(self._destination.ranks):
                 raise _LostError(receivers[:0], "a receiver has gone")
-            bases = {int(frame.fields.get("base", -1)) for frame in offers.values()}
-            base = bases.pop() if len(bases) == 1 else -1
-            base = base if all(member.version == base for member in receivers) else -1
-            self._at("begin")
-            self._say(receivers, "prepare", {"version": version, "base": base, "lane": self._lane})
-            prepared = self._gather_frames(receivers, "prepared", until)
-            reached.append(time.monotonic() - began)
-            self._at("prepared")
-            places = [
-                {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.fields["secret"],
-                 "place": frame.fields["place"]}
-                for member, frame in prepared.items()
-            ]  # fmt: skip
-            self._say(senders, "send", {"version": version, "base": base, "lane": self._lane, "to": places,
-                                        "seconds": self._seconds})  # fmt: skip
-            sent = self._gather_frames(senders, "sent", until)
-            reached.append(time.monotonic() - began)
-            self._at("sent")
-            total = sum(int(frame.fields["nbytes"]) for frame in sent.values())
-            for member in receivers:
-                digests = {
-                    str(sender.rank): frame.fields["digests"].get(str(member.rank), "")
-                    for sender, frame in sent.items()
-                }
-                self._say([member], "verify", {"version": version, "digests": digests, "others": places})
-            self._gather_frames(receivers, "ready", until)
-            reached.append(time.monotonic() - began)
-            self._at("ready")
-            decided = "commit"
-            why = ""
+            self._run(transfer, self._base(offers, receivers), senders, receivers)
+            verdict, why = "commit", ""
         except (_LostError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
-            why = str(error) or type(error).__name__
+            verdict, why = "abort", str(error) or type(error).__name__
+        committed = self._decide(verdict, version, receivers, transfer.until + PATIENCE)
+        return Outcome(committed, time.monotonic() - transfer.began, transfer.nbytes, why, *transfer.reached)
+
+    @staticmethod
+    def _base(offers: Mapping[_Member, Frame], receivers: list[_Member]) -> int:
+        """Version upon which all senders offer changes and that all receivers hold; -1 without one."""
+        bases = {int(frame.fields.get("base", -1)) for frame in offers.values()}
+        base = bases.pop() if len(bases) == 1 else -1
+        return base if all(member.version == base for member in receivers) else -1
+
+    def _run(self, transfer: _Transfer, base: int, senders: list[_Member], receivers: list[_Member]) -> None:
+        """Stages of a transfer: receivers prepare, senders send, receivers verify what has come. Raises where one of
+        them is lost or late."""
+        version, until = transfer.version, transfer.until
+        self._at("begin")
+        self._say(receivers, "prepare", {"version": version, "base": base, "lane": self._lane})
+        prepared = self._gather_frames(receivers, "prepared", until)
+        transfer.reach()
+        self._at("prepared")
+        places = [
+            {"rank": member.rank, "host": member.host, "port": member.port, "secret": frame.fields["secret"],
+             "place": frame.fields["place"]}
+            for member, frame in prepared.items()
+        ]  # fmt: skip
+        self._say(senders, "send", {"version": version, "base": base, "lane": self._lane, "to": places,
+                                    "seconds": self._seconds})  # fmt: skip
+        sent = self._gather_frames(senders, "sent", until)
+        transfer.reach()
+        self._at("sent")
+        transfer.nbytes = sum(int(frame.fields["nbytes"]) for frame in sent.values())
+        for member in receivers:
+            digests = {
+                str(sender.rank): frame.fields["digests"].get(str(member.rank), "") for sender, frame in sent.items()
+            }
+            self._say([member], "verify", {"version": version, "digests": digests, "others": places})
+        self._gather_frames(receivers, "ready", until)
+        transfer.reach()
+        self._at("ready")
+
+    def _decide(self, verdict: str, version: int, receivers: list[_Member], until: float) -> bool:
+        """Verdict, sent to all receivers; whether any of them has committed. Who does not confirm it is dropped."""
         for member in receivers:
             with contextlib.suppress(OSError):
-                member.wire.send(decided, PATIENCE, {"version": version})
+                member.wire.send(verdict, PATIENCE, {"version": version})
                 self._at("deciding")
-        done = []
+        confirmed, committed = [], False
         for member in receivers:
             with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-                frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
+                frame = member.wire.receive(max(0.1, until - time.monotonic()))
                 while frame.kind != "done":
-                    frame = member.wire.receive(max(0.1, until + PATIENCE - time.monotonic()))
-                done.append((member, bool(frame.fields["committed"]), bool(frame.fields["keeps"])))
-        for member, each, keeps in done:
-            with self._lock:
-                if each and keeps and self._members.get((member.role, member.rank)) is member:
-                    self._members[member.role, member.rank] = member._replace(version=version)
-        self._drop([member for member in receivers if member not in [each for each, *_ in done]])
-        committed = any(each for _, each, _ in done)
-        return Outcome(committed, time.monotonic() - began, total, why, *reached)
+                    frame = member.wire.receive(max(0.1, until - time.monotonic()))
+                commits, keeps = bool(frame.fields["committed"]), bool(frame.fields["keeps"])
+                confirmed.append(member)
+                committed |= commits
+                with self._lock:
+                    if commits and keeps and self._members.get((member.role, member.rank)) is member:
+                        self._members[member.role, member.rank] = member._replace(version=version)
+        self._drop([member for member in receivers if member not in confirmed])
+        return committed
 
     def _say(self, members: Iterable[_Member], kind: str, fields: Mapping[str, Any]) -> None:
         for member in members:

@@ -60,30 +60,44 @@ def save(shown: Log | Scenario, path: Path) -> None:
         pages.write(path, png(drawn) if suffix == ".png" else svg(drawn))
 
 
+class _Scene(NamedTuple):
+    """Map and motion of N objects in T steps, relative to the ego at the current step."""
+
+    drawing: tuple[tuple[int, np.ndarray], ...]  # (kind, points) of the map
+    pose: np.ndarray  # [N, T, 3]: x, y, heading
+    valid: np.ndarray  # bool [N, T]
+    size: np.ndarray  # [N, T, 2]
+    kind: np.ndarray  # [N]
+    lights: list[tuple[np.ndarray, int]]  # (position, state) now
+    ego: int
+    now: int
+
+
+def _log_scene(log: Log) -> _Scene:
+    tracks, ego, now = log.tracks, log.sdc, log.current
+    seen = tracks.valid[ego]  # the middle is where the ego is now, or first where it is not known now
+    origin = tracks.position[ego, now if seen[now] else int(seen.argmax()), :2]
+    drawing = tuple((each.kind, each.points[:, :2] - origin) for each in log.features if len(each.points))
+    pose = np.concatenate([tracks.position[..., :2] - origin, tracks.heading[..., None]], -1)
+    lights = zip(log.lights.position[:, :2] - origin, log.lights.state[:, now], log.lights.valid[:, now])
+    shown = [(position, int(STATES[state])) for position, state, known in lights if known]
+    return _Scene(drawing, pose, tracks.valid, tracks.size[..., :2], tracks.kind, shown, ego, now)
+
+
+def _scenario_scene(scenario: Scenario) -> _Scene:
+    pose, valid = scenario.pose.transpose(1, 0, 2).astype(np.float64), scenario.present.T
+    size = np.broadcast_to(scenario.size[:, None], (*valid.shape, 2))
+    recording = replay(scenario)
+    lights = list(zip(recording.light_position, recording.light_state[:, 0].tolist()))
+    return _Scene(scenario.drawing, pose, valid, size, scenario.kind, lights, ego=0, now=0)
+
+
 def sketch(shown: Log | Scenario) -> Sketch:
     """The map, the ways and the bodies of a log or a scenario, relative to the ego at the current step."""
-    if isinstance(shown, Log):
-        tracks, ego, now = shown.tracks, shown.sdc, shown.current
-        seen = tracks.valid[ego]  # the middle is where the ego is now, or first where it is not known now
-        origin = tracks.position[ego, now if seen[now] else int(seen.argmax()), :2]
-        drawing = tuple((each.kind, each.points[:, :2] - origin) for each in shown.features if len(each.points))
-        pose = np.concatenate([tracks.position[..., :2] - origin, tracks.heading[..., None]], -1)
-        valid, size, kind = tracks.valid, tracks.size[..., :2], tracks.kind
-        lights = [
-            (place, int(STATES[state]))
-            for place, state, known in zip(
-                shown.lights.position[:, :2] - origin, shown.lights.state[:, now], shown.lights.valid[:, now]
-            )
-            if known
-        ]
-    else:
-        drawing, pose = shown.drawing, shown.pose.transpose(1, 0, 2).astype(np.float64)
-        valid, kind, ego, now = shown.present.T, shown.kind, 0, 0
-        size = np.broadcast_to(shown.size[:, None], (*valid.shape, 2))
-        recording = replay(shown)
-        lights = list(zip(recording.light_position, recording.light_state[:, 0].tolist()))
-    places = pose[valid][:, :2]
-    low, high = (places.min(0), places.max(0)) if len(places) else (np.zeros(2), np.zeros(2))
+    scene = _log_scene(shown) if isinstance(shown, Log) else _scenario_scene(shown)
+    drawing, pose, valid, size, kind, lights, ego, now = scene
+    positions = pose[valid][:, :2]
+    low, high = (positions.min(0), positions.max(0)) if len(positions) else (np.zeros(2), np.zeros(2))
     strokes = map_strokes(drawing)
     order = sorted(range(len(kind)), key=lambda n: n == ego)
     roles = ["ego" if n == ego else KINDS.get(int(kind[n]), "other") for n in range(len(kind))]
@@ -97,7 +111,7 @@ def sketch(shown: Log | Scenario) -> Sketch:
             strokes += [stroke(body, roles[n], 0.0), stroke(body[[0, 1, 2, 3, 0]], "outline", 0.15)]
     angle = np.linspace(0.0, 2.0 * np.pi, 12, endpoint=False)
     circle = LIGHT_RADIUS * np.stack([np.cos(angle), np.sin(angle)], -1)
-    strokes += [stroke(place + circle, LIGHTS[state], 0.0) for place, state in lights if np.isfinite(place).all()]
+    strokes += [stroke(at + circle, LIGHTS[state], 0.0) for at, state in lights if np.isfinite(at).all()]
     return Sketch(shown.id, strokes, low - AROUND, high + AROUND)
 
 

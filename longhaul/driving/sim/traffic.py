@@ -124,21 +124,20 @@ def scene_at(
     slot = body[3].astype(jnp.int32)
     if partners is not None:
         slot = jnp.where(partners.driven[jnp.maximum(slot, 0)], slot, -1)
-        adrift_ = adrift(tables, scenario, t)
-        drifts = partners.of(DRIFTING)
-        x, y, heading, vx, vy = (jnp.where(drifts, a, b) for a, b in zip(adrift_, (x, y, heading, vx, vy)))
+        drifts, drifting = partners.of(DRIFTING), adrift(tables, scenario, t)
+        x, y, heading, vx, vy = (jnp.where(drifts, a, b) for a, b in zip(drifting, (x, y, heading, vx, vy)))
     if drift:
         x, y, heading, vx, vy = adrift(tables, scenario, t)
     if reactive is not None and tables.paths is not None:
         path_x, path_y, path_heading = on_path(tables.paths, scenario, reactive.s)
-        moves = tables.paths.reactive[scenario]
+        reacts = tables.paths.reactive[scenario]
         if partners is not None:
-            moves = moves & partners.of(REACTING)
-        x, y = jnp.where(moves, path_x, x), jnp.where(moves, path_y, y)
-        heading = jnp.where(moves, path_heading, heading)
-        vx = jnp.where(moves, reactive.speed * jnp.cos(path_heading), vx)
-        vy = jnp.where(moves, reactive.speed * jnp.sin(path_heading), vy)
-        present = jnp.where(moves, inside(tables.paths, scenario, t, reactive), present)
+            reacts = reacts & partners.of(REACTING)
+        x, y = jnp.where(reacts, path_x, x), jnp.where(reacts, path_y, y)
+        heading = jnp.where(reacts, path_heading, heading)
+        vx = jnp.where(reacts, reactive.speed * jnp.cos(path_heading), vx)
+        vy = jnp.where(reacts, reactive.speed * jnp.sin(path_heading), vy)
+        present = jnp.where(reacts, inside(tables.paths, scenario, t, reactive), present)
     driven = slot >= 0
 
     def put(agents: jax.Array, others: jax.Array) -> jax.Array:

@@ -163,7 +163,7 @@ class _Collector:
         jax.tree.map(lambda to, x: np.copyto(to[0], x), seen, carry.observation)
         jax.tree.map(np.copyto, data.memory, carry.memory)
         total, length, memory = carry.episode_return, carry.episode_length, carry.memory
-        used = np.zeros(len(total), np.int32)
+        used_slots = np.zeros(len(total), np.int32)  # successors of truncated steps that a column has stored
         scores = dict.fromkeys(SCORES[:3], 0.0)
         inference = stepping = 0.0
         for t in range(self._sizes.steps):
@@ -183,17 +183,16 @@ class _Collector:
             length += data.valid[t]
             data.terminated[t] &= data.valid[t]
             data.truncated[t] &= data.valid[t] & ~data.terminated[t]
-            if len(finals.columns):
-                ended = finals.columns
+            if len(ended := finals.columns):
                 scores["episodes"] += len(ended)
                 scores["episode/return"] += float(total[ended].sum())
                 scores["episode/length"] += float(length[ended].sum())
                 total[ended], length[ended] = 0.0, 0
-                cut = data.truncated[t][ended]
-                columns = ended[cut]
-                for to, x in zip(jax.tree.leaves(data.successors.truncated), jax.tree.leaves(finals.observation)):
-                    to[used[columns], columns] = np.asarray(x)[cut]
-                used[columns] += 1
+                truncated = data.truncated[t][ended]
+                columns = ended[truncated]
+                for slots, last in zip(jax.tree.leaves(data.successors.truncated), jax.tree.leaves(finals.observation)):
+                    slots[used_slots[columns], columns] = np.asarray(last)[truncated]
+                used_slots[columns] += 1
             if jax.tree.leaves(self._initial):
                 begins = data.terminated[t] | data.truncated[t] | ~data.valid[t]
                 memory = jax.tree.map(functools.partial(_reset_memory, begins), memory, self._initial)
