@@ -37,7 +37,7 @@ def trainers(batch: int) -> Passes:
     ("envs", "steps", "expected"),
     [(256, 128, (4, 4)), (512, 128, (8, 2)), (2048, 128, (32, 2)), (2048, 256, (64, 2)), (4096, 256, (64, 2))],
 )
-def test_the_trainers_numbers(envs: int, steps: int, expected: tuple[int, int]) -> None:
+def test_minibatches_and_epochs_are_the_trainers(envs: int, steps: int, expected: tuple[int, int]) -> None:
     assert batch_scaling.passes(envs * steps, "batch") == expected
     assert batch_scaling.passes(envs * steps, "none") == (4, 4)
 
@@ -56,7 +56,7 @@ def test_given_minibatches_and_epochs_stay() -> None:
     assert batch_scaling.decide(262_144, 262_144, "batch", 7, 1) == (7, 1), "what is given is never corrected"
 
 
-def test_the_nearest_divisor() -> None:
+def test_the_nearest_divisor_is_that_of_a_plain_search() -> None:
     for n in range(1, 200):
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         for wanted in range(1, 70):

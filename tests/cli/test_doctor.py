@@ -65,7 +65,7 @@ def _record(update: int, **changes: float) -> dict[str, float]:
     return {"update": update, "env_steps": steps, "agent_steps": steps, "wall_seconds": 1.0} | healthy | changes
 
 
-def test_exit_codes_of_runs(longhaul: Any) -> None:
+def test_a_run_fails_whose_problem_lasts_to_its_end(longhaul: Any) -> None:
     _finished(Path("runs/well"), [_record(update) for update in range(1, 61)])
     code, out, _ = longhaul("doctor", "well")
     assert code == 0 and " fail" not in out and " warn" not in out

@@ -171,7 +171,7 @@ def test_settings_of_a_recipe_for_another_topology_are_not_refused(
     assert [(run.topology, run.acting.staleness) for run, _ in begun] == [("fused", 1)]
 
 
-def test_flags_of_driving(longhaul: Any, begun: list[tuple[Run, Path]], tmp_path: Path) -> None:
+def test_flags_of_driving_reach_the_run(longhaul: Any, begun: list[tuple[Run, Path]], tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.json").write_text(json.dumps(log_files.gpudrive(log_files.make_log())))

@@ -19,7 +19,7 @@ def test_models_by_name_have_as_many_parameters_as_published(name: str, billions
     assert transformer.size(memory_plan.SHAPES[name]) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-def test_parts_of_a_device() -> None:
+def test_parts_of_a_device_follow_from_shapes_precision_and_micro_batches() -> None:
     model = dataclasses.replace(memory_plan.SHAPES["qwen3-0.6b"], precision="bf16", remat="full")
     config = GRPOConfig(group=8, num_minibatches=1, accumulate=8, model=model)
     whole, split = (memory_plan.parts(config, LOAD, devices) for devices in (1, 8))

@@ -43,7 +43,7 @@ STRAIGHT = {
 }
 
 
-def test_counts_of_every_format(tmp_path: Path) -> None:
+def test_counts_are_the_same_in_every_format(tmp_path: Path) -> None:
     log = made.make_log()
     for kind, path in made.write_all(log, tmp_path).items():
         report = inspect_logs.inspect([str(path)])
@@ -217,7 +217,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_counts_of_real_logs(logs: Path, name: str) -> None:
+def test_counts_of_real_logs_are_those_that_were_counted(logs: Path, name: str) -> None:
     if name.startswith("argoverse2"):
         pytest.importorskip("pyarrow")
     if not (logs / name).exists():

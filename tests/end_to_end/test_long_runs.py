@@ -75,7 +75,7 @@ def test_the_last_of_two_to_the_31_updates_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [2**31, 2**32])
-def test_steps_go_past(steps: int, tmp_path: Path) -> None:
+def test_a_run_goes_past_so_many_steps_and_resumes_there(steps: int, tmp_path: Path) -> None:
     first = steps // STEPS - 8
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     begin_at(first, whole, until=first + 16)

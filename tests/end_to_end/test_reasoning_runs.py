@@ -721,7 +721,6 @@ def test_a_run_of_lora_and_tools_that_stops_while_it_samples_ends_as_one_that_do
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"task": "reasoning-gym:chain_sums"}, "has no 'chain_sums'; did you mean chain_sum"),
         ({"task": "riddles"}, "--task is 'riddles'; it must be one of arithmetic"),
         ({"task": "reasoning-gym:chain_sum", "chat": True}, "--chat needs the template of a model"),
     ],

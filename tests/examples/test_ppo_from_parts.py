@@ -8,7 +8,7 @@ from examples import ppo_from_parts
 
 
 @pytest.mark.slow
-def test_it_learns() -> None:
+def test_ppo_from_parts_learns_cartpole() -> None:
     returns = ppo_from_parts.train()
     assert returns[0] < 100
     assert max(returns) > 400

@@ -152,7 +152,7 @@ def test_where_nothing_can_be_kept_programs_are_compiled(tmp_path: Path, place: 
     assert len([line for line in said.splitlines() if "no compilation cache in" in line]) == 1
 
 
-def test_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_lies_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LONGHAUL_CACHE", "JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -209,7 +209,9 @@ def test_a_record_is_on_the_page_at_once(folder: Path, address: str, window: Bro
 @with_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_in_a_browser(folder: Path, address: str, window: Browser, width: int, dark: bool) -> None:
+def test_pages_work_by_keys_and_without_a_finding_in_a_browser(
+    folder: Path, address: str, window: Browser, width: int, dark: bool
+) -> None:
     """Each page by keys, with what comes while it is open, text for markup, and no finding of axe."""
     expect = pytest.importorskip("playwright.sync_api").expect
     window.show(width, dark)

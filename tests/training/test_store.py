@@ -40,7 +40,7 @@ def _staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf:user/name", None),
     ],
 )
-def test_addresses_and_folders(path: str | Path, url: str | None) -> None:
+def test_an_address_of_a_store_is_told_from_a_folder(path: str | Path, url: str | None) -> None:
     assert store.address(path) == url
 
 

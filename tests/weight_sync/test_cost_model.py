@@ -83,7 +83,7 @@ def test_a_part_fits_into_its_accelerator_and_two_versions_are_told_if_they_do_n
 @pytest.mark.parametrize(
     ("name", "value"), [("params", 0.0), ("trainers", 0), ("efficiency", 1.5), ("delta_ratio", 0.5), ("nic", -1.0)]
 )
-def test_settings_that_mean_nothing(name: str, value: float) -> None:
+def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value:g}; it must"):
         dataclasses.replace(IDEAL, **{name: value})
 

@@ -238,7 +238,7 @@ def windows(path: Path) -> Iterator[tuple[int, int]]:
         yield first[log.id], len(log.times)
 
 
-def test_scenes_and_windows(tmp_path: Path) -> None:
+def test_windows_are_scenes_cut_at_20_seconds_and_at_gaps(tmp_path: Path) -> None:
     """Three scenes: 25 s, cut at 20; 1.5 s, too short; 4 s."""
     scenes = [0] * 250 + [1] * 15 + [2] * 41
     path = fixture.write(long_log(30.5), tmp_path, scenes)

@@ -77,7 +77,7 @@ def test_a_file_whose_name_looks_like_a_pattern(tmp_path: FilePath) -> None:
         ("empty", "no driving logs in this"),
     ],
 )
-def test_paths_that_mean_nothing(tmp_path: FilePath, name: str, message: str) -> None:
+def test_paths_that_mean_nothing_are_one_line(tmp_path: FilePath, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadData, match=message) as caught:
         readers.expand([str(tmp_path / name)])
@@ -524,7 +524,7 @@ def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: FilePath, m
         list(readers.read(path))
 
 
-def test_points_inside_a_ring() -> None:
+def test_points_inside_a_ring_are_told_from_those_outside() -> None:
     ring = np.array([[0, 0], [4, 0], [4, 4], [2, 1], [0, 4], [0, 0]], float)
     points = np.array([[1, 1], [2, 2], [3, 1], [5, 1], [-1, 0.5], [2, 0.9]])
     assert lane_boundaries.inside(points, [ring]).tolist() == [True, False, True, False, False, True]

@@ -44,7 +44,7 @@ def test_damaged_inputs_are_read_or_refused(sources: damaged_inputs.Sources, kin
 
 
 @pytest.mark.parametrize("kind", ["womd-example", "womd-scenario", "gpudrive", "scenarionet", "nuplan"])
-def test_inputs_cut_anywhere(sources: damaged_inputs.Sources, kind: str, tmp_path: Path) -> None:
+def test_inputs_cut_anywhere_are_read_or_refused(sources: damaged_inputs.Sources, kind: str, tmp_path: Path) -> None:
     whole = sources.db if kind == "nuplan" else sources.payloads[kind]
     for cut in np.linspace(0, len(whole) - 1, 80).astype(int).tolist():
         data = made.framed([whole[:cut]]) if kind.startswith("womd") else whole[:cut]

@@ -78,7 +78,7 @@ def test_a_forged_length_allocates_nothing(tmp_path: Path) -> None:
         list(womd.records(path))
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(BadData, match="cannot be read"):
             list(womd.records(path))
@@ -124,7 +124,7 @@ def test_the_wire_format_is_the_specification_s() -> None:
 
 @pytest.mark.parametrize("data", ["08", "0a05", "0aff01", "09000000", "0d00", "00", "0f", "0affffffffffffffffff01"])
 @pytest.mark.parametrize("name", ["Example", "Scenario"])
-def test_messages_that_are_none(name: str, data: str) -> None:
+def test_bytes_that_are_no_message_are_refused(name: str, data: str) -> None:
     with pytest.raises(Malformed, match=f"bytes are no message {name}"):
         womd.parse(name, bytes.fromhex(data))
 

@@ -49,7 +49,7 @@ def measured(made: Scenario, pose: np.ndarray | None = None) -> realism.Features
     return realism.measure(realism.scene(made), pose[None], made.present[None])
 
 
-def test_motion_on_a_circle() -> None:
+def test_motion_on_a_circle_has_its_speed_and_yaw_rate_and_no_acceleration() -> None:
     """12 m/s, 0.3 rad/s, headings past half a turn: nothing accelerates."""
     time = worlds.DT * np.arange(91)
     heading = 0.3 * time + 2.9
@@ -142,7 +142,7 @@ def samples(values: np.ndarray, valid: np.ndarray | None = None) -> Measure:
     return Measure(values, np.ones(values.shape, bool) if valid is None else valid)
 
 
-def test_a_histogram_by_hand() -> None:
+def test_a_likelihood_by_histogram_is_that_by_hand() -> None:
     """Four bins over 0 .. 4 with a quarter of a sample in each; three simulated samples, two logged ones."""
     simulated = samples(np.array([[[0.5], [1.5]], [[1.7], [9.0]]]), np.array([[[True], [True]], [[True], [False]]]))
     logged = samples(np.array([[[1.1], [-5.0]]]))
@@ -171,7 +171,7 @@ def test_no_rollouts_make_the_log_likelier_than_copies_of_it() -> None:
     assert levels[1] == pytest.approx(1 / 20, rel=0.1)  # equal chances for 20 bins
 
 
-def test_a_verdict_by_hand() -> None:
+def test_a_likelihood_of_a_verdict_is_that_by_hand() -> None:
     """Three of four rollouts collided; with half a sample for either, 3.5 / 5 and 1.5 / 5."""
     simulated = samples(np.array([[True, True], [True, True], [True, True], [False, False]]))
     found = realism.bernoulli(simulated, samples(np.array([[True, False]])))

@@ -162,7 +162,7 @@ def test_who_changes_lanes_is_at_fault_for_a_collision_at_its_side() -> None:
 
 
 @pytest.mark.parametrize(("speed", "grade"), [(1.9, 1.0), (3.0, 0.5), (5.9, 0.5), (7.0, 0.0)])
-def test_driving_against_the_traffic(speed: float, grade: float) -> None:
+def test_driving_against_the_traffic_is_graded_by_its_metres(speed: float, grade: float) -> None:
     """Metres within one second, by the speed."""
     poses = [line((0, 3.5), (speed, 0), T), line(AWAY, (0, 0), T)]
     found, _ = driven(poses, street(WEST), aside=3.0)
@@ -194,7 +194,7 @@ def test_beside_the_route_and_far_from_every_lane() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "grade"), [(0.0, 1.0), (3.4, 1.0), (3.5, 0.5), (5.7, 0.5), (5.8, 0.0)])
-def test_time_between_lanes(seconds: float, grade: float) -> None:
+def test_time_between_lanes_is_graded_by_its_seconds(seconds: float, grade: float) -> None:
     steps = 81
     poses = line((0, 0), (4, 0), steps)
     poses[10 : 10 + round(seconds / DT), 1] = -1.75
@@ -326,7 +326,7 @@ def test_motion_beyond_a_vehicle_s_limits_is_infeasible() -> None:
 
 
 @pytest.mark.slow
-def test_divergence_from_the_log() -> None:
+def test_divergence_is_the_mean_distance_to_the_log_while_it_is_known() -> None:
     """At a constant 6 m/s, while the log brakes to 3 m/s and is lost from step 31 on."""
     log = speeds(np.concatenate([np.full(11, 6.0), np.full(T - 11, 3.0)]))
     present = np.ones((T, 2), bool)

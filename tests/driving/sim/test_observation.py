@@ -60,7 +60,7 @@ AROUND = [(0.0, 0.0), (10.0, 0.0), (0.0, 10.0), (-10.0, 0.0), (0.0, -10.0), (50.
         (Config(), 0.3, [1, 2, 3, 4, 5]),
     ],
 )
-def test_a_limited_view(sight: Config, heading: float, seen: list[int]) -> None:
+def test_what_lies_outside_of_a_limited_view_is_not_seen(sight: Config, heading: float, seen: list[int]) -> None:
     found = perceive(sight, scene(AROUND), looking(heading), None)
     assert np.flatnonzero(found.present).tolist() == [0, *seen]  # oneself always
     x, y = np.array(AROUND[1:], np.float32).T

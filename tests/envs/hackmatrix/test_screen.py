@@ -209,7 +209,7 @@ def test_each_action_has_one_key_of_its_own_and_none_of_the_games() -> None:
         ("x", None),
     ],
 )
-def test_words_for_actions(word: str, action: int | None) -> None:
+def test_an_action_is_read_from_its_name_or_number(word: str, action: int | None) -> None:
     assert screen.action_of(word) == action
 
 

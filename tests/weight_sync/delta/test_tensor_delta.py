@@ -92,7 +92,7 @@ def test_the_compiled_loops_write_what_numpy_writes(dtype: type, size: int) -> N
             np.testing.assert_array_equal(out, new)
 
 
-def test_blocks_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_in_a_pool_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_codec, "BLOCK", 1 << 12)
     base, new = trained(50_000, 1e-5)
     with ThreadPoolExecutor(3) as pool:
@@ -250,7 +250,7 @@ def test_buffers_that_do_not_fit() -> None:
     assert tensor_delta.encode(base, odd, "bfloat16") == frame
 
 
-def test_bytes_of_any_kind() -> None:
+def test_buffers_of_any_kind_are_taken() -> None:
     base, new = trained(500, 1e-4)
     frame = tensor_delta.encode(base.tobytes(), memoryview(new), "bfloat16")
     out = bytearray(1000)
@@ -311,7 +311,7 @@ def check_forged(data: bytes) -> None:
     assert found[0] is not None or "delta" in said
 
 
-def test_forged_bytes() -> None:
+def test_forged_bytes_are_refused_or_decode_to_the_target() -> None:
     generator = np.random.default_rng(4)
     for at in range(len(FRAME) - tensor_delta.SEAL):
         data = bytearray(FRAME[: -tensor_delta.SEAL])
@@ -321,7 +321,7 @@ def test_forged_bytes() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 3000))
-def test_blocks_of_garbage(garbage: bytes, mode: int, cut: int) -> None:
+def test_blocks_of_garbage_are_refused_or_decode_to_the_target(garbage: bytes, mode: int, cut: int) -> None:
     block = FRAME[tensor_delta.HEAD.size + 4 : -tensor_delta.SEAL]
     for data in (bytes([mode]) + garbage, block[:cut] + garbage, garbage + block[cut:]):
         check_forged(FRAME[: tensor_delta.HEAD.size] + struct.pack("<I", len(data)) + data)

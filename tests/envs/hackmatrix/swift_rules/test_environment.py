@@ -38,7 +38,7 @@ def test_a_move_shapes_and_takes_no_resources() -> None:
     assert (g.value("turn"), g.value("credits")) == (1, 0)
 
 
-def test_the_mask_of_moves() -> None:
+def test_a_move_is_legal_unless_an_edge_or_an_empty_block_is_in_the_way() -> None:
     """Case 2; a block beside the player is in the way unless an enemy stands on it, also a siphoned one."""
     assert World((0, 0)).legal() == {w.UP, w.RIGHT}
     assert World((5, 5), exit=0, door=0).legal() == {w.DOWN, w.LEFT}
@@ -143,7 +143,7 @@ def test_enemies_go_round_blocks_and_a_glitch_does_not() -> None:
     assert g.enemies()[0][1:3] == (3, 1)
 
 
-def test_preferences_among_equally_good_steps() -> None:
+def test_cryptogs_and_glitches_prefer_their_own_among_equally_good_steps() -> None:
     """A cryptog stays out of the player's row and column, a glitch goes over blocks."""
     g = World((1, 1), energy=1).own(w.WAIT).enemy(w.CRYPTOG, 2, 4)
     g.do(w.WAIT)
@@ -189,7 +189,7 @@ def test_who_appears_waits_a_turn() -> None:
     assert same(g.do(w.WAIT)) == -1.06
 
 
-def test_scheduled_transmissions() -> None:
+def test_scheduled_transmissions_come_at_the_stages_interval() -> None:
     """Case 27 [S]; the interval is the stage's own."""
     g = World((0, 0), energy=1, turn=11, interval=9).own(w.WAIT)
     g.do(w.WAIT)
@@ -312,7 +312,7 @@ def test_the_exit_is_left_at_once() -> None:
     assert not g.over.any()
 
 
-def test_warp_to_the_exit() -> None:
+def test_warp_leads_to_the_exit_and_ends_the_stage() -> None:
     """Case 24 [S]."""
     g = World((0, 0), credits=2, energy=2, turn=5).own(w.WARP).enemy(w.VIRUS, 5, 5)
     assert same(g.do(w.WARP)) == pytest.approx(-0.01 + 1 + 0.3 - 0.2 + 0.5)
@@ -391,7 +391,7 @@ def test_an_undo_over_a_stage_brings_its_exit_back(fixes: tuple[str, ...]) -> No
         assert g.value("stage") == 3
 
 
-def test_how_the_rules_are_chosen() -> None:
+def test_rules_and_fixes_are_chosen_by_name() -> None:
     assert isinstance(hackmatrix.make(8, rules="canonical"), Canonical)
     assert isinstance(registry.make("hackmatrix-canonical", boards=8), Canonical)
     with pytest.raises(ValueError, match="rules is 'swift'; there are jax, canonical"):
@@ -404,7 +404,7 @@ def test_how_the_rules_are_chosen() -> None:
 
 
 @pytest.mark.slow
-def test_push_and_pull() -> None:
+def test_push_and_pull_move_enemies_one_a_cell_whatever_blocks_are_there() -> None:
     """Case 19 [S]: no test of blocks, one enemy a cell, nobody on the player."""
     g = World((3, 3), blocks={(5, 3): BLOCK}, energy=2).own(w.PUSH).enemy(w.VIRUS, 4, 3).enemy(w.DAEMON, 4, 4)
     g.enemy(w.GLITCH, 0, 5).enemy(w.VIRUS, 3, 4)
@@ -733,7 +733,7 @@ def test_a_crowd_gets_a_sound_board_too() -> None:
     assert fell > 100
 
 
-def test_how_a_game_begins() -> None:
+def test_a_game_begins_in_a_corner_with_one_gift_and_one_transmission() -> None:
     begun = [starts(seed) for seed in range(20, 28)]
     state, seen = jax.tree.map(lambda *leaves: np.concatenate(leaves), *begun)
     at = 6 * state.row + state.col
@@ -764,7 +764,7 @@ def test_the_same_key_plays_the_same() -> None:
 # ------------------------------------------------------------------------------------------------------------ boards
 
 
-def test_boards_of_the_bank() -> None:
+def test_boards_of_the_bank_are_sound_and_have_the_rules_shares() -> None:
     own = drawn.draw_shelves(0, 2000)
     assert len(own.cell) == 2688
     per = len(own.cell) // 28
@@ -889,7 +889,7 @@ def test_the_observation_is_that_of_the_rules() -> None:
 
 
 @pytest.mark.slow  # all moves and lines of the rules are of such sets
-def test_sets_of_cells() -> None:
+def test_sets_of_cells_move_as_coordinates_do() -> None:
     """Moved sets against coordinates."""
 
     def sets(row: jax.Array, col: jax.Array) -> Any:
