@@ -159,8 +159,7 @@ def check(config: Any, spec: Spec, context: RunContext) -> None:
         try:
             return jax.eval_shape(function, *arguments)
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            raise ValueError(f"{name}: {part} can't be traced by JAX: {type(error).__name__}: {first_line}") from error
+            raise ValueError(user_modules.untraceable(f"{name}: {part}", error)) from error
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = traced("init", algorithm.init, key)

@@ -126,14 +126,9 @@ def _object(name: str, **given: Any) -> Any:
     except TypeError as error:
         if "argument" in str(error):
             raise ValueError(f"{name}: {error}; options are written behind the name: {path}?option=value") from error
-        raise ValueError(f"{name} can't be made: {_line(error)}") from error
+        raise ValueError(f"{name} can't be made: {user_modules.described(error)}") from error
     except Exception as error:
-        raise ValueError(f"{name} can't be made: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    """Kind of an error, the first line of what it says, and where the user's code raised it."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}{user_modules.place(error)}"
+        raise ValueError(f"{name} can't be made: {user_modules.described(error)}") from error
 
 
 def _has(object_: Any, names: tuple[str, ...]) -> bool:
@@ -158,7 +153,7 @@ def _kind(name: str, object_: Any) -> str:
         try:
             spec = object_.spec
         except Exception as error:
-            raise ValueError(f"{name}: its spec can't be read: {_line(error)}") from error
+            raise ValueError(f"{name}: its spec can't be read: {user_modules.described(error)}") from error
         raise ValueError(f"{name}: its spec is a {type(spec).__name__}; it must be a longhaul.types.Spec")
     raise ValueError(
         f"{name} is a {type(object_).__name__}, and no environment: it has neither {', '.join(OURS)} (Longhaul), "
@@ -314,7 +309,7 @@ def _trace(name: str, function: Any, *given: Any) -> Any:
     try:
         result = jax.eval_shape(function, *given)
     except Exception as error:
-        raise ValueError(f"{name} can't be traced by JAX: {_line(error)}") from error
+        raise ValueError(user_modules.untraceable(name, error)) from error
     if not isinstance(result, tuple) or len(result) != 2:
         returned = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
         pair = "(state, longhaul.types.transition(...))" if name.endswith("step") else "(state, observation)"

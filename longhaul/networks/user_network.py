@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from longhaul.networks.attention import Encoder
-from longhaul.runtime.user_modules import load
+from longhaul.runtime import user_modules
 from longhaul.types import Params, PyTree
 
 
@@ -25,7 +25,7 @@ def encoder(observation: PyTree, name: str, width: int) -> Encoder:
     """The encoder that the function "module:name" makes. Raises ValueError, one line, where it does not keep the form
     above."""
     try:
-        init, own_apply = load(name)(observation, width)
+        init, own_apply = user_modules.load(name)(observation, width)
     except ValueError as error:
         raise ValueError(f"--torso {name}: {error}") from error
     except TypeError as error:
@@ -52,8 +52,7 @@ def _check(name: str, observation: PyTree, init: Callable[..., Any], apply: Call
         params = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
         features = jax.eval_shape(apply, params, batch)
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"--torso {name} can't be traced by JAX: {type(error).__name__}: {line}") from error
+        raise ValueError(user_modules.untraceable(f"--torso {name}", error)) from error
     if (
         not isinstance(features, jax.ShapeDtypeStruct)
         or features.shape != (2, width)

@@ -69,6 +69,18 @@ def place(error: BaseException) -> str:
     return ""
 
 
+def described(error: BaseException) -> str:
+    """Kind of an error, the first line of what it says, and where the user's code raised it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}{place(error)}"
+
+
+def untraceable(what: str, error: BaseException) -> str:
+    """Text of an error in tracing `what`, with the remedy where it is JAX's own, about a value that is traced."""
+    is_jaxs = any(kind.__name__ == "JAXTypeError" for kind in type(error).__mro__)  # known without importing JAX
+    remedy = "; take functions of jax.numpy, not if, float() or NumPy's, for what depends on arrays" if is_jaxs else ""
+    return f"{what} can't be traced by JAX: {described(error)}{remedy}"
+
+
 NOT_OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(os.__file__) + os.sep)
 """Folders of this package and of Python's own library."""
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from longhaul.runtime import user_modules
@@ -72,3 +77,19 @@ def test_the_source_of_an_object_is_the_file_that_defines_it(tmp_path: Path, mon
     assert user_modules.change(found._asdict(), found) is None and user_modules.change(None, found) is None
     line = user_modules.change(found._asdict() | {"sha256": "0", "version": "2"}, found)
     assert line == "defining_module 2 -> 3 has changed since this run began; what follows may not repeat it"
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: 1 if x > 0 else 2, r"can't be traced by JAX: TracerBool.*; take functions of jax.numpy"),
+        (lambda x: float(x), r"can't be traced by JAX: Concret.*; take functions of jax.numpy"),
+        (lambda x: np.sin(x), r"can't be traced by JAX: TracerArray.*; take functions of jax.numpy"),
+        (lambda x: [][1], r"can't be traced by JAX: IndexError: .* \(test_user_modules.py, line \d+\)"),
+    ],
+)
+def test_the_remedy_of_what_cant_be_traced_is_that_of_jaxs_own_errors(function: Any, says: str) -> None:
+    with pytest.raises(Exception) as caught:
+        jax.eval_shape(function, jnp.float32(0.0))
+    told = user_modules.untraceable("step", caught.value)
+    assert re.fullmatch(f"step {says}(, not if.*)?", told), told
