@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def parsed(settings: str) -> dict[str, Any]:
         assert isinstance(call, ast.Call) and not call.args
         return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
-        raise ValueError(f"task settings are {settings!r}; they are written like min_terms=2,max_terms=3") from error
+        raise ValueError("they are written like min_terms=2,max_terms=3") from error
 
 
 def answer(text: str, form: str) -> str | None:
@@ -58,6 +59,12 @@ def library() -> Any:
 def dataset(name: str, settings: str) -> Any:
     """The library's dataset; each of its ITEMS is generated from its number."""
     return library().create_dataset(name, size=ITEMS, seed=0, **parsed(settings))
+
+
+def _settings_of(name: str) -> str:
+    """Names of a dataset's settings."""
+    own = inspect.signature(library().factory.DATASETS[name][1]).parameters
+    return ", ".join(each for each in own if each not in ("seed", "size"))
 
 
 def task(
@@ -88,7 +95,7 @@ def task(
         data = dataset(name, settings)
         data[0]
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{GYM}{name} with {settings or 'no settings'}: {error}; change --task-settings") from error
+        raise ValueError(f"--task-settings is {settings!r}: {error}; {name} has {_settings_of(name)}") from error
 
     def plain(number: int) -> tuple[str, dict[str, Any]]:
         entry = data[number]

@@ -105,9 +105,9 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         )  # fmt: skip
         check(config)
     except KeyError as error:
-        raise HubError(f"config.json has no {error.args[0]}; fetch the model again") from error
+        raise HubError(f"{error.args[0]} is missing; fetch the model again") from error
     except (TypeError, ValueError) as error:
-        raise HubError(f"config.json: {error}; fetch the model again, or choose another") from error
+        raise HubError(f"{error}; fetch the model again, or choose another") from error
     return config
 
 
@@ -118,6 +118,8 @@ def config(folder: Path | str) -> ModelConfig:
         model = config_of(bounded_json.read(path, MOST_JSON))
     except HubError as error:
         raise HubError(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        raise HubError(f"{path} is not there; give a folder with config.json and *.safetensors") from error
     except (OSError, ValueError) as error:
         raise HubError(f"{error}; give a folder with config.json and *.safetensors") from error
     for file in _files(path.parent):
@@ -411,7 +413,7 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
         tokenizer_file.check(path)
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
-        raise HubError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        raise HubError(str(error) if str(path) in str(error) else f"{path}: {error}; fetch it again") from error
     marked = Tokenizer.from_str(inner.to_str())
     inner.encode_special_tokens = True  # as text
     ends = _ends(Path(folder))
@@ -475,7 +477,7 @@ def _conversation(
 ) -> Conversation:
     source, names = _template(folder)
     if not isinstance(source, str):
-        raise HubError(f"{folder} has no chat template; leave --chat out")
+        raise HubError(f"{folder} has no chat template")
     apart = worker_pool.pool(1)
 
     def filled(turns: list[dict[str, str]]) -> str:
@@ -514,13 +516,16 @@ def _chat(
     special: Sequence[str],
 ) -> Callable[[str], list[int]]:
     """Function of a question to the numbers of a conversation that the model is to continue."""
-    whole = _conversation(folder, encode, with_marks, special)
     before = [{"role": "system", "content": system}] if system else []
 
     def ask(question: str) -> list[int]:
         return whole([*before, {"role": "user", "content": question}])
 
-    ask(HERE)  # so that a template without a place for the question is refused
+    try:
+        whole = _conversation(folder, encode, with_marks, special)
+        ask(HERE)  # so that a template without a place for the question is refused
+    except HubError as error:
+        raise HubError(f"{error}; leave --chat out, or put a template that works into tokenizer_config.json") from error
     return ask
 
 
@@ -548,8 +553,10 @@ def _ends(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         try:
             ends = bounded_json.read(folder / name, MOST_JSON).get("eos_token_id")
-        except (OSError, ValueError):
+        except FileNotFoundError:
             continue
+        except (OSError, ValueError) as error:
+            raise HubError(f"{error}; fetch it again") from error
         if ends is not None:
             numbers = tuple(ends) if isinstance(ends, list) else (ends,)
             if not all(type(each) is int for each in numbers):

@@ -373,7 +373,8 @@ def questions(
             raise ValueError(f"{path}: has {size:,} bytes; {MOST_FILE:,} are possible: give fewer questions")
         text = Path(path).read_text(encoding="utf-8-sig")  # Windows' programs begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; give a JSONL file") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"{path}: {reason}; give a JSONL file") from error
     for line_number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             question, answer = _question(line, f"{path}:{line_number}")
@@ -467,13 +468,17 @@ def checker(check: str) -> Callable[[Problem, str], float]:
 def guarded(
     reward: Callable[[Problem, str], float], name: str, report: Callable[[str], None]
 ) -> Callable[[Problem, str], float]:
-    """Reward function that is 0 where `reward`, a library's or the user's, raises; the first error is reported."""
+    """Reward function that is 0 where `reward`, a library's or the user's, raises or gives no finite number; the first
+    error is reported."""
     failed: list[str] = []
 
     def safe(problem: Problem, completion: str) -> float:
         try:
-            return reward(problem, completion)
-        except Exception as error:  # of any kind
+            value = reward(problem, completion)
+            if not math.isfinite(value):
+                raise ValueError(f"{value} is no finite number")
+            return value
+        except (Exception, SystemExit) as error:  # of any kind
             if not failed:
                 failed.append(completion)
                 report(f"the verifier of {name} raises {error!r} for {completion!r:.200}; such answers count as wrong")

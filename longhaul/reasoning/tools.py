@@ -120,6 +120,8 @@ def _load_tools(names: str) -> dict[str, Tool]:
     tools: dict[str, Tool] = {}
     for each in map(str.strip, names.split(",")):
         path = f"{__name__}:{CALCULATOR}" if each == CALCULATOR else each
+        if ":" not in path:
+            raise ValueError(f"{each!r} is no tool; give {CALCULATOR}, or package.module:function")
         if not callable(user_modules.load(path)):
             raise ValueError(f"{each} is no function; give {CALCULATOR}, or package.module:function")
         tools[path.rpartition(":")[2]] = Tool(path)

@@ -38,7 +38,7 @@ from longhaul.runtime.files import expanded
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import pages, sinks, tracking
-from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, members, publish, store
+from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, members, publish, reasoning_setup, store
 from longhaul.training import evaluate as evaluation
 from longhaul.training import runs as folder_runs
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
@@ -88,6 +88,8 @@ def begin(
             loop.prepare_devices(run.shown_devices, run.threads)
         named(task)  # an unknown or missing environment is reported before anything is made
     loop.prepare_devices(run.shown_devices, run.threads)
+    if isinstance(task, Reasoning):
+        reasoning_setup.check_task(run)
     if external.is_own(type(run.algorithm)):
         external.check(run.algorithm, spec(run), RunContext(updates=1, mean=identity))
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing expensive precedes the training's own check

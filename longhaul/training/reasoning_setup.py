@@ -100,6 +100,18 @@ def sampling(run: Run, group: int | None = None) -> Sampling:
     )  # fmt: skip
 
 
+def check_task(run: Run) -> None:
+    """Check of a resolved run's task before its folder is there. Raises RunError for an unreadable file, or a task or
+    verifier that there is not."""
+    task, _ = both(run)
+    try:
+        problem_sets.task(task)
+        if task.held_out_questions:
+            problem_sets.held_out_task(task)
+    except ValueError as error:
+        raise RunError(f"--task {task.task}: {error}") from error
+
+
 def bank(run: Run) -> Bank:
     """Problems of a resolved run in the device's format. Raises RunError if there are too few."""
     task, _ = both(run)

@@ -50,6 +50,8 @@ BAD = [
         "train reasoning-arithmetic --algorithm gspo",
         ["named 'gspo'; it is a loss of grpo: --loss gspo"],
     ),
+    ("train reasoning-questions --questions file.txt", ["file.txt:1: ", "each line is {"]),
+    ("train reasoning-questions --questions none.jsonl", ["none.jsonl: No such file or directory; give a JSONL file"]),
     ("train sft", ["longhaul train reasoning-questions --taught UPDATES"]),
     ("export cartpole --format onnx", ["export has no flag --format; the form is --to jax, onnx, "]),
     ("train cartpole lr=0.01", ["'lr=0.01' is one word too many; write --lr 0.01"]),

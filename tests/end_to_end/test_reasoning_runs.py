@@ -767,7 +767,9 @@ def test_a_models_folder_that_will_not_do_is_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(("name", "words"), [("calculate", "names no function"), ("json:load_all", "has no load_all")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("calculate", "is no tool; give calculator"), ("json:load_all", "has no load_all")]
+)
 def test_a_tool_that_is_not_there_is_one_line(name: str, words: str) -> None:
     with pytest.raises(RunError, match=f"--tools: .*{words}"):
         small(environment=Reasoning(task="reasoning-gym:chain_sum", tools=name), topology="actors")

@@ -51,18 +51,23 @@ def test_an_answer_is_read_in_its_format(form: str, text: str, found: str | None
     assert gym_tasks.answer(text, form) == found
 
 
-def test_a_verifier_that_raises_counts_as_wrong_and_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raised", "shown"), [(KeyError("entry"), "KeyError('entry')"), (SystemExit(3), "SystemExit(3)")]
+)
+def test_a_verifier_that_raises_counts_as_wrong_and_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, shown: str
+) -> None:
     data = gym_tasks.library().create_dataset("chain_sum", size=10, seed=0)
 
     def fails(answer: str, entry: object) -> float:
-        raise KeyError("entry")
+        raise raised
 
     monkeypatch.setattr(type(data), "score_answer", lambda self, answer, entry: fails(answer, entry))
     lines: list[str] = []
     made = sums(report=lines.append)
     problem = tasks.problems(made, np.random.default_rng(0), 1)[0]
     assert [made.reward(problem, text) for text in ("1", "2")] == [0.0, 0.0]
-    assert lines == ["the verifier of chain_sum raises KeyError('entry') for '1'; such answers count as wrong"]
+    assert lines == [f"the verifier of chain_sum raises {shown} for '1'; such answers count as wrong"]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +75,8 @@ def test_a_verifier_that_raises_counts_as_wrong_and_is_reported_once(monkeypatch
     [
         ("chain_sums", "", "has no 'chain_sums'; did you mean chain_sum"),
         ("chain_sum", "min_terms", "written like min_terms=2"),
-        ("chain_sum", "min_terms=0", "min_terms=0: "),
-        ("chain_sum", "least=1", "least=1: "),
+        ("chain_sum", "min_terms=0", "--task-settings is 'min_terms=0': .*; chain_sum has min_terms, max_terms"),
+        ("chain_sum", "least=1", "--task-settings is 'least=1': .*; chain_sum has min_terms, max_terms"),
     ],
 )
 def test_unknown_tasks_and_settings_are_one_line(name: str, settings: str, words: str) -> None:

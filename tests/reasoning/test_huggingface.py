@@ -43,7 +43,7 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path, dtype: str, shard_bytes: 
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
         ({"num_key_value_heads": 3}, "kv_heads is 3; it must divide heads, 4"),
-        ({"hidden_size": 32}, "config.json asks for"),
+        ({"hidden_size": 32}, "config.json asks for .*; fetch the model again"),
         ({"num_hidden_layers": 4}, "11 arrays are missing, model.layers.3"),
         ({"num_hidden_layers": 2}, "has no place"),
     ],
@@ -69,6 +69,7 @@ def test_unsupported_models_and_damaged_files_are_named(tmp_path: Path, change: 
         ("config.json", {"num_attention_heads": 0}, "config.json: "),
         ("config.json", {"vocab_size": 1e30}, "config.json: "),
         ("config.json", {"hidden_size": None}, "config.json: "),
+        ("config.json", '{"model_type": "qwen3"}', "config.json: num_attention_heads is missing; fetch the model again"),
         ("config.json", {"rope_scaling": 3}, "config.json: "),
         ("config.json", {"rope_theta": [1]}, "config.json: "),
         ("config.json", {"model_type": ["qwen3"]}, r"model_type is \['qwen3'\]"),
@@ -76,7 +77,7 @@ def test_unsupported_models_and_damaged_files_are_named(tmp_path: Path, change: 
         ("model.safetensors.index.json", '{"weight_map": []}', "weight_map is not a file's name for each array"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "../b"}}', "weight_map is not a file's name for each"),
         ("model.safetensors.index.json", "[" * 100_000, "it is no usable JSON: "),
-        ("model.safetensors", "no such file", "model.safetensors: "),
+        ("model.safetensors", "no such file", "model.safetensors: .*; fetch it again"),
     ],
 )
 def test_a_bad_folder_is_refused_by_one_line(tmp_path: Path, name: str, content: Any, words: str) -> None:
@@ -119,6 +120,21 @@ def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
         huggingface.tokeniser(tmp_path)
 
 
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(huggingface.HubError, match=r"config\.json is not there; give a folder with config\.json"):
+        huggingface.config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_damaged_tokeniser_is_to_be_fetched_again(tmp_path: Path, name: str) -> None:
+    """Of generation_config.json too: without it a text would end with other tokens, silently."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    small_chat.write(tmp_path)
+    (tmp_path / name).write_text("{}" if name == "tokenizer.json" else "{")
+    with pytest.raises(huggingface.HubError, match=f"{name}.*; fetch it again$"):
+        huggingface.tokeniser(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------------- chats
 
 
@@ -152,6 +168,7 @@ def test_a_template_that_will_not_do_is_one_line(tmp_path: Path, template: str |
     with pytest.raises(huggingface.HubError, match=words) as caught:
         huggingface.tokeniser(tmp_path, chat=True)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("leave --chat out, or put a template that works into tokenizer_config.json")
 
 
 def test_a_template_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:

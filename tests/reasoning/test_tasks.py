@@ -222,6 +222,14 @@ def one(completions: list[str]) -> list[float]:
     return [0.0 for _ in completions]
 
 
+def test_a_verifier_that_gives_no_finite_number_counts_as_wrong() -> None:
+    lines: list[str] = []
+    reward = tasks.guarded(lambda problem, completion: float(completion), "mine", lines.append)
+    assert [reward(Problem("what?", "1"), text) for text in ("0.5", "nan", "inf", "x")] == [0.5, 0.0, 0.0, 0.0]
+    reason = "the verifier of mine raises ValueError('nan is no finite number') for 'nan'; such answers count as wrong"
+    assert lines == [reason]
+
+
 def test_a_checker_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `longhaul train` is started: by a script of another folder."""
     (tmp_path / "verifier_of_a_test.py").write_text("def score(problem, completion):\n    return 0.5\n")

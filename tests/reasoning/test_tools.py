@@ -78,7 +78,7 @@ def test_a_malformed_call_is_answered(text: str) -> None:
 def test_a_tool_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="has no unrule"):
         tools.replies(f"{__name__}:unrule")
-    with pytest.raises(ValueError, match="'calculate' names no function"):
+    with pytest.raises(ValueError, match="'calculate' is no tool; give calculator, or package"):
         tools.replies("calculate")
 
 
