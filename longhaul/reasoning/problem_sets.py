@@ -7,7 +7,9 @@ file.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +58,7 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
     if config.task.startswith(GYM):
         loaded = gym_tasks.task(
             config.task.removeprefix(GYM), config.task_settings, template=plain(config.template),
-            form=config.answer_format, shots=config.shots, report=_report,
+            form=config.answer_format, shots=config.shots, report=_reporter(config.task),
         )  # fmt: skip
         return tools.without_calls(loaded) if config.tools else loaded
     return MADE[config.task](fewest or config.fewest, config.most)
@@ -65,12 +67,26 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
 def _read(config: Reasoning, path: str) -> Task:
     if not path:
         raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
-    loaded = tasks.questions(path, check=config.check, template=plain(config.template), report=_report)
+    loaded = tasks.questions(path, check=config.check, template=plain(config.template), report=_reporter(config.check))
     return tools.without_calls(loaded) if config.tools else loaded
 
 
-def _report(line: str) -> None:
-    print(line, file=sys.stderr)
+@functools.cache
+def _reporter(verifier: str) -> Callable[[str], None]:
+    """Function that prints its first line: the first error of a verifier, in training and evaluation together."""
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        if not lines:
+            print(line, file=sys.stderr)
+        lines.append(line)
+
+    return report
+
+
+def report_again() -> None:
+    """Beginning of a run, which prints a verifier's first error whatever runs before it in this process printed."""
+    _reporter.cache_clear()
 
 
 def plain(text: str) -> str:

@@ -116,6 +116,7 @@ def bank(run: Run) -> Bank:
     """Problems of a resolved run in the device's format. Raises RunError if there are too few."""
     task, _ = both(run)
     assert run.evaluation_episodes is not None
+    problem_sets.report_again()
     try:
         return problem_sets.training(
             task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps, tokeniser=tokeniser(run)
