@@ -234,14 +234,16 @@ def _with_known_shapes(run: Run) -> Run | None:
     from longhaul.config.resolve import computing_as
     from longhaul.diagnostics import memory_plan
     from longhaul.reasoning import huggingface
-    from longhaul.runtime import bounded_json
 
     config = run.algorithm
     if not isinstance(config, GRPOConfig) or not config.model_folder:
         return None
     folder, shapes = Path(config.model_folder), memory_plan.SHAPES.get(config.model_folder.lower())
     if shapes is None and (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
-        shapes = huggingface.config_of(bounded_json.read(folder / "config.json", huggingface.MOST_JSON))
+        try:
+            shapes = huggingface.architecture(folder / "config.json")
+        except huggingface.HubError as error:
+            raise RunError(f"--model-folder: {error}") from error
     if shapes is None:
         return None
     return dataclasses.replace(run, algorithm=dataclasses.replace(config, model=computing_as(shapes, config.model)))

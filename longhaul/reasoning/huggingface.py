@@ -111,17 +111,22 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def config(folder: Path | str) -> ModelConfig:
-    """Architecture in a folder's config.json. Raises HubError where there is none, or for an unsupported one."""
-    path = Path(folder) / "config.json"
+def architecture(path: Path) -> ModelConfig:
+    """Architecture in a config.json, whatever lies beside it. Raises HubError, with the path."""
     try:
-        model = config_of(bounded_json.read(path, MOST_JSON))
+        return config_of(bounded_json.read(path, MOST_JSON))
     except HubError as error:
         raise HubError(f"{path}: {error}") from error
     except FileNotFoundError as error:
         raise HubError(f"{path} is not there; give a folder with config.json and *.safetensors") from error
     except (OSError, ValueError) as error:
         raise HubError(f"{error}; give a folder with config.json and *.safetensors") from error
+
+
+def config(folder: Path | str) -> ModelConfig:
+    """Architecture of a folder's model. Raises HubError where a file is not there, or for an unsupported model."""
+    path = Path(folder) / "config.json"
+    model = architecture(path)
     for file in _files(path.parent):
         if not (path.parent / file).is_file():
             raise HubError(f"{path.parent / file} is not there; give a folder with config.json and *.safetensors")

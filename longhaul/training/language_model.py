@@ -75,7 +75,8 @@ def of_files(folder: Path) -> Opened:
 
 def is_model_folder(path: Path) -> bool:
     """True for the folder of a language model in Hugging Face's files."""
-    return (path / "config.json").is_file() and not (path / "run.json").is_file()
+    one = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
+    return one and not (path / "run.json").is_file()
 
 
 def _chat(folder: str) -> Conversation | None:

@@ -52,6 +52,10 @@ BAD = [
     ),
     ("train reasoning-questions --questions file.txt", ["file.txt:1: ", "each line is {"]),
     ("train reasoning-questions --questions none.jsonl", ["none.jsonl: No such file or directory; give a JSONL file"]),
+    (
+        "train reasoning-smollm --dry-run --model-folder mamba",
+        ["--model-folder: mamba/config.json: model_type is 'mamba'; it must be one of llama, qwen2, qwen3"],
+    ),
     ("train sft", ["longhaul train reasoning-questions --taught UPDATES"]),
     ("export cartpole --format onnx", ["export has no flag --format; the form is --to jax, onnx, "]),
     ("train cartpole lr=0.01", ["'lr=0.01' is one word too many; write --lr 0.01"]),
@@ -142,6 +146,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("template")
     (folder / "empty").mkdir()
     (folder / "file.txt").write_text("not a log\n")
+    (folder / "mamba").mkdir()
+    (folder / "mamba/config.json").write_text('{"model_type": "mamba"}')
     for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}'), ("cartpole", "")):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "run.json").write_text(text)

@@ -147,6 +147,9 @@ def test_a_folder_that_lacks_a_file_is_one_line(model: LanguageModel, tmp_path: 
     (out / "tokenizer.json").unlink()
     with pytest.raises(RunError, match=r"tokenizer.json is not there; give the folder of a model"):
         longhaul.language_model(out)
+    (out / "config.json").unlink()
+    with pytest.raises(RunError, match=r"config.json is not there; give a folder with config.json and"):
+        longhaul.language_model(out)
 
 
 def test_closed_it_holds_no_engine_and_writes_on(model: LanguageModel) -> None:
