@@ -534,7 +534,7 @@ def reasoning_smollm() -> Run:
     """SmolLM2-135M-Instruct on sums of reasoning-gym by DAPO and LoRA: first `longhaul fetch smollm2-135m`.
 
     The prompt has two solved examples, so that the answer's format is known and a completion has few tokens. Measured,
-    seeds 0 and 1: pass@1 on 64 problems held out from 0.383 to 0.738 and from 0.406 to 0.719. Curves, and those of
+    seeds 0 and 1: pass@1 on 64 problems held out from 0.379 to 0.742 and from 0.406 to 0.719. Curves, and those of
     products with the same settings: benchmarks/results/reasoning-smollm.json.
     """
     return Run(
