@@ -221,21 +221,35 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
     if not isinstance(run.environment, Driving):
         raise FlagError(f"--cross-play is for driving, and run {folder.name} is {named_task(run)}; leave it out")
     conditioned = run.environment.simulator.conditioning
+    egos, partners = _cast(folder, parsed, acting, conditioned)
+    sought = "adversary" in parsed["cross-play"]
+    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"] or 0)
+    drives = drives.named(parsed["scenario"])._replace(share=(process_group.index(), process_group.count()))
+    play = cross_play.arena(drives)
+    if sought:
+        partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"] or 0))
+    cells = cross_play.matrix(play, egos, partners)
+    if process_group.index() == 0:
+        found = cross_play.conditioning_of(partners[-1], conditioned) if sought else None
+        _write_cross_play(folder, parsed, {"run": folder.name, "cells": cells, "adversary": found})
+    return 0
+
+
+def _cast(
+    folder: Path, parsed: dict[str, Any], acting: Any, conditioned: bool
+) -> tuple[dict[str, Any], list[cross_play.Partner]]:
+    """Policies of egos by name, and the partners that --cross-play names but the adversary, which is sought later."""
     egos, partners = {folder.name: acting}, [cross_play.Partner("self")]
-    sought = False
     for word in dict.fromkeys(parsed["cross-play"]):
+        if word == "adversary":
+            continue
         if word in cross_play.RULES:
             partners.append(cross_play.RULES[word])
         elif word in ("hurried", "slow"):
             partners.append(cross_play.styled(word, conditioned))
-        elif word == "adversary":
-            sought = True
         elif word == "untrained":
-            partners.append(
-                cross_play.Partner(
-                    word, policy=restore_policy(folder, parsed["member"], parsed["step"])[2], checked=False
-                )
-            )
+            untrained = restore_policy(folder, parsed["member"], parsed["step"])[2]
+            partners.append(cross_play.Partner(word, policy=untrained, checked=False))
         else:
             name, _, step = word.partition("@")
             if step and not step.isdecimal():
@@ -245,24 +259,16 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
             partners.append(cross_play.Partner(word, policy=params))
             if not step:
                 egos[word] = params
-    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], "self", parsed["seed"] or 0)
-    drives = drives.named(parsed["scenario"])._replace(share=(process_group.index(), process_group.count()))
-    play = cross_play.arena(drives)
-    if sought:
-        partners.append(cross_play.adversary(play, acting, conditioned, seed=parsed["seed"] or 0))
-    cells = cross_play.matrix(play, egos, partners)
-    if process_group.index() > 0:
-        return 0
-    report = {
-        "run": folder.name,
-        "cells": cells,
-        "adversary": cross_play.conditioning_of(partners[-1], conditioned) if sought else None,
-    }
+    return egos, partners
+
+
+def _write_cross_play(folder: Path, parsed: dict[str, Any], report: dict[str, Any]) -> None:
+    """The matrix as a table, as JSON, and in the run's folder and report."""
     if parsed["json"] != "-":
         rows = [
             [cell["ego"], cell["partner"], *(tables.number(cell["mean"].get(name)) for name in cross_play.METRICS),
              *(tables.number(value) for value in cell["interval"].get("accuracy", (None, None))), str(cell["episodes"])]
-            for cell in cells
+            for cell in report["cells"]
         ]  # fmt: skip
         tables.table(["ego", "partners", *cross_play.METRICS, "2.5 %", "97.5 %", "episodes"], rows)
     if parsed["json"] is not None:
@@ -270,7 +276,6 @@ def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> 
     if not hub.is_address(parsed["RUN"]):
         tables.write_json(str(folder / run_report.CROSS_PLAY), report)
         run_report.draw_cross_play(folder)
-    return 0
 
 
 def checked(run: Run, name: str, value: bool | None, folder: Path) -> Run:

@@ -39,7 +39,7 @@ EXCUSED = {
     r"^(serve|board) ": "a server, which goes on: tests/cli/test_serve.py, tests/cli/test_board.py",
     r"^plan ": "minutes of measurement: tests/diagnostics/test_compute_plan.py",
     r"--cross-play": "other runs, minutes of driving: tests/training/test_cross_play.py",
-    r"\bLOGS\b|--data L\b|pretrained \.\.\.|RECIPE|PATH\.\.\.$|--config runs/first": "a form, not a command",
+    r"\bLOGS\b|--data L\b|RECIPE|PATH\.\.\.$|--config runs/first": "a form, not a command",
     r"--bank|--recorded|--scenario ID": "data that the page's other commands do not make: tests/training/test_data.py",
 }
 """Commands that are not run -> why, and what tests them."""

@@ -13,6 +13,8 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.run_context import RunContext
+from longhaul.cli import evaluate
+from longhaul.cli.flags import FlagError
 from longhaul.config import recipes, resolve
 from longhaul.config.run import Driving, Run
 from longhaul.driving.sim import traffic
@@ -136,3 +138,22 @@ def test_the_matrix_is_drawn_in_the_report_and_drawn_again(tmp_path: Path) -> No
     again = (tmp_path / "report.html").read_text()
     assert again.count("0.500<br><small>") == 3 and "0.750<br><small>" not in again
     assert again.count("Cross-play</h2>") == 1 and again.endswith(first[-20:])
+
+
+def test_words_of_the_command_are_partners_and_other_runs_are_egos_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adversary is sought later; a word that is given twice counts once."""
+    monkeypatch.setattr(evaluate, "folder_of", lambda parsed, usage, on_hub: Path(parsed["RUN"]))
+    monkeypatch.setattr(
+        evaluate,
+        "restore_policy",
+        lambda folder, member, step: (None, {folder.name: np.zeros(2)}, {"new": np.zeros(2)}),
+    )
+    monkeypatch.setattr(cross_play, "fitting", lambda word, params, like: params)
+    words = {"cross-play": ["idm", "slow", "other", "other@7", "adversary", "untrained", "idm"]}
+    egos, partners = evaluate._cast(Path("mine"), words | {"member": None, "step": None}, "acting", False)
+    assert egos.keys() == {"mine", "other"} and egos["mine"] == "acting"
+    assert [each.name for each in partners] == ["self", "idm", "slow", "other", "other@7", "untrained"]
+    assert [each.name for each in partners if not each.checked] == ["untrained"]
+    assert partners[3].policy is egos["other"] and partners[5].policy.keys() == {"new"}
+    with pytest.raises(FlagError, match="--cross-play is other@last; behind the @ stands the number"):
+        evaluate._cast(Path("mine"), words | {"cross-play": ["other@last"]}, "acting", False)
