@@ -1,14 +1,17 @@
 """Evasion of those who do not react: who they are believed to be, and plans that keep out of their way.
 
 The safety check (`safety`) leaves it to those who follow to keep their distance, and waits where others pass. With a
-driver who is asleep, both end in a collision. Two kinds of driving say that nobody is in control: a velocity that is
-kept exactly although it is time to brake, and hard pushing although it is time to brake. Who reacts does neither, so
-evasion costs nothing beside others: a driver who sees the agent brakes, steers, or at least wavers.
+driver who is asleep, both end in a collision. Three kinds of driving say that nobody is in control: a velocity that is
+kept exactly although it is time to brake; hard pushing although it is time to brake; and, of a vehicle, pushing or
+swerving that is harder than that of who reacts, and always alike. A vehicle that once drove so is wild: it is never
+trusted again. Who reacts does none of them, so evasion costs nothing beside others: a driver who sees the agent brakes,
+steers, or at least wavers. Nor does a vehicle that was measured: its velocities are noisy.
 
 Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, the
 best of a few plans is driven instead: an acceleration and an offset from the route, rolled forward as the vehicle would
 drive them, and chosen anew in each step. Plans keep clear of everybody, of the road's edge and of red lights. Those
-who do not react are taken to go on as they do now; the others as the check takes them.
+who do not react are taken to go on as they do now; the others as the check takes them. Nobody knows what a wild
+vehicle will do: each plan is held against several of its futures, and the plan of the least risk is driven.
 
 Few agents evade, so plans are made in a loop over those who need one (`only_where`).
 """
@@ -24,9 +27,9 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from longhaul.driving.datasets.log import PEDESTRIAN
+from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import RED
-from longhaul.driving.sim.dynamics import Drive, arc, steerable, travel
+from longhaul.driving.sim.dynamics import MAX_CURVATURE, Drive, arc, steerable, travel
 from longhaul.driving.sim.features import Features, time_to_contact
 from longhaul.driving.sim.geometry import FREE, clearance, corners, into, nearest, out_of, pick
 from longhaul.driving.sim.observation import RANGE, nearness
@@ -37,6 +40,7 @@ from longhaul.driving.sim.safety import (
     SOFT,
     SWEPT,
     Boxes,
+    Others,
     View,
     gaps,
     on_route,
@@ -53,14 +57,19 @@ SOON = 2.0
 """s to a contact from which on it counts. Until then bends of the ways may keep two apart."""
 
 EXACT = 0.05
-"""m/s^2 of change, along and across, up to which a velocity is kept. Drivers waver by more. Measured velocities do,
-too: with sensors less exact than this nobody is believed to be asleep."""
+"""m/s^2, along and across, by which a velocity that is kept changes at most, and by which an acceleration does from one
+step to the next. Drivers waver by more. Measured velocities do, too: with sensors less exact than this nobody is
+believed to be asleep, or wild."""
 
 PUSHED, PUSHES_ON = 0.5, 0.2
 """m/s^2 of braking that is due, and s of pushing until then."""
 
 PUSHING = 2.5
 """m/s^2 from which somebody pushes hard: more than passengers like, and more than copies and reactive vehicles do."""
+
+SWERVING, WILD = 4.8, 0.3
+"""m/s^2 across from which a vehicle swerves: more than the check ever steers (`safety.LATERAL`); and s for which one
+that swerves, or pushes hard, does exactly the same before it is wild."""
 
 MOVES = 0.5
 """m/s: who is slower stands."""
@@ -75,38 +84,44 @@ class Habits(NamedTuple):
     vx: jax.Array  # m/s
     vy: jax.Array
     push: jax.Array  # m/s^2, along
-    bend: jax.Array  # 1/m
+    turn: jax.Array  # m/s^2, across
     kept: jax.Array  # s for which the velocity was kept
     pushed: jax.Array  # s of pushing
+    harsh: jax.Array  # s for which an acceleration was kept that is harder than those of who reacts
+    wild: jax.Array  # bool: harsh for WILD, at any time
     blind: jax.Array  # bool: believed not to react
 
 
 def begin(here: Scene) -> Habits:
     """Habits before anything is known."""
-    zeros = jnp.zeros_like(here.vx)
-    return Habits(here.vx, here.vy, zeros, zeros, zeros, zeros, jnp.zeros_like(here.present))
+    zeros, never = jnp.zeros_like(here.vx), jnp.zeros_like(here.present)
+    return Habits(here.vx, here.vy, zeros, zeros, zeros, zeros, zeros, never, never)
 
 
 def watch(
-    habits: Habits, here: Scene, features: Features, speed: jax.Array, counts: jax.Array, dt: jax.Array
-) -> Habits:
+    habits: Habits, here: Scene, features: Features, speed: jax.Array, counts: jax.Array, excused: jax.Array,
+    dt: jax.Array,
+) -> Habits:  # fmt: skip
     """Habits after a step of `dt` seconds that led to `here`. `features` and `speed` are those of the agents [A];
-    others should brake for those who `counts`."""
+    others should brake for those who `counts`. Who is `excused` [N] is not harsh: agents that evade, as their warning
+    lights tell."""
     push, turn = into((here.vx - habits.vx) / dt, (here.vy - habits.vy) / dt, here.cos, here.sin)
-    square = jnp.square(here.vx) + jnp.square(here.vy)
-    moves = here.present & (square > MOVES * MOVES)
+    moves = here.present & (jnp.square(here.vx) + jnp.square(here.vy) > MOVES * MOVES)
     change = jnp.square(push) + jnp.square(turn)
     sane = moves & (change < JUMP * JUMP)
+    same = jnp.square(push - habits.push) + jnp.square(turn - habits.turn) < EXACT * EXACT
     kept = jnp.where(moves & (change < EXACT * EXACT), habits.kept + dt, 0.0)
     pushed = jnp.where(sane & (push > PUSHING), habits.pushed + dt, 0.0)
+    harsh = sane & (here.kind == VEHICLE) & ~excused & ((push > PUSHING) | (jnp.abs(turn) > SWERVING))
+    harsh = jnp.where(harsh, jnp.where(same, habits.harsh, 0.0) + dt, 0.0)
+    asleep, hasty, wild = kept > KEPT - 1e-3, pushed > PUSHES_ON - 1e-3, habits.wild | (harsh > WILD - 1e-3)
     due, when = jax.vmap(demand)(features, speed)
     due = jnp.where(counts[:, None], due, 0.0)
-    asleep, hasty = kept > KEPT - 1e-3, pushed > PUSHES_ON - 1e-3
     called = asleep & jnp.any((due > ASLEEP) & (when < SOON), axis=0)
     called = called | (hasty & jnp.any(due > PUSHED, axis=0))
-    blind = (asleep | hasty) & (habits.blind | called)
+    blind = wild | ((asleep | hasty) & (habits.blind | called))
     sane = sane.astype(jnp.float32)
-    return Habits(here.vx, here.vy, sane * push, sane * turn / jnp.maximum(square, 1.0), kept, pushed, blind)
+    return Habits(here.vx, here.vy, sane * push, sane * turn, kept, pushed, harsh, wild, blind)
 
 
 def demand(features: Features, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -161,6 +176,42 @@ LEAVING, NEAR = 2.0, 3.0
 and so does a difference of 2 m/s^2 to the check's command."""
 
 
+NOW = np.nan
+"""In FUTURES: as it is now."""
+
+FUTURES = np.array(
+    [
+        (9.0, NOW, NOW, 0.0),
+        (0.5, NOW, 0.0, 0.0),
+        (0.0, 4.0, 0.0, 0.0),
+        (0.0, -6.0, 0.0, 0.0),
+        (0.0, NOW, 3.0, 1.0),
+        (0.0, NOW, -3.0, 1.0),
+        (0.0, NOW, 6.0, 1.0),
+        (0.0, NOW, -6.0, 1.0),
+        (0.0, 1.2, NOW, 0.5),
+        (0.0, -3.0, NOW, 0.5),
+        (0.5, NOW, 4.0, 1.0),
+        (0.5, NOW, -4.0, 1.0),
+    ],
+    np.float32,
+)
+"""Futures of a wild vehicle, [F, 4]: s for which it goes on as now; then its push, m/s^2; its acceleration across, and
+s for which that lasts before it goes straight on."""
+
+CHANCES = np.array([0.25, 0.2] + [0.055] * 10, np.float32)
+"""Chance of each of FUTURES."""
+
+STRANGE, ROOM_STRANGE = 6, 0.2
+"""Wild vehicles that are looked at, and m to be kept of them."""
+
+FADES, RISK = 1.5, 300.0
+"""s by which a contact must come later to count e times less, and cost of one at once."""
+
+NOTICED, SAFER = 0.05, 0.03
+"""Risk from which on an agent evades, and by how much a plan must lower it."""
+
+
 class Ways(NamedTuple):
     """Plans as the vehicle drives them, [P, T]."""
 
@@ -175,7 +226,8 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     """(`drive`, to which the check's command leads, or the first step of the plan that evades those who are believed
     not to react; bool: it evades)."""
     features = view.features
-    view, blind, behind = around(view, habits.blind)
+    strange = wildest(view, habits.wild)
+    view, blind, behind = around(view, habits.blind, habits.wild)
     there = view.others[1]
     count = len(PLANS[0])
     ways, curvature = roll(view, drive)
@@ -190,7 +242,8 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     gap = gaps((x, y, cos, sin), own, boxes)  # [P, T, K]
     least = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
     met, missing = gap < least[None, None], blind[None, None]
-    unharmed = jnp.max(seconds(jnp.any(met & missing, axis=-1))[count:])
+    unharmed = seconds(jnp.any(met & missing, axis=-1))[count:]
+    risk = risks(view, habits, strange, (x, y, cos, sin), own)
     push, side = (jnp.asarray(values) for values in PLANS)
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
@@ -199,7 +252,12 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     cost = 0.5 * jnp.abs(push - drive.acceleration) + jnp.abs(side) + LEAVING * leaves
     cost = cost + NEAR * jnp.clip(1.0 - room, 0.0, 1.0)
     best = jnp.argmax(jnp.where(free >= HORIZON, -cost, -1e3 + 10.0 * free - 0.1 * cost))
-    evades = (unharmed < HORIZON) & (free[best] > unharmed + BETTER)
+    longest = jnp.max(unharmed)
+    evades = (longest < HORIZON) & (free[best] > longest + BETTER)
+    least, most = jnp.min(harm(unharmed) + risk[count:]), harm(free) + risk[:count]
+    safest, unsure = jnp.argmin(RISK * most + cost), jnp.any(strange[1])
+    best = jnp.where(unsure, safest, best)
+    evades = jnp.where(unsure, (least > NOTICED) & (most[safest] < least - SAFER), evades)
     evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
     return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
 
@@ -210,12 +268,17 @@ def seconds(hit: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(hit, jnp.broadcast_to(times, hit.shape), np.float32(HORIZON)), axis=-1)
 
 
-def around(view: View, blind: jax.Array) -> tuple[View, jax.Array, jax.Array]:
-    """The view of the nearest others on all sides, those who are `blind` first; who of them is, and who follows, bool
-    [K]."""
+def harm(time: jax.Array) -> jax.Array:
+    """Risk of a contact after `time` seconds."""
+    return jnp.where(time >= HORIZON, 0.0, jnp.exp(-time / FADES))
+
+
+def around(view: View, blind: jax.Array, wild: jax.Array) -> tuple[View, jax.Array, jax.Array]:
+    """The view of the nearest others on all sides but those who are `wild`, those who are `blind` first; who of them
+    is, and who follows, bool [K]."""
     features, others = view.features, view.features.others
     now, then = nearness(others)
-    counts = features.seen & (now < RANGE)
+    counts = features.seen & (now < RANGE) & ~wild
     rank = jnp.where(blind, 0.0, jnp.minimum(now + then, features.blocks))
     chosen = nearest(jnp.where(counts, rank, FREE), LOOKED)
     length, width = others.half
@@ -225,14 +288,61 @@ def around(view: View, blind: jax.Array) -> tuple[View, jax.Array, jax.Array]:
     return view._replace(others=(chosen, there)), pick(blind, chosen) & there, pick(behind, chosen)
 
 
+def wildest(view: View, wild: jax.Array) -> Others:
+    """The nearest STRANGE of those who are `wild`, now and at their closest approach."""
+    now, then = nearness(view.features.others)
+    counts = view.features.seen & (now < RANGE) & wild
+    chosen = nearest(jnp.where(counts, now + then, FREE), STRANGE)
+    return chosen, pick(counts, chosen)
+
+
+def risks(view: View, habits: Habits, strange: Others, pose: tuple[jax.Array, ...], own: tuple[Any, Any]) -> jax.Array:
+    """Risk [P] of contacts with those who are `strange` on each of P ways, of `pose` [P, T, 1] and half sizes `own`."""
+    chosen, there = strange
+    gap = gaps(pose, own, futures(view, habits, chosen))  # [P, T, F * K]
+    near = jnp.minimum(ROOM_STRANGE, 0.7 * pick(view.features.separation, chosen))
+    near, there = (jnp.tile(value, len(FUTURES))[None, None] for value in (near, there))
+    met = (gap < near) & there
+    when = seconds(jnp.moveaxis(met, 1, -1)).reshape(-1, len(FUTURES), STRANGE)
+    return jnp.sum(harm(when) * CHANCES[None, :, None], axis=(1, 2))
+
+
+def futures(view: View, habits: Habits, chosen: jax.Array) -> Boxes:
+    """Boxes [T, F * K] of the objects `chosen` [K] at each STEP, in each of FUTURES."""
+    here, steps = view.here, round(HORIZON / STEP)
+    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.turn)
+    x, y, heading, vx, vy, push, turn = (pick(value, chosen)[None, None] for value in known)
+    begun = (np.arange(steps, dtype=np.float32) * np.float32(STEP))[:, None, None]
+    until, pushes, turns, lasts = (row[None, :, None] for row in FUTURES.T)
+    push = jnp.where((begun < until) | np.isnan(pushes), push, np.nan_to_num(pushes))
+    then = jnp.where(begun < until + lasts, jnp.where(np.isnan(turns), turn, np.nan_to_num(turns)), 0.0)
+    turn = jnp.where(begun < until, turn, then)  # [T, F, K]
+    speed = jnp.hypot(vx, vy)
+    after = jnp.maximum(speed + STEP * jnp.cumsum(jnp.broadcast_to(push, turn.shape), axis=0), 0.0)
+    before = jnp.concatenate([jnp.broadcast_to(speed, after[:1].shape), after[:-1]])
+    way = 0.5 * STEP * (before + after)
+    bent = way * jnp.clip(turn / jnp.maximum(jnp.square(before), 1.0), -MAX_CURVATURE, MAX_CURVATURE)
+    turned = jnp.clip(jnp.cumsum(bent, axis=0), -1.5, 1.5)
+    along = jnp.where(speed > MOVES, jnp.arctan2(vy, vx), heading) + turned - 0.5 * bent
+    x, y = x + jnp.cumsum(way * jnp.cos(along), axis=0), y + jnp.cumsum(way * jnp.sin(along), axis=0)
+    x, y, cos, sin = (
+        value.reshape(steps, -1) for value in (x, y, jnp.cos(heading + turned), jnp.sin(heading + turned))
+    )
+    half = tuple(jnp.tile(pick(value, chosen), len(FUTURES)) for value in (here.half_length, here.half_width))
+    nothing = jnp.zeros_like(half[0])
+    return Boxes(x, y, cos, sin, (half[0], half[1]), nothing, nothing)
+
+
 def unchanged(view: View, habits: Habits, boxes: Boxes, blind: jax.Array) -> Boxes:
     """`boxes` at each STEP, but those who are `blind` [K] keep their acceleration and curvature, whatever the road
     does."""
     chosen, here = view.others[0], view.here
     time = jnp.asarray(np.float32(STEP) * np.arange(1, boxes.x.shape[0] + 1, dtype=np.float32))[:, None]
-    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.bend)
-    x, y, heading, vx, vy, push, bend = (pick(value, chosen)[None] for value in known)
-    way, _ = travel(jnp.hypot(vx, vy), push, time)
+    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.turn)
+    x, y, heading, vx, vy, push, turn = (pick(value, chosen)[None] for value in known)
+    speed = jnp.hypot(vx, vy)
+    way, _ = travel(speed, push, time)
+    bend = turn / jnp.maximum(jnp.square(speed), 1.0)
     half = jnp.clip(0.5 * bend * way, -1.5, 1.5)
     chord, along = way * jnp.sinc(half / jnp.pi), jnp.arctan2(vy, vx) + half
     turned = heading + 2.0 * half

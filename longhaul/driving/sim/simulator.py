@@ -239,7 +239,9 @@ class Simulator:
         )
         if state.habits is not None:
             speed, real = drive.motion.speed, state.stage == PLAYING
-            after = after._replace(habits=evasion.watch(state.habits, scene, features, speed, real, dt))
+            assert advance.unsafe is not None
+            excused = (scene.slot >= 0) & advance.unsafe[jnp.maximum(scene.slot, 0)]
+            after = after._replace(habits=evasion.watch(state.habits, scene, features, speed, real, excused, dt))
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim import evasion
+from longhaul.driving.sim.features import Features
+from longhaul.driving.sim.geometry import Relative
+from longhaul.driving.sim.traffic import Scene
 from tests.driving.sim.test_safety import CHECKED, SPEED, T, both
 from tests.helpers.driving_scenarios import DT, line, scenario, trip
 
@@ -30,6 +34,81 @@ def changing(start: float, speed: float, acceleration: float, begins: float = 0.
     return np.stack([x, np.zeros(T), np.zeros(T)], -1).astype(np.float32)
 
 
+def watched(
+    start: tuple[float, float], speed: float, pushes: list[float], turn: float = 0.0, aside: float = 0.0,
+    own: float = 0.0, kind: int = VEHICLE, facing: float = 0.0, excused: bool = False,
+) -> evasion.Habits:  # fmt: skip
+    """Habits of an object after `pushes`, m/s^2, one a step, and `turn` across, seen from an agent that keeps the speed
+    `own` along x. The object comes from `start` with `speed` and the heading `facing`, drifts to the left of that by
+    `aside`, m/s, and may be `excused`."""
+    (x, y), heading, mine = start, facing, 0.0
+    blank = Features(*[None] * len(Features._fields))  # type: ignore[arg-type]
+    habits = None
+    for push in [0.0, *pushes]:
+        vx, vy = speed * np.cos(heading) - aside * np.sin(heading), speed * np.sin(heading) + aside * np.cos(heading)
+        cos, sin = np.cos(heading), np.sin(heading)
+        numbers = (x, y, heading, cos, sin, vx, vy, 2.0, 1.0, float(kind))
+        here = Scene(*[*(jnp.full(1, n, jnp.float32) for n in numbers), jnp.array([True]), jnp.array([-1])])
+        x_rel, y_rel, cos_rel, sin_rel, vx_rel, vy_rel, length, width = (
+            jnp.full((1, 1), n, jnp.float32) for n in (x - mine, y, cos, sin, vx - own, vy, 2.0, 1.0)
+        )
+        half = jnp.full(1, 2.0), jnp.full(1, 1.0)
+        others = Relative(x_rel, y_rel, cos_rel, sin_rel, half, (length, width), vx_rel, vy_rel)
+        features = blank._replace(others=others, seen=jnp.array([[True]]))
+        if habits is None:
+            habits = evasion.begin(here)
+        else:
+            yes, may = jnp.array([True]), jnp.array([excused])
+            habits = evasion.watch(habits, here, features, jnp.full(1, own), yes, may, jnp.float32(DT))
+        x, y, mine = x + vx * DT, y + vy * DT, mine + own * DT
+        # a turn of the velocity by `turn` across, whose change has the heading after it
+        heading += turn * DT / max(speed, 1.0)
+        speed += push * DT
+    assert habits is not None
+    return habits
+
+
+WAVERS = [0.1, -0.1] * 5
+
+
+@pytest.mark.parametrize(
+    ("start", "speed", "pushes", "more", "expected"),
+    [
+        pytest.param((-20, 0), 8.0, [0.0] * 8, {}, True, id="keeps its velocity"),
+        pytest.param((-20, 0), 8.0, WAVERS[:8], {}, False, id="wavers"),
+        pytest.param((-16, 0), 6.0, [1.2] * 8, {}, False, id="pushes gently"),
+        pytest.param((-20, 0), 8.0, [-0.5] * 8, {}, False, id="brakes too little"),
+        pytest.param((32, 0), 8.0, [0.0] * 8, {"facing": np.pi}, False, id="is far"),
+    ],
+)  # fmt: skip
+def test_who_is_believed_not_to_react(
+    start: tuple[float, float], speed: float, pushes: list[float], more: dict[str, float], expected: bool
+) -> None:
+    assert watched(start, speed, pushes, **more).blind[0] == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pushes", "more", "expected"),
+    [
+        pytest.param([4.0] * 4 + WAVERS, {}, True, id="pushed hard, always alike"),
+        pytest.param([4.2, 3.8] * 2 + WAVERS, {}, False, id="pushed hard, as noise shows it"),
+        pytest.param([4.0] * 2 + WAVERS, {}, False, id="pushed hard for a moment"),
+        pytest.param([2.3] * 4 + WAVERS, {}, False, id="pushed as copies do"),
+        pytest.param([-6.0] * 4 + WAVERS, {}, False, id="braked hard"),
+        pytest.param([0.0] * 5, {"turn": 5.8}, True, id="swerved"),
+        pytest.param([0.0] * 5, {"turn": 4.5}, False, id="steered as copies do"),
+        pytest.param([4.0] * 4 + WAVERS, {"kind": PEDESTRIAN}, False, id="is no vehicle"),
+        pytest.param([4.0] * 4 + WAVERS, {"excused": True}, False, id="evaded"),
+    ],
+)
+def test_who_drove_harshly_and_always_alike_is_wild_for_ever(
+    pushes: list[float], more: dict[str, float], expected: bool
+) -> None:
+    habits = watched((-20, 40), 8.0, pushes, **more)  # type: ignore[arg-type]
+    assert habits.wild[0] == expected
+    assert habits.blind[0] == expected
+
+
 @pytest.mark.parametrize(
     "others",
     [
@@ -40,6 +119,41 @@ def changing(start: float, speed: float, acceleration: float, begins: float = 0.
 )
 def test_who_stands_gets_out_of_the_way_of_somebody_who_does_not_react(others: list[np.ndarray]) -> None:
     free, checked = both(scenario([STANDS, *others], road=wide))
+    assert (free.metrics["collision"][0], checked.metrics["collision"][0]) == (1.0, 0.0)
+    assert checked.metrics["offroad"][0] == 0.0
+
+
+def driven(start: tuple[float, float], heading: float, speed: float, *parts: tuple[float, float, float]) -> np.ndarray:
+    """Poses [T, 3] of somebody who drives `parts`: until which second, with which acceleration, and which one across to
+    the left."""
+    x, y = start
+    poses = []
+    for step in range(T):
+        poses.append((x, y, heading))
+        along, across = next((a, b) for until, a, b in parts if DT * step < until - 1e-6)
+        after = max(speed + along * DT, 0.0)
+        way, turned = 0.5 * (speed + after) * DT, across / max(speed * speed, 1.0) * 0.5 * (speed + after) * DT
+        x, y = x + way * np.cos(heading + 0.5 * turned), y + way * np.sin(heading + 0.5 * turned)
+        heading, speed = heading + turned, after
+    return np.asarray(poses, np.float32)
+
+
+PUSHED = (0.8, 4.0, 0.0), (1.1, 0.3, 0.0), (1.4, -0.3, 0.0)
+"""Hard pushing for 0.8 s, and then a driver who wavers."""
+
+
+@pytest.mark.parametrize(
+    ("ego", "start", "parts"),
+    [
+        pytest.param(STANDS, (44, 3.6), ((2.0, -1.0, 0.8), (9.0, -1.0, 0.0)), id="stands"),
+        pytest.param(line((0, 0), (8, 0), T), (66, 3.6), ((2.0, 1.2, 1.2), (9.0, 1.2, 0.0)), id="drives"),
+    ],
+)
+def test_who_was_wild_and_cuts_in_later_is_evaded(
+    ego: np.ndarray, start: tuple[float, float], parts: tuple[tuple[float, float, float], ...]
+) -> None:
+    other = driven(start, np.pi, 6.0, *PUSHED, *parts)
+    free, checked = both(scenario([ego, other], road=wide))
     assert (free.metrics["collision"][0], checked.metrics["collision"][0]) == (1.0, 0.0)
     assert checked.metrics["offroad"][0] == 0.0
 
