@@ -243,7 +243,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     least = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
     met, missing = gap < least[None, None], blind[None, None]
     unharmed = seconds(jnp.any(met & missing, axis=-1))[count:]
-    risk = risks(view, habits, strange, (x, y, cos, sin), own)
+    risk = if_any(risks)(jnp.any(strange[1]), view, habits, strange, (x, y, cos, sin), own)
     push, side = (jnp.asarray(values) for values in PLANS)
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
@@ -401,6 +401,28 @@ def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
 
 CHUNK = 8
 """Agents whose plans are made at a time."""
+
+
+def if_any(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """(needed, ...) -> `function(...)` where it is `needed`, else zeros or what the function returns.
+
+    Batched by `jax.vmap`, it is computed for all of the batch if any of them needs it, and for none if none does.
+    """
+
+    @custom_vmap
+    def run(needed: jax.Array, *arguments: Any) -> jax.Array:
+        like = jax.eval_shape(function, *arguments)
+        return lax.cond(needed, function, lambda *_: jnp.zeros(like.shape, like.dtype), *arguments)
+
+    @run.def_vmap
+    def _batched(size: int, batched: Any, needed: jax.Array, *arguments: Any) -> tuple[jax.Array, bool]:
+        axes = jax.tree.map(lambda has: 0 if has else None, tuple(batched[1:]))
+        computed = jax.vmap(function, axes, axis_size=size)
+        like = jax.eval_shape(computed, *arguments)
+        zeros = jnp.zeros(like.shape, like.dtype)
+        return lax.cond(jnp.any(needed), computed, lambda *_: zeros, *arguments), True
+
+    return run
 
 
 def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
