@@ -160,7 +160,7 @@ class Drives(NamedTuple):
         """Player of the scenarios, which records `films` of them.
 
         `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". The first scenarios are recorded by
-        default. Compiles once, whichever are recorded. `changes` are to the simulator's configuration.
+        default. Compiles once a device, whichever are recorded. `changes` are to the simulator's configuration.
         """
         shell = self.shell(driver, **changes)
         act, memory = self.actor(shell, driver)

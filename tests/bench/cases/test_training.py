@@ -183,7 +183,7 @@ def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
 def test_unknown_benchmarks_and_impossible_sizes_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no benchmark is named 'sack'; there are ppo-cartpole"):
         next(harness.run("sack"))
-    with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):
+    with pytest.raises(ValueError, match="4 repeats; give 5 or more"):
         next(harness.run("driving-step", repeats=4))
     with pytest.raises(ValueError, match=r"^--num-envs is 9, which 2 devices can't share evenly"):
         next(harness.run("hackmatrix-env", num_envs=9, devices=2))  # told by the figure's process, without a traceback
