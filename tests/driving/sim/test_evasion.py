@@ -146,7 +146,9 @@ PUSHED = (0.8, 4.0, 0.0), (1.1, 0.3, 0.0), (1.4, -0.3, 0.0)
     ("ego", "start", "parts"),
     [
         pytest.param(STANDS, (44, 3.6), ((2.0, -1.0, 0.8), (9.0, -1.0, 0.0)), id="stands"),
-        pytest.param(line((0, 0), (8, 0), T), (66, 3.6), ((2.0, 1.2, 1.2), (9.0, 1.2, 0.0)), id="drives"),
+        pytest.param(
+            line((0, 0), (8, 0), T), (66, 3.6), ((2.0, 1.2, 1.2), (9.0, 1.2, 0.0)), id="drives", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_who_was_wild_and_cuts_in_later_is_evaded(
