@@ -153,7 +153,7 @@ class Drives(NamedTuple):
         return lambda: nullcontext(held)
 
     def devices(self) -> tuple[jax.Device, ...]:
-        """As many of this process's devices as there are batches for."""
+        """Devices of this process that drive: as many as there are batches for."""
         return each_device.local(-(-len(self.scenarios) // self.lanes))
 
     def player(self, driver: str, films: int = 0, **changes: Any) -> Player:
