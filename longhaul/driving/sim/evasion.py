@@ -92,27 +92,27 @@ class Habits(NamedTuple):
     blind: jax.Array  # bool: believed not to react
 
 
-def begin(here: Scene) -> Habits:
+def begin(scene: Scene) -> Habits:
     """Habits before anything is known."""
-    zeros, never = jnp.zeros_like(here.vx), jnp.zeros_like(here.present)
-    return Habits(here.vx, here.vy, zeros, zeros, zeros, zeros, zeros, never, never)
+    zeros, never = jnp.zeros_like(scene.vx), jnp.zeros_like(scene.present)
+    return Habits(scene.vx, scene.vy, zeros, zeros, zeros, zeros, zeros, never, never)
 
 
 def watch(
-    habits: Habits, here: Scene, features: Features, speed: jax.Array, counts: jax.Array, excused: jax.Array,
+    habits: Habits, scene: Scene, features: Features, speed: jax.Array, counts: jax.Array, excused: jax.Array,
     dt: jax.Array,
 ) -> Habits:  # fmt: skip
-    """Habits after a step of `dt` seconds that led to `here`. `features` and `speed` are those of the agents [A];
+    """Habits after a step of `dt` seconds that led to `scene`. `features` and `speed` are those of the agents [A];
     others should brake for those who `counts`. Who is `excused` [N] is not harsh: agents that evade, as their warning
     lights tell."""
-    push, turn = into((here.vx - habits.vx) / dt, (here.vy - habits.vy) / dt, here.cos, here.sin)
-    moves = here.present & (jnp.square(here.vx) + jnp.square(here.vy) > MOVES * MOVES)
+    push, turn = into((scene.vx - habits.vx) / dt, (scene.vy - habits.vy) / dt, scene.cos, scene.sin)
+    moves = scene.present & (jnp.square(scene.vx) + jnp.square(scene.vy) > MOVES * MOVES)
     change = jnp.square(push) + jnp.square(turn)
     sane = moves & (change < JUMP * JUMP)
     same = jnp.square(push - habits.push) + jnp.square(turn - habits.turn) < EXACT * EXACT
     kept = jnp.where(moves & (change < EXACT * EXACT), habits.kept + dt, 0.0)
     pushed = jnp.where(sane & (push > PUSHING), habits.pushed + dt, 0.0)
-    harsh = sane & (here.kind == VEHICLE) & ~excused & ((push > PUSHING) | (jnp.abs(turn) > SWERVING))
+    harsh = sane & (scene.kind == VEHICLE) & ~excused & ((push > PUSHING) | (jnp.abs(turn) > SWERVING))
     harsh = jnp.where(harsh, jnp.where(same, habits.harsh, 0.0) + dt, 0.0)
     asleep, hasty, wild = kept > KEPT - 1e-3, pushed > PUSHES_ON - 1e-3, habits.wild | (harsh > WILD - 1e-3)
     due, when = jax.vmap(demand)(features, speed)
@@ -121,7 +121,7 @@ def watch(
     called = called | (hasty & jnp.any(due > PUSHED, axis=0))
     blind = wild | ((asleep | hasty) & (habits.blind | called))
     sane = sane.astype(jnp.float32)
-    return Habits(here.vx, here.vy, sane * push, sane * turn, kept, pushed, harsh, wild, blind)
+    return Habits(scene.vx, scene.vy, sane * push, sane * turn, kept, pushed, harsh, wild, blind)
 
 
 def demand(features: Features, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -227,6 +227,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     not to react; bool: it evades)."""
     features = view.features
     strange = wildest(view, habits.wild)
+    beside_wild = jnp.any(strange[1])
     view, blind, behind = around(view, habits.blind, habits.wild)
     there = view.others[1]
     count = len(PLANS[0])
@@ -240,10 +241,10 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
     x, y, cos, sin = (value[..., None] for value in ways[:4])
     gap = gaps((x, y, cos, sin), own, boxes)  # [P, T, K]
-    least = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
-    met, missing = gap < least[None, None], blind[None, None]
+    room_kept = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
+    met, missing = gap < room_kept[None, None], blind[None, None]
     unharmed = seconds(jnp.any(met & missing, axis=-1))[count:]
-    risk = if_any(risks)(jnp.any(strange[1]), view, habits, strange, (x, y, cos, sin), own)
+    risk = if_any(risks)(beside_wild, view, habits, strange, (x, y, cos, sin), own)
     push, side = (jnp.asarray(values) for values in PLANS)
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
@@ -254,10 +255,11 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     best = jnp.argmax(jnp.where(free >= HORIZON, -cost, -1e3 + 10.0 * free - 0.1 * cost))
     longest = jnp.max(unharmed)
     evades = (longest < HORIZON) & (free[best] > longest + BETTER)
-    least, most = jnp.min(harm(unharmed) + risk[count:]), harm(free) + risk[:count]
-    safest, unsure = jnp.argmin(RISK * most + cost), jnp.any(strange[1])
-    best = jnp.where(unsure, safest, best)
-    evades = jnp.where(unsure, (least > NOTICED) & (most[safest] < least - SAFER), evades)
+    # beside wild vehicles, of which only risks are known, the plan of least risk and cost
+    risk_of_command, risk_of_plan = jnp.min(harm(unharmed) + risk[count:]), harm(free) + risk[:count]
+    safest = jnp.argmin(RISK * risk_of_plan + cost)
+    safer = (risk_of_command > NOTICED) & (risk_of_plan[safest] < risk_of_command - SAFER)
+    best, evades = jnp.where(beside_wild, safest, best), jnp.where(beside_wild, safer, evades)
     evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
     return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
 
@@ -309,8 +311,8 @@ def risks(view: View, habits: Habits, strange: Others, pose: tuple[jax.Array, ..
 
 def futures(view: View, habits: Habits, chosen: jax.Array) -> Boxes:
     """Boxes [T, F * K] of the objects `chosen` [K] at each STEP, in each of FUTURES."""
-    here, steps = view.here, round(HORIZON / STEP)
-    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.turn)
+    scene, steps = view.scene, round(HORIZON / STEP)
+    known = (scene.x, scene.y, scene.heading, scene.vx, scene.vy, habits.push, habits.turn)
     x, y, heading, vx, vy, push, turn = (pick(value, chosen)[None, None] for value in known)
     begun = (np.arange(steps, dtype=np.float32) * np.float32(STEP))[:, None, None]
     until, pushes, turns, lasts = (row[None, :, None] for row in FUTURES.T)
@@ -328,7 +330,7 @@ def futures(view: View, habits: Habits, chosen: jax.Array) -> Boxes:
     x, y, cos, sin = (
         value.reshape(steps, -1) for value in (x, y, jnp.cos(heading + turned), jnp.sin(heading + turned))
     )
-    half = tuple(jnp.tile(pick(value, chosen), len(FUTURES)) for value in (here.half_length, here.half_width))
+    half = tuple(jnp.tile(pick(value, chosen), len(FUTURES)) for value in (scene.half_length, scene.half_width))
     nothing = jnp.zeros_like(half[0])
     return Boxes(x, y, cos, sin, (half[0], half[1]), nothing, nothing)
 
@@ -336,9 +338,9 @@ def futures(view: View, habits: Habits, chosen: jax.Array) -> Boxes:
 def unchanged(view: View, habits: Habits, boxes: Boxes, blind: jax.Array) -> Boxes:
     """`boxes` at each STEP, but those who are `blind` [K] keep their acceleration and curvature, whatever the road
     does."""
-    chosen, here = view.others[0], view.here
+    chosen, scene = view.others[0], view.scene
     time = jnp.asarray(np.float32(STEP) * np.arange(1, boxes.x.shape[0] + 1, dtype=np.float32))[:, None]
-    known = (here.x, here.y, here.heading, here.vx, here.vy, habits.push, habits.turn)
+    known = (scene.x, scene.y, scene.heading, scene.vx, scene.vy, habits.push, habits.turn)
     x, y, heading, vx, vy, push, turn = (pick(value, chosen)[None] for value in known)
     speed = jnp.hypot(vx, vy)
     way, _ = travel(speed, push, time)

@@ -185,7 +185,7 @@ class View(NamedTuple):
 
     agent: Agent
     features: Features
-    here: Scene
+    scene: Scene
     others: Others
     limits: Limits
     road: Field
@@ -193,10 +193,10 @@ class View(NamedTuple):
 
 
 def view_of(
-    agent: Agent, features: Features, here: Scene, limits: Limits, road: Field, dt: jax.Array, count: int
+    agent: Agent, features: Features, scene: Scene, limits: Limits, road: Field, dt: jax.Array, count: int
 ) -> View:
     """View of an agent that looks at `count` of the others."""
-    return View(agent, features, here, relevant(features, count), limits, road, dt)
+    return View(agent, features, scene, relevant(features, count), limits, road, dt)
 
 
 def keep_safe(view: View, drive: Drive, comfortable: tuple[jax.Array, jax.Array]) -> tuple[Drive, jax.Array]:
@@ -413,9 +413,19 @@ def arrival(distance: jax.Array, speed: jax.Array) -> jax.Array:
 def others_at(view: View, times: np.ndarray, turns: bool = False) -> Boxes:
     """Boxes of the others at `times` [T], as the agent keeps clear of them; with `turns`, those before whom it goes
     brake from now on."""
-    features, here, speed = view.features, view.here, view.agent.drive.motion.speed
+    features, scene, speed = view.features, view.scene, view.agent.drive.motion.speed
     chosen, there = view.others
-    known = (here.x, here.y, here.cos, here.sin, here.vx, here.vy, here.half_length, here.half_width, here.kind)
+    known = (
+        scene.x,
+        scene.y,
+        scene.cos,
+        scene.sin,
+        scene.vx,
+        scene.vy,
+        scene.half_length,
+        scene.half_width,
+        scene.kind,
+    )
     x, y, cos, sin, vx, vy, half_length, half_width, kind = (pick(values, chosen) for values in known)
     apart = pick(features.separation, chosen)
     least = jnp.minimum(MARGIN, 0.7 * apart)
