@@ -30,6 +30,10 @@ FIRST, LEAST, COMPILED = 300.0, 2.0, 10.0
 """Seconds of training before the first one, so that short runs have none (driving's takes most of a minute to compile);
 least seconds between two; multiple of the first one's time, which compiles, before the second."""
 
+LEFT = 120.0
+"""Seconds of training that must be left for the first one: it compiles beside the training, and a run's end evaluates
+anyhow."""
+
 MOST = 100
 """Most evaluations of a run, where no interval is given."""
 
@@ -55,6 +59,7 @@ class Evaluations:
         before = sinks.read(self._path) if self._path.exists() else []
         self._play: Play | None = None
         self._last, self._ended, self._wait = done, time.perf_counter(), FIRST
+        self._begun, self._updates = done, updates
         records = folder / "metrics.jsonl"
         self._recorded = sinks.read(records)[-1]["update"] if records.exists() and records.stat().st_size else 0
         self._pending = means(before[-1]) if before and before[-1]["update"] > self._recorded else {}
@@ -63,8 +68,11 @@ class Evaluations:
         """True if one is due after `done` updates, the last n of them in one call."""
         if every := self._run.evaluation_interval:
             return done // every > (done - n) // every
-        late = time.perf_counter() - self._ended >= self._wait
-        return self._by_time and self._recorded > 0 and late and done - self._last >= self._least
+        waited = time.perf_counter() - self._ended
+        late = waited >= self._wait and done - self._last >= self._least
+        if self._play is None:
+            late = late and waited * (self._updates - done) >= LEFT * (done - self._begun)
+        return self._by_time and self._recorded > 0 and late
 
     def make(self, policy: Params, counts: Mapping[str, Any]) -> None:
         """Evaluation of the policy, written as a line; `counts` are the counts of a record."""

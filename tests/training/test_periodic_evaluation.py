@@ -86,3 +86,19 @@ def test_without_an_interval_they_take_a_small_share_of_the_time(
     alone = Evaluations(small_runs.small(), tmp_path, updates=10, done=0, alone=False)
     alone.taken(1)
     assert not alone.due(9, 1)
+
+
+@pytest.mark.parametrize(("updates", "first"), [(149, None), (151, 31), (1000, 31)])
+def test_the_first_is_not_made_where_the_run_soon_ends(
+    updates: int, first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(periodic_evaluation, "FIRST", 31.0)
+    monkeypatch.setattr(periodic_evaluation.time, "perf_counter", lambda: now)
+    made = Evaluations(small_runs.small(), tmp_path, updates=10 + updates, done=10)  # a resumed run
+    made.taken(10)
+    due = []
+    for update in range(1, updates):
+        now += 1.0
+        due += [update] if made.due(10 + update, 1) else []
+    assert due[:1] == ([] if first is None else [first])
