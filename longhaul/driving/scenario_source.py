@@ -345,7 +345,7 @@ class Store:
     def __init__(self, folder: Path, about: str) -> None:
         self.folder, self.about = folder, about
         self.complaint: str | None = None
-        self._told = self._unwritable = False
+        self._complained = self._unwritable = False
 
     def path(self, first: int) -> Path:
         """Path of the block that begins with the seed `first`."""
@@ -404,9 +404,9 @@ class Store:
 
     def complain(self, complaint: str) -> None:
         """Report of what is wrong, of the first thing alone."""
-        if not self._told:
+        if not self._complained:
             cache_dir.say(f"generated scenarios in {self.folder} are of no use ({complaint}): they are made anew")
-        self._told = True
+        self._complained = True
 
 
 def open_store(about: str) -> Store | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE, Feature, Lights, Log, Tracks, no_lights
+from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.scenario import CELL, Scenario
 
 ORIGIN = np.array([4321.5, -987.25, 12.0])
@@ -77,3 +78,9 @@ def sample(field: np.ndarray, origin: np.ndarray, points: np.ndarray) -> np.ndar
     low = field[y, x] * (1 - fx) + field[y, x + 1] * fx
     high = field[y + 1, x] * (1 - fx) + field[y + 1, x + 1] * fx
     return (low * (1 - fy) + high * fy) / 100.0
+
+
+def decoded(code: np.ndarray) -> np.ndarray:
+    """float32: signed distances, m, of the codes of `distance_field.encode`."""
+    value = code.astype(np.float32)
+    return value * np.abs(value) * distance_field.UNIT

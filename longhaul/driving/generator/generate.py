@@ -194,7 +194,7 @@ def draw_places(rng: np.random.Generator, world: World, net: traffic.Network, le
     queues = not stands and phase in (RED_GREEN, RED) and rng.random() < QUEUES
     if queues:
         ego_s = net.bound[ego, 0] - 2.7 - float(rng.uniform(0.3, 4.0))
-    lane_s = place_traffic(rng, world, net, level, ego, ego_s, jams)
+    lane_s = place_traffic(rng, net, level, ego, ego_s, jams)
     if queues and level > 0.0 and rng.random() < 0.5:  # behind another one
         lane_s.append((ego, ego_s))
         ego_s -= 5.2 + float(rng.uniform(1.2, 3.0))
@@ -340,7 +340,7 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int) -> tuple[np.nd
 
 
 def place_traffic(
-    rng: np.random.Generator, world: World, net: traffic.Network, level: float, ego: int, ego_s: float, jams: bool
+    rng: np.random.Generator, net: traffic.Network, level: float, ego: int, ego_s: float, jams: bool
 ) -> list[tuple[int, float]]:
     """(path, arc length) of the other vehicles: on approach and exit lanes, with room around the ego."""
     placed: list[tuple[int, float]] = []

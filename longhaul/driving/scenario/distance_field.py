@@ -121,12 +121,6 @@ def encode(distance: np.ndarray) -> np.ndarray:
     return np.where(distance > 0.0, code, -code).astype(np.int8)
 
 
-def decode(code: np.ndarray) -> np.ndarray:
-    """float32: signed distances, m."""
-    value = code.astype(np.float32)
-    return value * np.abs(value) * UNIT
-
-
 def across(samples: int) -> int:
     """Number of tiles that cover a side of `samples` samples."""
     return -(-(samples - 1) // TILE)

@@ -27,7 +27,7 @@ from longhaul.driving.sim.device_bank import AHEAD, BEHIND, DeviceBank
 from longhaul.driving.sim.geometry import clearance
 from longhaul.training import data as feeds
 from tests.helpers.driving_scenarios import bank, line, scenario
-from tests.helpers.short_logs import sample
+from tests.helpers.short_logs import decoded, sample
 from tests.training.test_data import BANK, COUNT, EGO, PERIOD, assert_same, contexts, streaming, written
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
@@ -143,7 +143,7 @@ def test_lights_are_stored_once_and_read_by_whoever_meets_them() -> None:
 
 def test_a_code_keeps_the_sign_and_is_finest_at_the_edge() -> None:
     distance = np.concatenate([-np.logspace(-4, 1.5, 500), np.logspace(-4, 1.5, 500)])
-    found = distance_field.decode(distance_field.encode(distance))
+    found = decoded(distance_field.encode(distance))
     assert (np.sign(found) == np.sign(distance)).all()
     error = np.abs(found - np.clip(distance, -distance_field.REACH, distance_field.REACH))
     for within, bound in ((0.1, 0.008), (0.7, 0.02), (3.0, 0.04), (100.0, 0.065)):

@@ -27,7 +27,7 @@ from longhaul.driving.sim.geometry import (
     wrap,
 )
 from tests.helpers import polygons
-from tests.helpers.short_logs import sample
+from tests.helpers.short_logs import decoded, sample
 
 
 def test_separation_is_negative_exactly_where_boxes_overlap_and_bounds_their_distance() -> None:
@@ -70,7 +70,7 @@ def fields() -> tuple[Field, list[np.ndarray], list[np.ndarray]]:
     origins = [np.array(origin, np.float32) for origin in ((-3.0, 4.0), (10.0, -2.0), (0.0, 0.0))]
     packed = distance_field.tile(grids)
     shapes = np.array([g.shape for g in grids], np.int32)
-    coded = [100.0 * distance_field.decode(distance_field.encode(0.01 * g)) for g in grids]
+    coded = [100.0 * decoded(distance_field.encode(0.01 * g)) for g in grids]
     flat = Field(*map(jnp.asarray, (packed.cells, packed.tiles, packed.start, shapes, np.stack(origins))))
     return flat, coded, origins
 
