@@ -1,7 +1,8 @@
-"""Numba kernels of the generator: vehicles driven along their paths, where paths meet, and boxes that touch.
+"""Numba kernels of the generator: lines of roads, vehicles driven along their paths, where paths meet, and boxes that
+touch.
 
-The rules stand beside the functions of `traffic` and `generate` that call these. Compiled code is cached beside this
-file, or in NUMBA_CACHE_DIR. Imported inside functions only: numba takes a second to load.
+The rules stand beside the functions of `roads`, `traffic` and `generate` that call these. Compiled code is cached
+beside this file, or in NUMBA_CACHE_DIR. Imported inside functions only: numba takes a second to load.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg"
@@ -26,6 +27,14 @@ def copy_rows(out, at, points, begin, end):
     """Copy of `points[begin:end]` [P, 2] in `out` from row `at` on; why not by a slice: `scenario.kernels.copy_row`."""
     for i in range(begin, end):
         out[at + i - begin, 0], out[at + i - begin, 1] = points[i, 0], points[i, 1]
+
+
+@jit
+def unit(line, i):
+    """x and y of the unit vector from point i of a line [P, 2] to the next."""
+    x, y = line[i + 1, 0] - line[i, 0], line[i + 1, 1] - line[i, 1]
+    size = np.hypot(x, y)
+    return x / size, y / size
 
 
 @jit
@@ -78,12 +87,8 @@ def bend(x, y, dx, dy, end_x, end_y, end_dx, end_dy):
 @jit
 def joined(line, other):
     """`roads.joined`: `line` [P, 2], a bend, `other` [Q, 2]."""
-    x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
-    end_x, end_y = other[1, 0] - other[0, 0], other[1, 1] - other[0, 1]
-    size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
-    curve = bend(
-        line[-1, 0], line[-1, 1], x / size, y / size, other[0, 0], other[0, 1], end_x / end_size, end_y / end_size
-    )
+    (x, y), (end_x, end_y) = unit(line, len(line) - 2), unit(other, 0)
+    curve = bend(line[-1, 0], line[-1, 1], x, y, other[0, 0], other[0, 1], end_x, end_y)
     out = np.empty((len(line) + len(curve) - 2 + len(other), 2))
     copy_rows(out, 0, line, 0, len(line))
     copy_rows(out, len(line), curve, 1, len(curve) - 1)
@@ -94,14 +99,12 @@ def joined(line, other):
 @jit
 def through(approach, leaving, room):
     """`roads.through`: a connector that runs straight for `room` m at both ends."""
-    x, y = approach[-1, 0] - approach[-2, 0], approach[-1, 1] - approach[-2, 1]
-    end_x, end_y = leaving[1, 0] - leaving[0, 0], leaving[1, 1] - leaving[0, 1]
-    size, end_size = np.hypot(x, y), np.hypot(end_x, end_y)
+    (x, y), (end_x, end_y) = unit(approach, len(approach) - 2), unit(leaving, 0)
     first, last = np.empty((2, 2)), np.empty((2, 2))
     copy_rows(first, 0, approach, len(approach) - 1, len(approach))
     copy_rows(last, 1, leaving, 0, 1)
-    first[1, 0], first[1, 1] = approach[-1, 0] + room * (x / size), approach[-1, 1] + room * (y / size)
-    last[0, 0], last[0, 1] = leaving[0, 0] - room * (end_x / end_size), leaving[0, 1] - room * (end_y / end_size)
+    first[1, 0], first[1, 1] = approach[-1, 0] + room * x, approach[-1, 1] + room * y
+    last[0, 0], last[0, 1] = leaving[0, 0] - room * end_x, leaving[0, 1] - room * end_y
     return joined(first, last)
 
 
@@ -110,14 +113,12 @@ def island(line, half):
     """`roads.island`."""
     count, left, right = len(line), offset(line, half), offset(line, -half)
     out = np.empty((2 * count + 3, 2))
-    x, y = line[-1, 0] - line[-2, 0], line[-1, 1] - line[-2, 1]
-    begin_x, begin_y = line[1, 0] - line[0, 0], line[1, 1] - line[0, 1]
-    size, begin_size = np.hypot(x, y), np.hypot(begin_x, begin_y)
-    out[0, 0], out[0, 1] = line[0, 0] - half * (begin_x / begin_size), line[0, 1] - half * (begin_y / begin_size)
+    (begin_x, begin_y), (x, y) = unit(line, 0), unit(line, count - 2)
+    out[0, 0], out[0, 1] = line[0, 0] - half * begin_x, line[0, 1] - half * begin_y
     copy_rows(out, 1, left, 0, count)
     copy_rows(out, count + 2, right[::-1], 0, count)
     copy_rows(out, len(out) - 1, out, 0, 1)
-    out[count + 1, 0], out[count + 1, 1] = line[-1, 0] + half * (x / size), line[-1, 1] + half * (y / size)
+    out[count + 1, 0], out[count + 1, 1] = line[-1, 0] + half * x, line[-1, 1] + half * y
     return out
 
 
@@ -194,43 +195,65 @@ def tables(points, starts, cuts, lane, lanes, limit, lateral, slowing):
     xy, heading, speed = np.empty((paths, most, 2)), np.empty((paths, most)), np.empty((paths, most))
     length, bound, offset = np.zeros(paths), np.full((paths, 2), np.inf), np.full((paths, lanes), np.nan)
     for p in range(paths):
-        last, several = starts[p + 1] - 1, lane[p, 0] != lane[p, 2]
         offset[p, lane[p, 0]] = 0.0
-        for k in range(2 if several else 0):
+        for k in range(2 if lane[p, 0] != lane[p, 2] else 0):
             bound[p, k] = offset[p, lane[p, k + 1]] = micro(reach[starts[p] + cuts[p, k]] - reach[starts[p]])
-        for i in range(starts[p], last):
-            length[p] += np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
-        i, s = starts[p], 0.0
-        size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
-        for m in range(most):
-            while i < last - 1 and m > s + size:
-                s, i = s + size, i + 1
-                size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
-            share = min((m - s) / max(size, 1e-9), 1.0)
-            xy[p, m, 0] = points[i, 0] + share * (points[i + 1, 0] - points[i, 0])
-            xy[p, m, 1] = points[i, 1] + share * (points[i + 1, 1] - points[i, 1])
-        before = 0.0
-        for m in range(most):
-            if m > length[p] - 1.0 or m == most - 1:
-                heading[p, m] = heading[p, m - 1]
-                continue
-            turn = np.arctan2(xy[p, m + 1, 1] - xy[p, m, 1], xy[p, m + 1, 0] - xy[p, m, 0])
-            if m == 0:
-                before = turn
-            turn = before + (turn - before + np.pi) % (2.0 * np.pi) - np.pi
-            heading[p, m] = (before + turn) / 2.0
-            before = turn
-        for m in range(most):
-            a, b = max(m - 1, 0), min(m + 1, most - 1)
-            curvature = abs(heading[p, b] - heading[p, a]) / (b - a)
-            speed[p, m] = min(limit, np.sqrt(lateral / max(curvature, 1e-6)))
-        for m in range(most - 2, -1, -1):
-            speed[p, m] = min(speed[p, m], np.sqrt(speed[p, m + 1] ** 2 + 2.0 * slowing))
+        length[p] = metre_apart(points, starts[p], starts[p + 1] - 1, xy[p])
+        turn_along(xy[p], length[p], heading[p])
+        slow_in_curves(heading[p], limit, lateral, slowing, speed[p])
         length[p] = micro(length[p])
         for m in range(most):
             xy[p, m, 0], xy[p, m, 1] = micro(xy[p, m, 0]), micro(xy[p, m, 1])
             heading[p, m], speed[p, m] = micro(heading[p, m]), micro(speed[p, m])
     return xy, heading, speed, length, bound, offset
+
+
+@jit
+def metre_apart(points, first, last, out):
+    """Length in m of the line `points[first]` to `points[last]`, of which `out` [K, 2] gets places a metre apart, and
+    its end from there on."""
+    length, i, s = 0.0, first, 0.0
+    for k in range(first, last):
+        length += np.hypot(points[k + 1, 0] - points[k, 0], points[k + 1, 1] - points[k, 1])
+    size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
+    for m in range(len(out)):
+        while i < last - 1 and m > s + size:
+            s, i = s + size, i + 1
+            size = np.hypot(points[i + 1, 0] - points[i, 0], points[i + 1, 1] - points[i, 1])
+        share = min((m - s) / max(size, 1e-9), 1.0)
+        out[m, 0] = points[i, 0] + share * (points[i + 1, 0] - points[i, 0])
+        out[m, 1] = points[i, 1] + share * (points[i + 1, 1] - points[i, 1])
+    return length
+
+
+@jit
+def turn_along(xy, length, heading):
+    """Puts in `heading` [K] the mean of the directions before and after each of the places `xy` [K, 2] of a path,
+    without jumps by a full turn; beyond its `length` the last one."""
+    before = 0.0
+    for m in range(len(xy)):
+        if m > length - 1.0 or m == len(xy) - 1:
+            heading[m] = heading[m - 1]
+            continue
+        turn = np.arctan2(xy[m + 1, 1] - xy[m, 1], xy[m + 1, 0] - xy[m, 0])
+        if m == 0:
+            before = turn
+        turn = before + (turn - before + np.pi) % (2.0 * np.pi) - np.pi
+        heading[m] = (before + turn) / 2.0
+        before = turn
+
+
+@jit
+def slow_in_curves(heading, limit, lateral, slowing, speed):
+    """Puts in `speed` [K] the most in m/s a metre apart: `limit`, what turns at `lateral` m/s^2, and what slows down to
+    that at `slowing` m/s^2."""
+    last = len(heading) - 1
+    for m in range(last + 1):
+        a, b = max(m - 1, 0), min(m + 1, last)
+        curvature = abs(heading[b] - heading[a]) / (b - a)
+        speed[m] = min(limit, np.sqrt(lateral / max(curvature, 1e-6)))
+    for m in range(last - 1, -1, -1):
+        speed[m] = min(speed[m], np.sqrt(speed[m + 1] ** 2 + 2.0 * slowing))
 
 
 @jit
@@ -522,13 +545,18 @@ def sifted(pose, cos, sin, size, valid):
 
 
 @jit
+def in_frame(own_x, own_y, cos, sin, x, y):
+    """x and y of a point in the frame of a log: turned by an angle of `cos` and `sin`, shifted by `x` and `y`;
+    rounded."""
+    return micro(own_x * cos - own_y * sin + x), micro(own_x * sin + own_y * cos + y)
+
+
+@jit
 def placed(points, cos, sin, x, y, height):
-    """Places [P, 3] of `points` [P, 2] in the frame of a log, turned by an angle of `cos` and `sin`, shifted by `x` and
-    `y`; rounded."""
+    """Places [P, 3] of `points` [P, 2] in the frame of a log, see `in_frame`, at `height`."""
     out = np.empty((len(points), 3))
     for i in range(len(points)):
-        out[i, 0] = micro(points[i, 0] * cos - points[i, 1] * sin + x)
-        out[i, 1] = micro(points[i, 0] * sin + points[i, 1] * cos + y)
+        out[i, 0], out[i, 1] = in_frame(points[i, 0], points[i, 1], cos, sin, x, y)
         out[i, 2] = micro(height)
     return out
 
@@ -536,7 +564,7 @@ def placed(points, cos, sin, x, y, height):
 @jit
 def recorded(order, seen, pose, speed, size, heading, heading_cos, heading_sin, cos, sin, x, y, height):
     """Positions [M, T, 3], headings [M, T], velocities [M, T, 2], sizes [M, T, 3] and validity [M, T] of the tracks of
-    a log: the bodies `order` [M], where they are `seen` [N, T], in the frame of `placed`; zeros elsewhere.
+    a log: the bodies `order` [M], where they are `seen` [N, T], in the frame of `in_frame`; zeros elsewhere.
 
     `heading` [M, T] is in that frame already.
     """
@@ -549,8 +577,7 @@ def recorded(order, seen, pose, speed, size, heading, heading_cos, heading_sin, 
         for t in range(steps):
             if seen[i, t]:
                 valid[m, t] = True
-                position[m, t, 0] = micro(pose[i, t, 0] * cos - pose[i, t, 1] * sin + x)
-                position[m, t, 1] = micro(pose[i, t, 0] * sin + pose[i, t, 1] * cos + y)
+                position[m, t, 0], position[m, t, 1] = in_frame(pose[i, t, 0], pose[i, t, 1], cos, sin, x, y)
                 position[m, t, 2] = micro(height) + size[i, 2] / 2.0
                 turn[m, t] = heading[m, t]
                 velocity[m, t, 0] = heading_cos[m, t] * speed[i, t]

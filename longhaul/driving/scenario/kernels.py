@@ -1,8 +1,9 @@
-"""Numba kernels of compiling a scenario: signed distance to the road's edges, and the lanes nearest to a cell.
+"""Numba kernels of compiling a scenario: lines, distances to the road's edges, its rows, routes, and grids of lanes.
 
-Each does in one pass what took hundreds of NumPy calls a scenario, with the same arithmetic in the same order: results
-are those of plain NumPy bit for bit. Compiled code is cached beside this file, or in NUMBA_CACHE_DIR. Imported inside
-functions only: numba takes a second to load.
+Each does in one pass what would take hundreds of NumPy calls a scenario, with the same arithmetic in the same order:
+results are those of plain NumPy bit for bit. Compiled code is cached beside this file, or in NUMBA_CACHE_DIR. The cache
+does not notice a change of another file, so a kernel calls only kernels of its own file. Imported inside functions
+only: numba takes a second to load.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg"
@@ -19,6 +20,9 @@ SLACK = 1e-6
 """Metres by which a bound on a distance may err by rounding."""
 
 
+# ---------------------------------------------------------------------------------------------------------------- lines
+
+
 @jit
 def copy_row(out, i, points, k):
     """Copy of row `points[k]` in `out[i]`.
@@ -28,6 +32,135 @@ def copy_row(out, i, points, k):
     """
     for column in range(out.shape[1]):
         out[i, column] = points[k, column]
+
+
+@jit
+def arcs_of(points, ends):
+    """Arc lengths [P] along each of several lines in turn."""
+    s, begin = np.zeros(len(points)), 0
+    for end in ends:
+        add_arcs(points, begin, end, s)
+        begin = end
+    return s
+
+
+@jit
+def arcs(line):
+    """`from_log.arc_length`."""
+    s = np.zeros(len(line))
+    add_arcs(line, 0, len(line), s)
+    return s
+
+
+@jit
+def add_arcs(points, begin, end, s):
+    """Arc lengths of the line `points[begin:end]`, put in `s` from `s[begin]` = 0 on."""
+    for i in range(begin + 1, end):
+        s[i] = s[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
+
+
+@jit
+def place_on(s, where, guess):
+    """Index of the last of the arc lengths `s` [P], ascending, that is not above `where`; `guess` is none above it."""
+    while guess + 1 < len(s) and s[guess + 1] <= where:
+        guess += 1
+    return guess
+
+
+@jit
+def between(line, s, i, where, column):
+    """A column of a line [P, D] at arc length `where`, which lies at or after s[i], as `np.interp` has it."""
+    if i == len(s) - 1 or where <= s[i]:
+        return line[i, column]
+    slope = (line[i + 1, column] - line[i, column]) / (s[i + 1] - s[i])
+    return slope * (where - s[i]) + line[i, column]
+
+
+@jit
+def spaced(line, spacing, count):
+    """`count` points [count, 2] of a line [P, 2+] that are `spacing` m apart, the first so far from its beginning."""
+    s, out, i = arcs(line), np.empty((count, 2)), 0
+    for k in range(count):
+        where = spacing * (k + 1)
+        i = place_on(s, where, i)
+        out[k, 0], out[k, 1] = between(line, s, i, where, 0), between(line, s, i, where, 1)
+    return out
+
+
+@jit
+def direction(line, i):
+    """Direction of a line [P, 2+] from its point i to the next, in radians."""
+    return np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+
+
+@jit
+def project(line, place):
+    """Nearest segment of a polyline [P, 2+] to `place` [2+]: (index, share of it, x and y from there)."""
+    least, best, best_share, best_x, best_y = np.inf, 0, 0.0, 0.0, 0.0
+    for i in range(len(line) - 1):
+        x, y = place[0] - line[i, 0], place[1] - line[i, 1]
+        vx, vy = line[i + 1, 0] - line[i, 0], line[i + 1, 1] - line[i, 1]
+        share = (x * vx + y * vy) / max(vx * vx + vy * vy, 1e-12)
+        share = min(max(share, 0.0), 1.0)
+        x, y = x - share * vx, y - share * vy
+        if x * x + y * y < least:
+            least, best, best_share, best_x, best_y = x * x + y * y, i, share, x, y
+    return best, best_share, best_x, best_y
+
+
+@jit
+def nearest(x, y, points, enough=0.0):
+    """Square of the distance in the plane from (x, y) to the nearest of `points` [K, 2 or 3], or to the first of which
+    it is below `enough`; and that point's index."""
+    least, at = np.inf, 0
+    for k in range(len(points)):
+        dx, dy = x - points[k, 0], y - points[k, 1]
+        square = dx * dx + dy * dy
+        if square < least:
+            least, at = square, k
+            if square < enough:
+                break
+    return least, at
+
+
+@jit
+def nearest_points(points, near):
+    """Index [P] of the nearest of `near` [R, 2], R >= 1, to each of `points` [P, 2]."""
+    out = np.empty(len(points), np.int64)
+    for p in range(len(points)):
+        _, out[p] = nearest(points[p, 0], points[p, 1], near)
+    return out
+
+
+@jit
+def gaps(places, line):
+    """Distances [K] of `places` [K, 2] from the nearest point of a line [P, 2+]."""
+    out, square = np.full(len(places), np.inf), np.empty(len(line))
+    for k in range(len(places)):
+        least = np.inf
+        for i in range(len(line)):
+            dx, dy = places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]
+            square[i] = dx * dx + dy * dy
+            least = min(least, square[i])
+        for i in range(len(line)):
+            if square[i] <= least * (1.0 + 1e-9):
+                out[k] = min(out[k], np.hypot(places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]))
+    return out
+
+
+@jit
+def distinct(points, ends, least):
+    """Lines [P, D] without points that lie within `least` m, in the plane, of the one before: what is left of each in
+    turn, and new ends [L]."""
+    kept, bounds, count, begin = np.empty(len(points), np.int64), np.empty(len(ends), np.int64), 0, 0
+    for line in range(len(ends)):
+        for i in range(begin, ends[line]):
+            if i > begin and np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1]) <= least:
+                continue
+            kept[count] = i
+            count += 1
+        begin, bounds[line] = ends[line], count
+    return points[kept[:count]], bounds
 
 
 @jit
@@ -59,332 +192,38 @@ def thin(points, begin, last, tolerance, keep, stack):
             size += 2
 
 
-@jit
-def distinct(points, ends, least):
-    """Lines [P, D] without points that lie within `least` m, in the plane, of the one before: what is left of each in
-    turn, and new ends [L]."""
-    kept, bounds, count, begin = np.empty(len(points), np.int64), np.empty(len(ends), np.int64), 0, 0
-    for line in range(len(ends)):
-        for i in range(begin, ends[line]):
-            if i > begin and np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1]) <= least:
-                continue
-            kept[count] = i
-            count += 1
-        begin, bounds[line] = ends[line], count
-    return points[kept[:count]], bounds
+# -------------------------------------------------------------------------------------------------- segments as columns
 
 
 @jit
-def summed(normal, i, j, out):
-    """Puts in out[i] the sum of the normals i and j; normal i where they cancel, where an edge turns back."""
-    x, y = normal[i, 0] + normal[j, 0], normal[i, 1] + normal[j, 1]
-    cancels = x * x + y * y < 1e-8
-    out[i, 0], out[i, 1] = normal[i, 0] if cancels else x, normal[i, 1] if cancels else y
+def columns(start, vector):
+    """float32 [5, M]: segments as columns, x and y of the start, of the vector, and its square, above 0."""
+    out = np.empty((5, len(start)), np.float32)
+    for i in range(len(start)):
+        vx, vy = vector[i, 0], vector[i, 1]
+        out[0, i], out[1, i], out[2, i], out[3, i] = start[i, 0], start[i, 1], vx, vy
+        out[4, i] = max(vx * vx + vy * vy, LEAST)
+    return out
 
 
 @jit
-def edges(points, ends, least, tolerance, near):
-    """Starts, vectors and normals [M, 2] of `distance_field.Edges` of lines: line l is `points[ends[l - 1] : ends[l]]`
-    [P, 2+].
-
-    Left out are points that are not finite, and those that repeat the one before within `least` m along both axes; then
-    lines of fewer than two. The others are simplified by `tolerance` m, and joined within `near` m.
-    """
-    own, bounds, size, lines, begin = np.empty((len(points), 2)), np.empty(len(ends), np.int64), 0, 0, 0
-    for end in ends:
-        first, before = size, -1
-        for i in range(begin, end):
-            x, y = points[i, 0], points[i, 1]
-            if not (np.isfinite(x) and np.isfinite(y)):
-                continue
-            if before < 0 or max(abs(x - points[before, 0]), abs(y - points[before, 1])) > least:
-                own[size, 0], own[size, 1] = x, y
-                size += 1
-            before = i
-        begin = end
-        if size - first > 1:
-            bounds[lines] = size
-            lines += 1
-        else:
-            size = first
-    keep, stack = np.zeros(size, np.bool_), np.empty((size + 1, 2), np.int64)
-    start, vector, normal = np.empty((size, 2)), np.empty((size, 2)), np.empty((size, 2))
-    firsts, lasts, count, begin = np.empty(lines, np.int64), np.empty(lines, np.int64), 0, 0
-    for line in range(lines):
-        firsts[line], before = count, begin
-        thin(own, begin, bounds[line] - 1, tolerance, keep, stack)
-        for i in range(begin + 1, bounds[line]):
-            if keep[i]:
-                x, y = own[i, 0] - own[before, 0], own[i, 1] - own[before, 1]
-                length = np.sqrt(x * x + y * y)
-                start[count, 0], start[count, 1], vector[count, 0], vector[count, 1] = (
-                    own[before, 0],
-                    own[before, 1],
-                    x,
-                    y,
-                )
-                normal[count, 0], normal[count, 1] = -(y / length), x / length
-                count, before = count + 1, i
-        begin, lasts[line] = bounds[line], count - 1
-    start_normal, end_normal, begin = np.empty((count, 2)), np.empty((count, 2)), 0
-    for line in range(lines):
-        first, last, tail = firsts[line], lasts[line], bounds[line] - 1
-        before, after, least_before, least_after, other_begin = first, last, near, near, 0
-        for other in range(lines):
-            other_tail = bounds[other] - 1
-            x, y = own[other_tail, 0] - own[begin, 0], own[other_tail, 1] - own[begin, 1]
-            gap = np.sqrt(x * x + y * y)
-            if gap < least_before:
-                least_before, before = gap, lasts[other]
-            x, y = own[tail, 0] - own[other_begin, 0], own[tail, 1] - own[other_begin, 1]
-            gap = np.sqrt(x * x + y * y)
-            if gap < least_after:
-                least_after, after = gap, firsts[other]
-            other_begin = bounds[other]
-        for i in range(first, last + 1):
-            summed(normal, i, i - 1 if i > first else before, start_normal)
-            summed(normal, i, i + 1 if i < last else after, end_normal)
-        begin = bounds[line]
-    return start[:count], vector[:count], start_normal, end_normal
-
-
-OPEN, OUTLINE, SIGN = 1, 2, 3
-"""Kinds of line of `rows`: a line, an outline to be closed, a place of which the first point counts."""
+def gather(segments, which, count, out):
+    """Puts in `out` [5, count] the first `count` columns `which` of `segments`."""
+    for i in range(5):
+        for k in range(count):
+            out[i, k] = segments[i, which[k]]
 
 
 @jit
-def rows(points, ends, how, longest, tolerance):
-    """Segments of lines: starts and ends [M, 3], and numbers of their lines [M].
-
-    Line l is `points[ends[l - 1] : ends[l]]` [P, 3], of kind how[l], and left out if this is 0. It is cut at its points
-    into pieces of about equal length, `longest` or less where points allow it, and these are simplified.
-    """
-    count, total = len(ends), 0
-    for line in range(count):
-        total += ends[line] - (ends[line - 1] if line else 0) + 1
-    start, end, of = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64)
-    size = begin = 0
-    for line in range(count):
-        first, begin = begin, ends[line]
-        number = begin - first
-        if how[line] == SIGN and number:
-            copy_row(start, size, points, first)
-            copy_row(end, size, points, first)
-            of[size] = line
-            size += 1
-        if how[line] != OPEN and how[line] != OUTLINE:
-            continue
-        closed = how[line] == OUTLINE and number > 2
-        own = np.empty((number + closed, 3))
-        for i in range(number):
-            copy_row(own, i, points, first + i)
-        if closed:
-            copy_row(own, number, points, first)
-        number += closed
-        if number < 2:
-            continue
-        s, keep = np.zeros(number), np.zeros(number, np.bool_)
-        stack = np.empty((number + 1, 2), np.int64)
-        for i in range(1, number):
-            s[i] = s[i - 1] + np.hypot(own[i, 0] - own[i - 1, 0], own[i, 1] - own[i - 1, 1])
-        if not s[-1] > 0.0:
-            continue
-        # by points, not by pieces: a damaged line may be ten thousand kilometres long
-        parts, last = np.ceil(s[-1] / longest), 0
-        for i in range(1, number):
-            cut = parts > 1 and np.floor(s[i] * (parts / s[-1])) > np.floor(s[i - 1] * (parts / s[-1]))
-            if cut or i == number - 1:
-                thin(own, last, i, tolerance, keep, stack)
-                last = i
-        last = 0
-        for i in range(1, number):
-            if keep[i]:
-                copy_row(start, size, own, last)
-                copy_row(end, size, own, i)
-                of[size] = line
-                size, last = size + 1, i
-    return start[:size], end[:size], of[:size]
-
-
-@jit
-def pieces(start, end, of, how, longest, shortest, most):
-    """Segments of `rows`, whose lines are of the kinds `how` [L]; but for places, those of `shortest` m are left out.
-
-    Some are longer than 1.5 `longest` m where a line's own points lie far apart: these are cut into equal parts.
-    Kilometres are left out where more than `most` parts would come of it.
-    """
-    parts, kept, total = np.empty(len(of), np.int64), 0, 0
-    for i in range(len(of)):
-        length = np.hypot(end[i, 0] - start[i, 0], end[i, 1] - start[i, 1])
-        if length > shortest or how[of[i]] == SIGN:
-            copy_row(start, kept, start, i)
-            copy_row(end, kept, end, i)
-            of[kept] = of[i]
-            parts[kept] = np.ceil(length / longest) if length > 1.5 * longest else 1
-            total += parts[kept]
-            kept += 1
-    if total == kept:
-        return start[:kept], end[:kept], of[:kept]
-    fewest = 100 if total > most else total + 1
-    total = 0
-    for i in range(kept):
-        total += parts[i] if parts[i] < fewest else 0
-    starts, stops, numbers, count = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64), 0
-    for i in range(kept):
-        for part in range(parts[i] if parts[i] < fewest else 0):
-            for k in range(3):
-                step = (end[i, k] - start[i, k]) / parts[i]
-                starts[count, k] = start[i, k] + part * step
-                stops[count, k] = starts[count, k] + step
-            numbers[count] = of[i]
-            count += 1
-    return starts, stops, numbers
-
-
-@jit
-def nearest(x, y, points):
-    """Square of the distance in the plane from (x, y) to the nearest of `points` [K, 2 or 3], and its index."""
-    least, at = np.inf, 0
-    for k in range(len(points)):
-        dx, dy = x - points[k, 0], y - points[k, 1]
-        square = dx * dx + dy * dy
-        if square < least:
-            least, at = square, k
-    return least, at
-
-
-@jit
-def packed(
-    start, end, of, code, lane, near, centre, reach, level, slope, bridge, place_unit, most_place, half_unit, most_half
-):
-    """Rows whose middle is within `reach` m of one of `near` [Q, 3], and on its level, as in `scenario.Road` around
-    `centre`: places, halves, kinds, numbers of lanes, and distances [M]; and what `lane` says of the lanes [W].
-
-    Row i belongs to line of[i], which is of the kind `code` [L] and of the lane `lane` [L]; -1: none. Lanes come first,
-    in ascending order.
-    """
-    rows, count, lanes = len(of), 0, 0
-    place, half, away = np.empty((rows, 2), np.int16), np.empty((rows, 2), np.int16), np.empty(rows)
-    kind, number, used = np.empty(rows, np.int8), np.empty(rows, np.int16), np.empty(rows, np.int64)
-    for i in range(rows):
-        x, y, z = 0.5 * (start[i, 0] + end[i, 0]), 0.5 * (start[i, 1] + end[i, 1]), 0.5 * (start[i, 2] + end[i, 2])
-        least, at = nearest(x, y, near)
-        gap = np.sqrt(least)
-        to_x, to_y = np.rint((x - centre[0]) / place_unit), np.rint((y - centre[1]) / place_unit)
-        flat = abs(z - near[at, 2]) <= min(level + slope * gap, bridge)
-        if not (flat and gap <= reach and abs(to_x) <= most_place and abs(to_y) <= most_place):
-            continue
-        place[count, 0], place[count, 1], away[count] = to_x, to_y, gap
-        for k in range(2):
-            size = np.rint(0.5 * (end[i, k] - start[i, k]) / half_unit)
-            half[count, k] = min(max(size, -most_half), most_half)
-        kind[count], number[count] = code[of[i]], -1
-        if lane[of[i]] >= 0:
-            if not lanes or used[lanes - 1] != lane[of[i]]:
-                used[lanes] = lane[of[i]]
-                lanes += 1
-            number[count] = lanes - 1
-        count += 1
-    return place[:count], half[:count], kind[:count], number[:count], away[:count], used[:lanes]
-
-
-@jit
-def boxes(points, size):
-    """Indices of the first of `points` [P, 3] in each box of `size` [3] m."""
-    room = 4
-    while room < 2 * len(points):
-        room *= 2
-    table, found, count = np.full(room, -1), np.empty(len(points), np.int64), 0
-    cells = np.empty((len(points), 3), np.int64)
-    for p in range(len(points)):
-        for i in range(3):
-            cells[p, i] = int(np.floor(points[p, i] / size[i]))
-        at = (cells[p, 0] * 73856093 ^ cells[p, 1] * 19349663 ^ cells[p, 2] * 83492791) & (room - 1)
-        while table[at] >= 0:
-            q = table[at]
-            if cells[q, 0] == cells[p, 0] and cells[q, 1] == cells[p, 1] and cells[q, 2] == cells[p, 2]:
-                break
-            at = (at + 1) & (room - 1)
-        if table[at] < 0:
-            table[at], found[count] = p, p
-            count += 1
-    return found[:count]
-
-
-@jit
-def blocks(along, margin, block, most):
-    """The grid's corner [2], blocks [G, 2], and directory, around places `along` [Q, 2] of routes, Q >= 1; see
-    `lane_graph.lay_grid`."""
-    low_x, low_y, high_x, high_y = np.inf, np.inf, -np.inf, -np.inf
-    for q in range(len(along)):
-        low_x, high_x = min(low_x, along[q, 0] - margin), max(high_x, along[q, 0] + margin)
-        low_y, high_y = min(low_y, along[q, 1] - margin), max(high_y, along[q, 1] + margin)
-    corner = np.array([np.floor(low_x / block) * block, np.floor(low_y / block) * block])
-    wide, tall = int((high_x - corner[0]) / block) + 1, int((high_y - corner[1]) / block) + 1
-    directory = np.full((tall, wide), -1, np.int16)
-    cells, count = np.empty((wide * tall, 2), np.int64), 0
-    for q in range(len(along)):
-        for i in range(-1, 2):
-            for j in range(-1, 2):
-                column = int((along[q, 0] + margin * i - corner[0]) / block)
-                row = int((along[q, 1] + margin * j - corner[1]) / block)
-                if directory[row, column] < 0 and count < most:
-                    directory[row, column], cells[count, 0], cells[count, 1] = count, column, row
-                    count += 1
-    for row in range(tall):
-        for column in range(wide):
-            if directory[row, column] >= 0:
-                continue
-            least = 1 << 62
-            for k in range(count):
-                dx, dy = column - cells[k, 0], row - cells[k, 1]
-                if dx * dx + dy * dy < least:
-                    least, directory[row, column] = dx * dx + dy * dy, k
-    return corner, cells[:count], directory
-
-
-@jit
-def drawn(points, ends, whole, near, limit, tolerance):
-    """Pieces of lines [P, 2] that are nearer than `limit` m to one of `near` [R, 2], R >= 1, simplified: indices of
-    their points [Q], their ends [D] there, and numbers of their lines [D].
-
-    Lines that are `whole` [L] are not cut.
-    """
-    close, keep = np.zeros(len(points), np.bool_), np.zeros(len(points), np.bool_)
-    kept, bounds, of = np.empty(len(points), np.int64), np.empty(len(points), np.int64), np.empty(len(points), np.int64)
-    stack, surely = np.empty((len(points) + 1, 2), np.int64), (limit - 1e-6) ** 2
-    size = count = first = 0
-    for line in range(len(ends)):
-        begin, first, some = first, ends[line], False
-        for p in range(begin, first):
-            x, y, least, best = points[p, 0], points[p, 1], np.inf, 0
-            for k in range(len(near)):
-                dx, dy = x - near[k, 0], y - near[k, 1]
-                square = dx * dx + dy * dy
-                if square < least:
-                    least, best = square, k
-                    if square < surely:
-                        break
-            close[p] = least < surely or np.hypot(x - near[best, 0], y - near[best, 1]) < limit
-            some = some or close[p]
-        if whole[line] and some:
-            close[begin:first] = True
-        a = begin
-        while a < first:
-            if not close[a]:
-                a += 1
-                continue
-            b = a
-            while b + 1 < first and close[b + 1]:
-                b += 1
-            thin(points, a, b, tolerance, keep, stack)
-            for p in range(a, b + 1):
-                if keep[p]:
-                    kept[size] = p
-                    size += 1
-            bounds[count], of[count] = size, line
-            count, a = count + 1, b + 1
-    return kept[:size], bounds[:count], of[:count]
+def to_segments(x, y, segments, count, out):
+    """Distances float32, put in `out`, of a point to the first `count` of `segments`, see `columns`."""
+    for k in range(count):
+        vx, vy = segments[2, k], segments[3, k]
+        u, v = x - segments[0, k], y - segments[1, k]
+        share = (u * vx + v * vy) / segments[4, k]
+        share = ZERO if share < ZERO else (ONE if share > ONE else share)
+        u, v = u - share * vx, v - share * vy
+        out[k] = np.sqrt(u * u + v * v)
 
 
 @jit
@@ -408,31 +247,100 @@ def narrow(x, y, radius, segments, count, square, out):
     return kept
 
 
-@jit
-def against(xs, ys, which, count, start, vector, start_normal, end_normal, least, toward):
-    """Compares points at `xs`, `ys` with the first `count` segments of `which`.
+# ---------------------------------------------------------------------------------------- distances to the road's edges
 
-    Puts in `least` each one's squared distance to the nearest, the first of several, and in `toward` a number above 0
-    if it lies on the left of that.
+
+@jit
+def edges(points, ends, least, tolerance, near):
+    """Starts, vectors and normals [M, 2] of `distance_field.Edges` of lines: line l is `points[ends[l - 1] : ends[l]]`
+    [P, 2+].
+
+    They are cleaned by `least` m, simplified by `tolerance` m, and joined within `near` m.
     """
-    for j in range(len(xs)):
-        least[j], toward[j] = np.inf, 0.0
-    for k in range(count):
-        s = which[k]
-        x, y, vx, vy = start[s, 0], start[s, 1], vector[s, 0], vector[s, 1]
-        ax, ay, bx, by = start_normal[s, 0], start_normal[s, 1], end_normal[s, 0], end_normal[s, 1]
-        length2 = vx * vx + vy * vy
-        for j in range(len(xs)):  # the loop that takes the time: the compiler makes vectors of it
-            u, v = xs[j] - x, ys[j] - y
-            share = (u * vx + v * vy) / length2
-            share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
-            u, v = u - share * vx, v - share * vy
-            square = u * u + v * v
-            to_start, to_end, to_side = u * ax + v * ay, u * bx + v * by, u * -vy + v * vx
-            side = to_end if share >= 1.0 else (to_start if share <= 0.0 else to_side)
-            nearer = square < least[j]
-            least[j] = square if nearer else least[j]
-            toward[j] = side if nearer else toward[j]
+    points, ends = cleaned(points, ends, least)
+    start, vector, normal, firsts, lasts = simplified(points, ends, tolerance)
+    start_normal, end_normal = joint_normals(points, ends, normal, firsts, lasts, near)
+    return start, vector, start_normal, end_normal
+
+
+@jit
+def cleaned(points, ends, least):
+    """Lines [P, 2] of two points or more, and their ends [L], without points that are not finite and those that repeat
+    the one before within `least` m along both axes."""
+    out, bounds, size, lines, begin = np.empty((len(points), 2)), np.empty(len(ends), np.int64), 0, 0, 0
+    for end in ends:
+        first, before = size, -1
+        for i in range(begin, end):
+            x, y = points[i, 0], points[i, 1]
+            if not (np.isfinite(x) and np.isfinite(y)):
+                continue
+            if before < 0 or max(abs(x - points[before, 0]), abs(y - points[before, 1])) > least:
+                out[size, 0], out[size, 1] = x, y
+                size += 1
+            before = i
+        begin = end
+        if size - first > 1:
+            bounds[lines] = size
+            lines += 1
+        else:
+            size = first
+    return out[:size], bounds[:lines]
+
+
+@jit
+def simplified(points, ends, tolerance):
+    """Segments of lines that `thin` simplifies: starts, vectors and unit normals [M, 2], and of each line the numbers
+    [L] of the first and the last segment."""
+    keep, stack = np.zeros(len(points), np.bool_), np.empty((len(points) + 1, 2), np.int64)
+    start, vector, normal = np.empty((len(points), 2)), np.empty((len(points), 2)), np.empty((len(points), 2))
+    firsts, lasts, count, begin = np.empty(len(ends), np.int64), np.empty(len(ends), np.int64), 0, 0
+    for line in range(len(ends)):
+        firsts[line], before = count, begin
+        thin(points, begin, ends[line] - 1, tolerance, keep, stack)
+        for i in range(begin + 1, ends[line]):
+            if keep[i]:
+                x, y = points[i, 0] - points[before, 0], points[i, 1] - points[before, 1]
+                length = np.sqrt(x * x + y * y)
+                start[count, 0], start[count, 1] = points[before, 0], points[before, 1]
+                vector[count, 0], vector[count, 1] = x, y
+                normal[count, 0], normal[count, 1] = -(y / length), x / length
+                count, before = count + 1, i
+        begin, lasts[line] = ends[line], count - 1
+    return start[:count], vector[:count], normal[:count], firsts, lasts
+
+
+@jit
+def joint_normals(points, ends, normal, firsts, lasts, near):
+    """Normals [M, 2] at the starts and at the ends of segments: sums over the two that meet there. Lines meet where one
+    ends within `near` m of another one's beginning, or of its own."""
+    start_normal, end_normal, begin = np.empty((len(normal), 2)), np.empty((len(normal), 2)), 0
+    for line in range(len(ends)):
+        first, last, tail = firsts[line], lasts[line], ends[line] - 1
+        before, after, least_before, least_after, other_begin = first, last, near, near, 0
+        for other in range(len(ends)):
+            other_tail = ends[other] - 1
+            x, y = points[other_tail, 0] - points[begin, 0], points[other_tail, 1] - points[begin, 1]
+            gap = np.sqrt(x * x + y * y)
+            if gap < least_before:
+                least_before, before = gap, lasts[other]
+            x, y = points[tail, 0] - points[other_begin, 0], points[tail, 1] - points[other_begin, 1]
+            gap = np.sqrt(x * x + y * y)
+            if gap < least_after:
+                least_after, after = gap, firsts[other]
+            other_begin = ends[other]
+        for i in range(first, last + 1):
+            summed(normal, i, i - 1 if i > first else before, start_normal)
+            summed(normal, i, i + 1 if i < last else after, end_normal)
+        begin = ends[line]
+    return start_normal, end_normal
+
+
+@jit
+def summed(normal, i, j, out):
+    """Puts in out[i] the sum of the normals i and j; normal i where they cancel, where an edge turns back."""
+    x, y = normal[i, 0] + normal[j, 0], normal[i, 1] + normal[j, 1]
+    cancels = x * x + y * y < 1e-8
+    out[i, 0], out[i, 1] = normal[i, 0] if cancels else x, normal[i, 1] if cancels else y
 
 
 @jit
@@ -500,60 +408,222 @@ def field(origin, cell, width, height, patch, block, most, start, vector, start_
 
 
 @jit
-def project(line, place):
-    """Nearest segment of a polyline [P, 2+] to `place` [2+]: (index, share of it, x and y from there)."""
-    least, best, best_share, best_x, best_y = np.inf, 0, 0.0, 0.0, 0.0
-    for i in range(len(line) - 1):
-        x, y = place[0] - line[i, 0], place[1] - line[i, 1]
-        vx, vy = line[i + 1, 0] - line[i, 0], line[i + 1, 1] - line[i, 1]
-        share = (x * vx + y * vy) / max(vx * vx + vy * vy, 1e-12)
-        share = min(max(share, 0.0), 1.0)
-        x, y = x - share * vx, y - share * vy
-        if x * x + y * y < least:
-            least, best, best_share, best_x, best_y = x * x + y * y, i, share, x, y
-    return best, best_share, best_x, best_y
+def against(xs, ys, which, count, start, vector, start_normal, end_normal, least, toward):
+    """Compares points at `xs`, `ys` with the first `count` segments of `which`.
+
+    Puts in `least` each one's squared distance to the nearest, the first of several, and in `toward` a number above 0
+    if it lies on the left of that.
+    """
+    for j in range(len(xs)):
+        least[j], toward[j] = np.inf, 0.0
+    for k in range(count):
+        s = which[k]
+        x, y, vx, vy = start[s, 0], start[s, 1], vector[s, 0], vector[s, 1]
+        ax, ay, bx, by = start_normal[s, 0], start_normal[s, 1], end_normal[s, 0], end_normal[s, 1]
+        length2 = vx * vx + vy * vy
+        for j in range(len(xs)):  # the loop that takes the time: the compiler makes vectors of it
+            u, v = xs[j] - x, ys[j] - y
+            share = (u * vx + v * vy) / length2
+            share = 0.0 if share < 0.0 else (1.0 if share > 1.0 else share)
+            u, v = u - share * vx, v - share * vy
+            square = u * u + v * v
+            to_start, to_end, to_side = u * ax + v * ay, u * bx + v * by, u * -vy + v * vx
+            side = to_end if share >= 1.0 else (to_start if share <= 0.0 else to_side)
+            nearer = square < least[j]
+            least[j] = square if nearer else least[j]
+            toward[j] = side if nearer else toward[j]
+
+
+# ----------------------------------------------------------------------------------------------------- rows of the road
+
+
+OPEN, OUTLINE, SIGN = 1, 2, 3
+"""Kinds of line of `rows`: a line, an outline to be closed, a place of which the first point counts."""
 
 
 @jit
-def add_arcs(points, begin, end, s):
-    """Arc lengths of the line `points[begin:end]`, put in `s` from `s[begin]` = 0 on."""
-    for i in range(begin + 1, end):
-        s[i] = s[i - 1] + np.hypot(points[i, 0] - points[i - 1, 0], points[i, 1] - points[i - 1, 1])
+def rows(points, ends, how, longest, tolerance):
+    """Segments of lines: starts and ends [M, 3], and numbers of their lines [M].
+
+    Line l is `points[ends[l - 1] : ends[l]]` [P, 3], of kind how[l], and left out if this is 0. It is cut at its points
+    into pieces of about equal length, `longest` or less where points allow it, and these are simplified.
+    """
+    count, total = len(ends), 0
+    for line in range(count):
+        total += ends[line] - (ends[line - 1] if line else 0) + 1
+    start, end, of = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64)
+    size = begin = 0
+    for line in range(count):
+        first, begin = begin, ends[line]
+        number = begin - first
+        if how[line] == SIGN and number:
+            copy_row(start, size, points, first)
+            copy_row(end, size, points, first)
+            of[size] = line
+            size += 1
+        if how[line] != OPEN and how[line] != OUTLINE:
+            continue
+        closed = how[line] == OUTLINE and number > 2
+        own = np.empty((number + closed, 3))
+        for i in range(number):
+            copy_row(own, i, points, first + i)
+        if closed:
+            copy_row(own, number, points, first)
+        number += closed
+        if number < 2:
+            continue
+        s, keep, stack = arcs(own), np.zeros(number, np.bool_), np.empty((number + 1, 2), np.int64)
+        if not s[-1] > 0.0:
+            continue
+        # by points, not by pieces: a damaged line may be ten thousand kilometres long
+        parts, last = np.ceil(s[-1] / longest), 0
+        for i in range(1, number):
+            cut = parts > 1 and np.floor(s[i] * (parts / s[-1])) > np.floor(s[i - 1] * (parts / s[-1]))
+            if cut or i == number - 1:
+                thin(own, last, i, tolerance, keep, stack)
+                last = i
+        last = 0
+        for i in range(1, number):
+            if keep[i]:
+                copy_row(start, size, own, last)
+                copy_row(end, size, own, i)
+                of[size] = line
+                size, last = size + 1, i
+    return start[:size], end[:size], of[:size]
 
 
 @jit
-def arcs(line):
-    """`from_log.arc_length`."""
-    s = np.zeros(len(line))
-    add_arcs(line, 0, len(line), s)
-    return s
+def pieces(start, end, of, how, longest, shortest, most):
+    """Segments of `rows`, whose lines are of the kinds `how` [L]; but for places, those of `shortest` m are left out.
+
+    Some are longer than 1.5 `longest` m where a line's own points lie far apart: these are cut into equal parts.
+    Kilometres are left out where more than `most` parts would come of it.
+    """
+    parts, kept, total = np.empty(len(of), np.int64), 0, 0
+    for i in range(len(of)):
+        length = np.hypot(end[i, 0] - start[i, 0], end[i, 1] - start[i, 1])
+        if length > shortest or how[of[i]] == SIGN:
+            copy_row(start, kept, start, i)
+            copy_row(end, kept, end, i)
+            of[kept] = of[i]
+            parts[kept] = np.ceil(length / longest) if length > 1.5 * longest else 1
+            total += parts[kept]
+            kept += 1
+    if total == kept:
+        return start[:kept], end[:kept], of[:kept]
+    fewest = 100 if total > most else total + 1
+    total = 0
+    for i in range(kept):
+        total += parts[i] if parts[i] < fewest else 0
+    starts, stops, numbers, count = np.empty((total, 3)), np.empty((total, 3)), np.empty(total, np.int64), 0
+    for i in range(kept):
+        for part in range(parts[i] if parts[i] < fewest else 0):
+            for k in range(3):
+                step = (end[i, k] - start[i, k]) / parts[i]
+                starts[count, k] = start[i, k] + part * step
+                stops[count, k] = starts[count, k] + step
+            numbers[count] = of[i]
+            count += 1
+    return starts, stops, numbers
 
 
 @jit
-def arcs_of(points, ends):
-    """Arc lengths [P] along each of several lines in turn."""
-    s, begin = np.zeros(len(points)), 0
-    for end in ends:
-        add_arcs(points, begin, end, s)
-        begin = end
-    return s
+def packed(
+    start, end, of, code, lane, near, centre, reach, level, slope, bridge, place_unit, most_place, half_unit, most_half
+):
+    """Rows whose middle is within `reach` m of one of `near` [Q, 3], and on its level, as in `scenario.Road` around
+    `centre`: places, halves, kinds, numbers of lanes, and distances [M]; and what `lane` says of the lanes [W].
+
+    Row i belongs to line of[i], which is of the kind `code` [L] and of the lane `lane` [L]; -1: none. Lanes come first,
+    in ascending order.
+    """
+    rows, count, lanes = len(of), 0, 0
+    place, half, away = np.empty((rows, 2), np.int16), np.empty((rows, 2), np.int16), np.empty(rows)
+    kind, number, used = np.empty(rows, np.int8), np.empty(rows, np.int16), np.empty(rows, np.int64)
+    for i in range(rows):
+        x, y, z = 0.5 * (start[i, 0] + end[i, 0]), 0.5 * (start[i, 1] + end[i, 1]), 0.5 * (start[i, 2] + end[i, 2])
+        least, at = nearest(x, y, near)
+        gap = np.sqrt(least)
+        to_x, to_y = np.rint((x - centre[0]) / place_unit), np.rint((y - centre[1]) / place_unit)
+        flat = abs(z - near[at, 2]) <= min(level + slope * gap, bridge)
+        if not (flat and gap <= reach and abs(to_x) <= most_place and abs(to_y) <= most_place):
+            continue
+        place[count, 0], place[count, 1], away[count] = to_x, to_y, gap
+        for k in range(2):
+            size = np.rint(0.5 * (end[i, k] - start[i, k]) / half_unit)
+            half[count, k] = min(max(size, -most_half), most_half)
+        kind[count], number[count] = code[of[i]], -1
+        if lane[of[i]] >= 0:
+            if not lanes or used[lanes - 1] != lane[of[i]]:
+                used[lanes] = lane[of[i]]
+                lanes += 1
+            number[count] = lanes - 1
+        count += 1
+    return place[:count], half[:count], kind[:count], number[:count], away[:count], used[:lanes]
 
 
 @jit
-def place_on(s, where, guess):
-    """Index of the last of the arc lengths `s` [P], ascending, that is not above `where`; `guess` is none above it."""
-    while guess + 1 < len(s) and s[guess + 1] <= where:
-        guess += 1
-    return guess
+def boxes(points, size):
+    """Indices of the first of `points` [P, 3] in each box of `size` [3] m."""
+    room = 4
+    while room < 2 * len(points):
+        room *= 2
+    table, found, count = np.full(room, -1), np.empty(len(points), np.int64), 0
+    cells = np.empty((len(points), 3), np.int64)
+    for p in range(len(points)):
+        for i in range(3):
+            cells[p, i] = int(np.floor(points[p, i] / size[i]))
+        at = (cells[p, 0] * 73856093 ^ cells[p, 1] * 19349663 ^ cells[p, 2] * 83492791) & (room - 1)
+        while table[at] >= 0:
+            q = table[at]
+            if cells[q, 0] == cells[p, 0] and cells[q, 1] == cells[p, 1] and cells[q, 2] == cells[p, 2]:
+                break
+            at = (at + 1) & (room - 1)
+        if table[at] < 0:
+            table[at], found[count] = p, p
+            count += 1
+    return found[:count]
 
 
 @jit
-def between(line, s, i, where, column):
-    """A column of a line [P, D] at arc length `where`, which lies at or after s[i], as `np.interp` has it."""
-    if i == len(s) - 1 or where <= s[i]:
-        return line[i, column]
-    slope = (line[i + 1, column] - line[i, column]) / (s[i + 1] - s[i])
-    return slope * (where - s[i]) + line[i, column]
+def drawn(points, ends, whole, near, limit, tolerance):
+    """Pieces of lines [P, 2] that are nearer than `limit` m to one of `near` [R, 2], R >= 1, simplified: indices of
+    their points [Q], their ends [D] there, and numbers of their lines [D].
+
+    Lines that are `whole` [L] are not cut.
+    """
+    close, keep = np.zeros(len(points), np.bool_), np.zeros(len(points), np.bool_)
+    kept, bounds, of = np.empty(len(points), np.int64), np.empty(len(points), np.int64), np.empty(len(points), np.int64)
+    stack, surely = np.empty((len(points) + 1, 2), np.int64), (limit - SLACK) ** 2
+    size = count = first = 0
+    for line in range(len(ends)):
+        begin, first, some = first, ends[line], False
+        for p in range(begin, first):
+            x, y = points[p, 0], points[p, 1]
+            least, at = nearest(x, y, near, surely)
+            close[p] = least < surely or np.hypot(x - near[at, 0], y - near[at, 1]) < limit
+            some = some or close[p]
+        if whole[line] and some:
+            close[begin:first] = True
+        a = begin
+        while a < first:
+            if not close[a]:
+                a += 1
+                continue
+            b = a
+            while b + 1 < first and close[b + 1]:
+                b += 1
+            thin(points, a, b, tolerance, keep, stack)
+            for p in range(a, b + 1):
+                if keep[p]:
+                    kept[size] = p
+                    size += 1
+            bounds[count], of[count] = size, line
+            count, a = count + 1, b + 1
+    return kept[:size], bounds[:count], of[:count]
+
+
+# ---------------------------------------------------------------------------------------------------- tracks and routes
 
 
 @jit
@@ -591,7 +661,7 @@ def nearness(position, valid, path, far):
             x, y = position[i, t, 0], position[i, t, 1]
             if t:  # it is nearer than before by its own step at most
                 dx, dy = x - position[i, t - 1, 0], y - position[i, t - 1, 1]
-                surely -= np.sqrt(dx * dx + dy * dy) + 1e-6
+                surely -= np.sqrt(dx * dx + dy * dy) + SLACK
             if surely > best:
                 continue
             _, at = nearest(x, y, path)
@@ -674,49 +744,6 @@ def laid(line, length, beyond, spacing):
 
 
 @jit
-def turns(points, starts):
-    """Angles [W] by which lanes turn between their ends; lane l is `points[starts[l] : starts[l + 1]]` [P, 3]."""
-    out = np.empty(len(starts) - 1)
-    for lane in range(len(out)):
-        a, b = starts[lane], starts[lane + 1] - 1
-        first = np.arctan2(points[a + 1, 1] - points[a, 1], points[a + 1, 0] - points[a, 0])
-        last = np.arctan2(points[b, 1] - points[b - 1, 1], points[b, 0] - points[b - 1, 0])
-        out[lane] = (last - first + np.pi) % (2.0 * np.pi) - np.pi
-    return out
-
-
-@jit
-def beside(places, within, points, s, starts, box):
-    """Lanes whose nearest place is about `within` m or less from one of `places` [K, 3]: number of the place and of the
-    lane, arc length there, direction, height above the place, and x and y from there, float64 [C, 7]."""
-    count = 0
-    for place in places:
-        for lane in range(len(box)):
-            count += around(place, within, box[lane])
-    out, count = np.empty((count, 7)), 0
-    for k in range(len(places)):
-        place = places[k]
-        for lane in range(len(box)):
-            if not around(place, within, box[lane]):
-                continue
-            begin = starts[lane]
-            i, share, x, y = project(points[begin : starts[lane + 1]], place)
-            i += begin
-            if x * x + y * y < (within + 1e-6) ** 2:
-                out[count, 0], out[count, 1], out[count, 2] = k, lane, s[i] + share * (s[i + 1] - s[i])
-                out[count, 3] = np.arctan2(points[i + 1, 1] - points[i, 1], points[i + 1, 0] - points[i, 0])
-                out[count, 4], out[count, 5], out[count, 6] = points[i, 2] - place[2], x, y
-                count += 1
-    return out[:count]
-
-
-@jit
-def around(place, within, box):
-    """True if `place` lies `within` m or less of a box [4]: least x and y, most x and y."""
-    return box[0] - within <= place[0] <= box[2] + within and box[1] - within <= place[1] <= box[3] + within
-
-
-@jit
 def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn, exits, exit_starts):
     """Points [P, 3] from `end` [3] on for `wanted` m or more: along `lane` from arc length
     `where` on and its straightest exits; straight on where they end, or if `lane` is below 0."""
@@ -758,7 +785,7 @@ def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn,
                 )
             size += 1
     if size > 1:
-        heading = np.arctan2(line[size - 1, 1] - line[size - 2, 1], line[size - 1, 0] - line[size - 2, 0])
+        heading = direction(line, size - 2)
     missing = wanted - arcs(line[:size])[-1]
     if missing > 0.0:
         line[size, 0] = line[size - 1, 0] + missing * np.cos(heading)
@@ -768,15 +795,48 @@ def continued(end, heading, lane, where, wanted, blend, points, s, starts, turn,
     return line[:size]
 
 
+# ---------------------------------------------------------------------------------------------------------------- lanes
+
+
 @jit
-def spaced(line, spacing, count):
-    """`count` points [count, 2] of a line [P, 2+] that are `spacing` m apart, the first so far from its beginning."""
-    s, out, i = arcs(line), np.empty((count, 2)), 0
-    for k in range(count):
-        where = spacing * (k + 1)
-        i = place_on(s, where, i)
-        out[k, 0], out[k, 1] = between(line, s, i, where, 0), between(line, s, i, where, 1)
+def turns(points, starts):
+    """Angles [W] by which lanes turn between their ends; lane l is `points[starts[l] : starts[l + 1]]` [P, 3]."""
+    out = np.empty(len(starts) - 1)
+    for lane in range(len(out)):
+        a, b = starts[lane], starts[lane + 1] - 1
+        out[lane] = (direction(points, b - 1) - direction(points, a) + np.pi) % (2.0 * np.pi) - np.pi
     return out
+
+
+@jit
+def beside(places, within, points, s, starts, box):
+    """Lanes whose nearest place is about `within` m or less from one of `places` [K, 3]: number of the place and of the
+    lane, arc length there, direction, height above the place, and x and y from there, float64 [C, 7]."""
+    count = 0
+    for place in places:
+        for lane in range(len(box)):
+            count += around(place, within, box[lane])
+    out, count = np.empty((count, 7)), 0
+    for k in range(len(places)):
+        place = places[k]
+        for lane in range(len(box)):
+            if not around(place, within, box[lane]):
+                continue
+            begin = starts[lane]
+            i, share, x, y = project(points[begin : starts[lane + 1]], place)
+            i += begin
+            if x * x + y * y < (within + SLACK) ** 2:
+                out[count, 0], out[count, 1], out[count, 2] = k, lane, s[i] + share * (s[i + 1] - s[i])
+                out[count, 3] = direction(points, i)
+                out[count, 4], out[count, 5], out[count, 6] = points[i, 2] - place[2], x, y
+                count += 1
+    return out[:count]
+
+
+@jit
+def around(place, within, box):
+    """True if `place` lies `within` m or less of a box [4]: least x and y, most x and y."""
+    return box[0] - within <= place[0] <= box[2] + within and box[1] - within <= place[1] <= box[3] + within
 
 
 @jit
@@ -788,7 +848,7 @@ def near_line(line, places, within):
         i, share, x, y = project(line, places[p])
         if max(abs(x), abs(y)) <= within:
             out[count, 0], out[count, 1], out[count, 2] = p, i, share
-            out[count, 3] = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
+            out[count, 3] = direction(line, i)
             out[count, 4], out[count, 5], out[count, 6] = line[i, 2] - places[p, 2], x, y
             count += 1
     return out[:count]
@@ -799,7 +859,6 @@ def beyond_stop(stop, shared, count, line, s):
     """`count` places [count, 2] of a lane [P, 3] over the first `shared` m after a stop point [3], and its direction
     there."""
     i, share, _, _ = project(line, stop)
-    direction = np.arctan2(line[i + 1, 1] - line[i, 1], line[i + 1, 0] - line[i, 0])
     begin = s[i] + share * (s[i + 1] - s[i])
     end = min(begin + shared, s[-1])
     step, out, at = (end - begin) / (count - 1), np.empty((count, 2)), 0
@@ -807,63 +866,42 @@ def beyond_stop(stop, shared, count, line, s):
         where = k * step + begin if k < count - 1 else end
         at = place_on(s, where, 0)
         out[k, 0], out[k, 1] = between(line, s, at, where, 0), between(line, s, at, where, 1)
-    return out, direction
+    return out, direction(line, i)
+
+
+# -------------------------------------------------------------------------------------------------------- grid of lanes
 
 
 @jit
-def gaps(places, line):
-    """Distances [K] of `places` [K, 2] from the nearest point of a line [P, 2+]."""
-    out, square = np.full(len(places), np.inf), np.empty(len(line))
-    for k in range(len(places)):
-        least = np.inf
-        for i in range(len(line)):
-            dx, dy = places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]
-            square[i] = dx * dx + dy * dy
-            least = min(least, square[i])
-        for i in range(len(line)):
-            if square[i] <= least * (1.0 + 1e-9):
-                out[k] = min(out[k], np.hypot(places[k, 0] - line[i, 0], places[k, 1] - line[i, 1]))
-    return out
-
-
-@jit
-def nearest_points(points, near):
-    """Index [P] of the nearest of `near` [R, 2], R >= 1, to each of `points` [P, 2]."""
-    out = np.empty(len(points), np.int64)
-    for p in range(len(points)):
-        _, out[p] = nearest(points[p, 0], points[p, 1], near)
-    return out
-
-
-@jit
-def columns(start, vector):
-    """float32 [5, M]: segments as columns, x and y of the start, of the vector, and its square, above 0."""
-    out = np.empty((5, len(start)), np.float32)
-    for i in range(len(start)):
-        vx, vy = vector[i, 0], vector[i, 1]
-        out[0, i], out[1, i], out[2, i], out[3, i] = start[i, 0], start[i, 1], vx, vy
-        out[4, i] = max(vx * vx + vy * vy, LEAST)
-    return out
-
-
-@jit
-def to_segments(x, y, segments, count, out):
-    """Distances float32, put in `out`, of a point to the first `count` of `segments`, see `columns`."""
-    for k in range(count):
-        vx, vy = segments[2, k], segments[3, k]
-        u, v = x - segments[0, k], y - segments[1, k]
-        share = (u * vx + v * vy) / segments[4, k]
-        share = ZERO if share < ZERO else (ONE if share > ONE else share)
-        u, v = u - share * vx, v - share * vy
-        out[k] = np.sqrt(u * u + v * v)
-
-
-@jit
-def gather(segments, which, count, out):
-    """Puts in `out` [5, count] the first `count` columns `which` of `segments`."""
-    for i in range(5):
-        for k in range(count):
-            out[i, k] = segments[i, which[k]]
+def blocks(along, margin, block, most):
+    """The grid's corner [2], blocks [G, 2], and directory, around places `along` [Q, 2] of routes, Q >= 1; see
+    `lane_graph.lay_grid`."""
+    low_x, low_y, high_x, high_y = np.inf, np.inf, -np.inf, -np.inf
+    for q in range(len(along)):
+        low_x, high_x = min(low_x, along[q, 0] - margin), max(high_x, along[q, 0] + margin)
+        low_y, high_y = min(low_y, along[q, 1] - margin), max(high_y, along[q, 1] + margin)
+    corner = np.array([np.floor(low_x / block) * block, np.floor(low_y / block) * block])
+    wide, tall = int((high_x - corner[0]) / block) + 1, int((high_y - corner[1]) / block) + 1
+    directory = np.full((tall, wide), -1, np.int16)
+    cells, count = np.empty((wide * tall, 2), np.int64), 0
+    for q in range(len(along)):
+        for i in range(-1, 2):
+            for j in range(-1, 2):
+                column = int((along[q, 0] + margin * i - corner[0]) / block)
+                row = int((along[q, 1] + margin * j - corner[1]) / block)
+                if directory[row, column] < 0 and count < most:
+                    directory[row, column], cells[count, 0], cells[count, 1] = count, column, row
+                    count += 1
+    for row in range(tall):
+        for column in range(wide):
+            if directory[row, column] >= 0:
+                continue
+            least = 1 << 62
+            for k in range(count):
+                dx, dy = column - cells[k, 0], row - cells[k, 1]
+                if dx * dx + dy * dy < least:
+                    least, directory[row, column] = dx * dx + dy * dy, k
+    return corner, cells[:count], directory
 
 
 BUCKETS = 1024
@@ -910,61 +948,6 @@ def candidates(start, vector, centre, reach, most, nearby, turn):
                 out[g, k] = order[nearby + (some - nearby) * turn[far] // spread]
                 far += 1
     return out
-
-
-@jit
-def first_ones(values, count, most, out):
-    """Number of indices put in `out`, at most `most`: those of the smallest of values[:count], in order."""
-    kept = 0
-    for k in range(count):
-        if kept == most and values[k] >= values[out[most - 1]]:
-            continue
-        at = kept if kept < most else most - 1
-        while at and values[out[at - 1]] > values[k]:
-            out[at] = out[at - 1]
-            at -= 1
-        out[at] = k
-        kept = min(kept + 1, most)
-    return kept
-
-
-@jit
-def least_of(values, count, lane, lanes, least):
-    """Puts in `least` the smallest of values[:count] of each of `lanes` lanes; `lane` [count] is below `lanes`."""
-    least[:lanes] = np.float32(np.inf)
-    for k in range(count):
-        least[lane[k]] = min(least[lane[k]], values[k])
-
-
-@jit
-def later(values, count, lane, lanes, least, extra):
-    """Adds `extra` to those of values[:count] that are not the least of their `lane`."""
-    least_of(values, count, lane, lanes, least)
-    for k in range(count):
-        values[k] += ZERO if values[k] <= least[lane[k]] else extra
-
-
-@jit
-def nearly(distance, count, lane, lanes, least, nearest, reach, few, out):
-    """Number of rows put in `out`, of `count` rows: all that can be among the `nearest` at a place, where distances
-    differ from `distance` by at most `reach` / 2.
-
-    A lane's nearest row comes before every other lane's second one. So a row is there only if it is about the nearest
-    of its lane, and its lane about one of the nearest; with fewer lanes, if it is about the nearest of its lane, or
-    about one of the nearest rows.
-    """
-    least_of(distance, count, lane, lanes, least)
-    many, size = lanes >= nearest, 0
-    kept = first_ones(least, lanes, nearest, few) if many else first_ones(distance, count, nearest, few)
-    if kept < nearest:
-        most = np.float32(np.inf)
-    else:
-        most = (least if many else distance)[few[nearest - 1]] + reach
-    for k in range(count):
-        own, out[size] = least[lane[k]], k
-        first = distance[k] <= own + reach
-        size += (first and own <= most) if many else (first or distance[k] <= most)
-    return size
 
 
 @jit
@@ -1043,3 +1026,58 @@ def nearest_lanes(
                 out[g, c, place] = rows[some[few[place]]]
             rank[:count] = unranked
     return out
+
+
+@jit
+def nearly(distance, count, lane, lanes, least, nearest, reach, few, out):
+    """Number of rows put in `out`, of `count` rows: all that can be among the `nearest` at a place, where distances
+    differ from `distance` by at most `reach` / 2.
+
+    A lane's nearest row comes before every other lane's second one. So a row is there only if it is about the nearest
+    of its lane, and its lane about one of the nearest; with fewer lanes, if it is about the nearest of its lane, or
+    about one of the nearest rows.
+    """
+    least_of(distance, count, lane, lanes, least)
+    many, size = lanes >= nearest, 0
+    kept = first_ones(least, lanes, nearest, few) if many else first_ones(distance, count, nearest, few)
+    if kept < nearest:
+        most = np.float32(np.inf)
+    else:
+        most = (least if many else distance)[few[nearest - 1]] + reach
+    for k in range(count):
+        own, out[size] = least[lane[k]], k
+        first = distance[k] <= own + reach
+        size += (first and own <= most) if many else (first or distance[k] <= most)
+    return size
+
+
+@jit
+def later(values, count, lane, lanes, least, extra):
+    """Adds `extra` to those of values[:count] that are not the least of their `lane`."""
+    least_of(values, count, lane, lanes, least)
+    for k in range(count):
+        values[k] += ZERO if values[k] <= least[lane[k]] else extra
+
+
+@jit
+def least_of(values, count, lane, lanes, least):
+    """Puts in `least` the smallest of values[:count] of each of `lanes` lanes; `lane` [count] is below `lanes`."""
+    least[:lanes] = np.float32(np.inf)
+    for k in range(count):
+        least[lane[k]] = min(least[lane[k]], values[k])
+
+
+@jit
+def first_ones(values, count, most, out):
+    """Number of indices put in `out`, at most `most`: those of the smallest of values[:count], in order."""
+    kept = 0
+    for k in range(count):
+        if kept == most and values[k] >= values[out[most - 1]]:
+            continue
+        at = kept if kept < most else most - 1
+        while at and values[out[at - 1]] > values[k]:
+            out[at] = out[at - 1]
+            at -= 1
+        out[at] = k
+        kept = min(kept + 1, most)
+    return kept
