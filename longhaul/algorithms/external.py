@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from longhaul.algorithms.config import ALGORITHMS, LOSSES, AlgorithmConfig, InMinibatches
 from longhaul.runtime import config_fields, user_modules
-from longhaul.runtime.errors import ModuleError, RunError
+from longhaul.runtime.errors import ModuleError, RunError, did_you_mean
 
 if TYPE_CHECKING:
     from longhaul.algorithms.run_context import RunContext
@@ -55,7 +55,7 @@ def load(name: str) -> AlgorithmConfig:
     if not user_modules.is_named(path):
         names = [*ALGORITHMS, *installed()]
         near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}, or module:name"
+        hint = did_you_mean(near, f"there are {', '.join(names)}, or module:name")
         hint = f"it is a loss of grpo: --loss {name.lower()}" if name.lower() in LOSSES else hint
         raise RunError(f"no algorithm is named {name!r}; {hint}")
     try:

@@ -23,7 +23,7 @@ from longhaul.diagnostics.compiled_run import Program, compiled, smaller
 from longhaul.runtime import files
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, one_line
 from longhaul.runtime.provenance import provenance
 from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry import health, health_log, sinks
@@ -252,8 +252,9 @@ def _guarded(name: str, work: Callable[[], Any]) -> Iterator[Any]:
     try:
         yield work()
     except (jax.errors.JaxRuntimeError, RunError) as error:
-        line = " ".join(str(error).split())[:200]
-        yield Check(name, FAIL, line, "it can be done", "make the batch or the network smaller, and ask again")
+        yield Check(
+            name, FAIL, one_line(error), "it can be done", "make the batch or the network smaller, and ask again"
+        )
 
 
 def _prepare(run: Run, resolved: Run) -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul.runtime.config_fields import plain
+from longhaul.runtime.errors import did_you_mean
 from longhaul.runtime.user_modules import is_named
 
 
@@ -126,7 +127,7 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
 
 def suggestion(word: str, names: Sequence[str], otherwise: str) -> str:
     near = nearest(word, names)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise
+    return did_you_mean(near, otherwise)
 
 
 DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")

@@ -1,9 +1,9 @@
 """`longhaul launch`: several processes of one training run, started and looked after from outside.
 
-Each process gets the environment that `hosts.find` reads. Where one dies the others abort or hang, so all are ended;
-with `--restarts` they begin again from the newest intact checkpoint. The supervisor runs no JAX: nothing that they do
-can take it down, and where it is killed itself, they end too. Who starts them is one of two: this machine (`processes`)
-or a Ray cluster (`cluster`); the rest is the same.
+Each process gets the environment that `process_group.find` reads. Where one dies the others abort or hang, so all are
+ended; with `--restarts` they begin again from the newest intact checkpoint. The supervisor runs no JAX: nothing that
+they do can take it down, and where it is killed itself, they end too. They run on this machine
+(`runtime.launch.local`) or on a Ray cluster (`runtime.launch.ray`); the rest is the same.
 """
 
 from __future__ import annotations

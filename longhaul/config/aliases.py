@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhaul.runtime import config_fields
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, did_you_mean
 
 ALIASES = {
     "lr": ("learning-rate",), "num-envs": ("n-envs",), "num-steps": ("n-steps",), "update-epochs": ("n-epochs",),
@@ -111,7 +111,7 @@ def hint(config: Any, word: str, otherwise: str) -> str:
     if known := answer(word):
         return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), known)
     near = difflib.get_close_matches(word.lower(), [leaf.name for leaf in config_fields.walk(config)], n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise
+    return did_you_mean(near, otherwise)
 
 
 def as_typed(text: str, words: list[str]) -> str:

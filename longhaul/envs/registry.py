@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from longhaul.envs import callback, classic_control, external, hackmatrix, probes, suite_adapters
 from longhaul.envs.hackmatrix.swift_rules.environment import canonical
 from longhaul.envs.host import registry as host
+from longhaul.runtime.errors import did_you_mean
 from longhaul.spaces import Measure
 from longhaul.types import Environment, Key, PyTree, Spec, TimeStep
 
@@ -127,4 +128,4 @@ def _suggest(name: str, known: list[str]) -> str:
     if not known:
         return "it takes none"
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return did_you_mean(near, f"there are {', '.join(known)}")

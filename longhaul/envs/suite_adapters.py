@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.runtime.errors import did_you_mean
 from longhaul.spaces import Action, Box, Discrete, Masked, Measure, MultiDiscrete
 from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
 
@@ -140,8 +141,8 @@ def make(name: str, **given: Any) -> Environment:
     if most is not None and not (str(most).isdecimal() and int(most) > 0):
         raise ValueError(f"{name}: max_steps is {most!r}; it must be a whole number of at least 1")
     if inner not in suite.names():
-        near = difflib.get_close_matches(inner, suite.names(), n=3, cutoff=0.3)
-        hint = f"did you mean {' or '.join(f'{kind}/{match}' for match in near)}?" if near else f"longhaul envs {kind}"
+        near = [f"{kind}/{each}" for each in difflib.get_close_matches(inner, suite.names(), n=3, cutoff=0.3)]
+        hint = did_you_mean(near, f"longhaul envs {kind}")
         raise ValueError(f"{suite.package} has no environment {inner!r}; {hint}")
     try:
         world = suite.make(inner, **options)

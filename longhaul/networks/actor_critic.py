@@ -172,7 +172,7 @@ def _mlp_torso(
     return _Torso(init_params, apply, sizes[-1])
 
 
-def _encoder_torso(encoder: attention.Encoder | conv.Encoder, width: int) -> _Torso:
+def _encoder_torso(encoder: layers.Encoder, width: int) -> _Torso:
     """The torso that an encoder is."""
     return _Torso(
         lambda key: {"encoder": encoder.init(key.draw())},

@@ -26,7 +26,7 @@ Normalisation and softmax are always in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.networks.config import ENCODERS
-from longhaul.networks.layers import affine, along_last, init_norm, layer_norm, rematerialised
+from longhaul.networks.layers import Encoder, affine, along_last, init_norm, layer_norm, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 HEAD = 32
@@ -57,13 +57,6 @@ FREQUENCIES = np.geomspace(1.0, 64.0, HEAD // 4).astype(np.float32)
 """Rotation of a head's pairs in radians per unit of position: a quarter of a head for x, a quarter for y."""
 
 
-class Encoder(NamedTuple):
-    """`apply(params, observation) -> features`, float32 [..., width]; leading axes of the observation are free."""
-
-    init: Callable[[Key], Params]
-    apply: Callable[[Params, PyTree], jax.Array]
-
-
 class Tokens(NamedTuple):
     """S tokens of an observation."""
 
@@ -83,7 +76,7 @@ def latents_of(kind: str, depth: int) -> int:
 
 
 def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: Any, remat: str = "none") -> Encoder:
-    """Encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
+    """Encoder for observations like `observation` (a pytree of ShapeDtypeStruct); its features are float32.
 
     `width` features of a token, `depth` blocks of self-attention. Computing is in `dtype`, parameters are float32.
     `remat`, one of config.REMATS: parts of tokens and blocks that are computed again for the gradient. Raises

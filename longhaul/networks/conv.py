@@ -19,7 +19,7 @@ Widths are the papers'; `hidden_dim` and `num_layers` do not matter. Names of la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks.config import CONVOLUTIONS
-from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm, rematerialised
+from longhaul.networks.layers import (
+    EPSILON,
+    Encoder,
+    Initialise,
+    affine,
+    along_last,
+    init_dense,
+    init_norm,
+    rematerialised,
+)
 from longhaul.types import Key, Params, PyTree, platform
 
 Stage = tuple[int, int, int]
@@ -45,13 +54,6 @@ SECTIONS, BLOCKS = (16, 32, 32), 2
 """Channels of the sections of `impala`, and residual blocks of each."""
 
 FEATURES = {"nature": 512, "impala": 256, "minatar": 128}
-
-
-class Encoder(NamedTuple):
-    """`apply(params, observation) -> features`, [..., FEATURES[kind]]; leading axes of the observation are free."""
-
-    init: Callable[[Key], Params]
-    apply: Callable[[Params, PyTree], jax.Array]
 
 
 class Image(NamedTuple):
@@ -121,7 +123,7 @@ def greatest(x: jax.Array) -> jax.Array:
 def encoder(
     observation: PyTree, kind: str, kernels: Initialise, *, dtype: Any, remat: str = "none", norm: bool = False
 ) -> Encoder:
-    """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
+    """Encoder for observations like `observation` (a pytree of ShapeDtypeStruct), with FEATURES[kind] features.
 
     Computing is in `dtype`, parameters are float32. `remat`, one of config.REMATS: parts of a stack's layer, or of a
     section of `impala`, that are computed again for the gradient. `norm` normalises the channels after each convolution

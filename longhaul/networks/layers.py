@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from longhaul.types import Key, Params
+from longhaul.types import Key, Params, PyTree
 
 Initialise = Callable[[Key, tuple[int, ...], Any], jax.Array]
 """(key, shape [..., inputs, outputs], dtype) -> kernel."""
@@ -44,6 +44,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 EPSILON = 1e-6
 """Number added to a variance before its root is taken."""
+
+
+class Encoder(NamedTuple):
+    """`apply(params, observation) -> features` [..., width]; leading axes of the observation are free."""
+
+    init: Callable[[Key], Params]
+    apply: Callable[[Params, PyTree], jax.Array]
 
 
 class NamedKey(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.networks.attention import Encoder
+from longhaul.networks.layers import Encoder
 from longhaul.runtime import user_modules
 from longhaul.types import Params, PyTree
 

@@ -35,12 +35,12 @@ from longhaul.runtime import files
 from longhaul.runtime.cache_dir import MOST_BYTES, folder, named, say, trim
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
-
-
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
-
+"""Events of `jax.monitoring`: seconds of a compilation, or of reading the cache instead; a program that the cache had,
+or lacked."""
 
 FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)"
+"""JAX's warning of a fault of the cache: the verb, the program's name, the reason."""
 
 
 def root() -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,26 +177,27 @@ def allocated(function: Any, *arguments: Any) -> PyTree:
 
 def resident() -> int:
     """Bytes of memory of this process and of those that it started."""
-    process, total = psutil.Process(), 0
-    for each in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            total += each.memory_info().rss
-    return total
+    return _over_processes(lambda process: int(process.memory_info().rss))
 
 
-def at_most() -> int:
+def peak() -> int:
     """Bytes of memory that this process and those that it started had at most until now, each at its own time."""
+    return _over_processes(lambda process: high_water(process.pid) or int(process.memory_info().rss))
+
+
+def _over_processes(measure: Callable[[psutil.Process], int]) -> int:
+    """Sum of a measure over this process and those that it started and that have not ended."""
     process, total = psutil.Process(), 0
     for each in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended
-            total += high_water(each.pid) or each.memory_info().rss
+            total += measure(each)
     return total
 
 
 def high_water(pid: int) -> int | None:
-    """Bytes of memory that a process had at most until now; None where the system does not tell.
+    """Bytes of memory that a process had at most until now; None where the system does not say.
 
-    `getrusage` would tell the parent's peak where that was higher.
+    `getrusage` would have the parent's peak where that was higher.
     """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

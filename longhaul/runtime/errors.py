@@ -1,7 +1,8 @@
-"""Errors that a user can fix, and exit codes of the command."""
+"""Errors that a user can fix, parts of their lines, and exit codes of the command."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 75
@@ -33,3 +34,13 @@ class FieldError(ValueError):
     def of_flag(self) -> RunError:
         """The error for a user who sets fields by flags."""
         return RunError(f"--{self.field.replace('_', '-')} is {self.value}; {self.remedy}")
+
+
+def did_you_mean(near: Sequence[str], otherwise: str) -> str:
+    """Remedy for a name that is not known: the question for the names `near`, or `otherwise` where there are none."""
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def one_line(error: BaseException) -> str:
+    """Text of an error on one line, at most 200 characters; its kind where it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -8,7 +8,7 @@ worlds and batches lie apart, and so do parameters, gradients and the optimiser'
 (ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). Such a run is one shard, with the random numbers of one
 device.
 
-Wraps API that moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
+Wraps API that moved between JAX versions: nothing else in the package calls `shard_map` or makes a mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longhaul.runtime import pytree_serialization
 from longhaul.types import PyTree
 
 DATA, FSDP, MODEL = "data", "fsdp", "model"
-
+"""Axes of every mesh; those that a run does not use have one device."""
 
 PACKED = 2**18
 """Bytes from which an array is sent by itself."""

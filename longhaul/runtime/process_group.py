@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from longhaul.runtime import descriptors, gloo_listener
-from longhaul.runtime.errors import BAD_INPUT, STOPPED
+from longhaul.runtime.errors import BAD_INPUT, STOPPED, one_line
 from longhaul.runtime.launch.process import end_with_parent
 
 T = TypeVar("T")
@@ -198,28 +198,53 @@ def start(hosts: Hosts) -> None:
         return
     import jax
 
-    sys.stdout.flush()  # C++'s messages on its connections go to stderr: stdout is for results
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", errors="replace")
+    _keep_stdout_for_results()
     # JAX's own listener would take SIGTERM away from the run, which saves on it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    known = hosts.coordinator != AUTO
     by_file = hosts.coordinator.startswith(SOCKET)
     local = hosts.coordinator.startswith(("127.0.0.1:", "localhost:", SOCKET))  # reachable from this machine only
     who = f"process {hosts.index} of {hosts.count} (by {hosts.told_by})"
     late = threading.Timer(PATIENCE, _give_up, [f"{who}: not all have met at {hosts.coordinator} in {PATIENCE} s"])
     late.daemon = True
     late.start()
-    if known and hosts.index == 0 and not by_file:
+    if hosts.coordinator != AUTO and hosts.index == 0 and not by_file:
         _check_port(hosts.coordinator, local=local)
+    _guard_gloo(local=local)
+    try:
+        _connect(hosts, who, local=local)
+    finally:
+        late.cancel()
+    if by_file and hosts.index == 0:  # all have joined: nobody else is to come
+        file = Path(hosts.coordinator.removeprefix(SOCKET))
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()
+
+
+def _keep_stdout_for_results() -> None:
+    """Turn to stderr of what C++ prints to stdout, such as messages on its connections."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", errors="replace")
+
+
+def _guard_gloo(*, local: bool) -> None:
+    """Guard of the listeners that Gloo is to open; of a `local` coordinator they are on loopback."""
     from jax._src.lib import _jax
 
     make = gloo_listener.guarded(_jax.make_gloo_tcp_collectives, _groups)
     if local:  # Gloo listens where the machine's name leads otherwise, and JAX has no setting for it
         make = functools.partial(make, hostname="127.0.0.1")
     _jax.make_gloo_tcp_collectives = make
+
+
+def _connect(hosts: Hosts, who: str, *, local: bool) -> None:
+    """Connection to JAX's coordination service. HostsError, except for a TPU without other hosts, which is alone."""
+    import jax
+
+    known = hosts.coordinator != AUTO
     try:
         descriptors.raise_limit()  # JAX's coordinator accepts every connection
         jax.distributed.initialize(
@@ -231,23 +256,17 @@ def start(hosts: Hosts) -> None:
             initialization_timeout=2 * PATIENCE, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=PARTING,
         )  # fmt: skip
     except (ValueError, OSError, ImportError, RuntimeError) as error:
+        reason = one_line(error)
         if known:
             raise HostsError(
-                f"{who} can't join the others at {hosts.coordinator}: {_short(error)}; check that all run, and that "
+                f"{who} can't join the others at {hosts.coordinator}: {reason}; check that all run, and that "
                 f"{COORDINATOR} is reached from each"
             ) from error
         if hosts.told_by != "TPU":
             raise HostsError(
-                f"{COORDINATOR} is {AUTO}, and JAX finds no cluster: {_short(error)}; set it to HOST:PORT of process 0"
+                f"{COORDINATOR} is {AUTO}, and JAX finds no cluster: {reason}; set it to HOST:PORT of process 0"
             ) from error
-        print(f"a TPU that does not say its hosts: goes on alone ({_short(error)})", file=sys.stderr)
-    finally:
-        late.cancel()
-    if by_file and hosts.index == 0:  # all have joined: nobody else is to come
-        file = Path(hosts.coordinator.removeprefix(SOCKET))
-        file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            file.parent.rmdir()
+        print(f"a TPU that does not say its hosts: goes on alone ({reason})", file=sys.stderr)
 
 
 def _groups() -> list[str]:
@@ -272,10 +291,6 @@ def _give_up(line: str) -> None:
     """End this process with one line, before JAX does with many."""
     print(f"longhaul: error: {line}; see to the others, and to the address", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def together() -> bool:
@@ -325,7 +340,7 @@ def share(name: str, make: Callable[[], T]) -> T:
     try:
         value = make()
     except BaseException as error:
-        _tell(name, {"error": _short(error)})
+        _tell(name, {"error": one_line(error)})
         raise
     tell(name, value)
     return value
@@ -348,7 +363,7 @@ def hear(name: str) -> Any:
             message = json.loads(_state().client.blocking_key_value_get(f"longhaul/{name}", int(1000 * LISTEN)))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise HostsError(f"process 0 is gone: {_short(error)}; its own output says why") from error
+                raise HostsError(f"process 0 is gone: {one_line(error)}; its own output says why") from error
             continue  # Python has handled signals meanwhile
         if "error" in message:
             raise HostsError(f"process 0 failed: {message['error']}")
@@ -404,5 +419,5 @@ def follow(work: Callable[[], object]) -> int:
     except BaseException as error:
         listener.join(ALIKE)  # it ends this process if process 0 failed too: most likely one cause
         if not heard:  # no farewell: process 0 may not answer
-            print(f"longhaul: error: process {index()}: {_short(error)}", file=sys.stderr, flush=True)
+            print(f"longhaul: error: process {index()}: {one_line(error)}", file=sys.stderr, flush=True)
         os._exit(heard[0] if heard else 1)

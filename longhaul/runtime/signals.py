@@ -18,8 +18,8 @@ from typing import Any
 MOMENT = 0.5
 """Seconds within which signals count as one: `timeout` sends its own to the process and to its group."""
 
-
 STOPS = signal.SIGINT, signal.SIGTERM
+"""Signals by which a run saves and stops."""
 
 AT_WORK = "actor"
 """First word of the names of daemon threads that compiled code may hold up for minutes. An interpreter that ends while

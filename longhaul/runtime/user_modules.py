@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longhaul.runtime.errors import did_you_mean
+
 
 def is_named(name: str) -> bool:
     """True for "package.module:name"."""
@@ -31,10 +33,10 @@ def load(name: str) -> Any:
     names = [each for each in vars(target) if not each.startswith("_")]
     for part in path.split("."):
         if part not in dir(target):
-            near = difflib.get_close_matches(path, names, n=3, cutoff=0.5)
             if module == "__main__":
                 raise ValueError(f"a notebook or a script has defined {path}; go on there, or define {path} here first")
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names[:8]) or 'nothing'}"
+            near = difflib.get_close_matches(path, names, n=3, cutoff=0.5)
+            hint = did_you_mean(near, f"it has {', '.join(names[:8]) or 'nothing'}")
             raise ValueError(f"{module} has no {path}; {hint}")
         target = getattr(target, part)
     return target
@@ -47,13 +49,12 @@ def imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever a module raises as it is imported
-        line = (str(error).strip().splitlines() or [""])[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
         if module.endswith(".py"):
             raise ValueError(f"{module} is a file; write {module.removesuffix('.py')}:NAME") from error
         remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
         at = "" if missing or isinstance(error, SyntaxError) else place(error)  # a SyntaxError says where
-        raise ValueError(f"{module} can't be imported: {type(error).__name__}: {line}{at}{remedy}") from error
+        raise ValueError(f"{module} can't be imported: {_first_line(error)}{at}{remedy}") from error
 
 
 def place(error: BaseException) -> str:
@@ -71,7 +72,11 @@ def place(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Kind of an error, the first line of what it says, and where the user's code raised it."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}{place(error)}"
+    return _first_line(error) + place(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def untraceable(what: str, error: BaseException) -> str:

@@ -134,7 +134,7 @@ def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: 
         "weights on their way": (rule.depth + rule.places) * weights,
         "sampling": max(samples - learns, kept) if rule.staleness == 0 else samples,  # in turn, or side by side
     }
-    more = device_memory.at_most() - update.total - sum(sizes.values())
+    more = device_memory.peak() - update.total - sum(sizes.values())
     return sizes | {"the start": more} if more > 0 else sizes
 
 

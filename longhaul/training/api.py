@@ -33,7 +33,7 @@ from longhaul.envs.host.vector import HostVector
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import config_fields, partition
 from longhaul.runtime.devices import MeshShape
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, did_you_mean
 from longhaul.runtime.files import expanded
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.provenance import provenance
@@ -198,7 +198,7 @@ class Metrics(dict[str, np.ndarray]):
         last = {known.rpartition("/")[2]: known for known in self}
         near = [known for known in self if name in known][:3] or difflib.get_close_matches(name, list(self), n=3)
         near = near or [last[each] for each in difflib.get_close_matches(name, last, n=3)]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(self)}"
+        hint = did_you_mean(near, f"there are {', '.join(self)}")
         raise KeyError(f"no metric is named {name!r}; {hint}")
 
 

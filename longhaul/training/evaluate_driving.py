@@ -36,7 +36,7 @@ from longhaul.runtime import each_device
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, on_cpu
 from longhaul.runtime.each_device import EachDevice
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, did_you_mean
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
 from longhaul.training.evaluate import EVENTS, MOST, Scores
@@ -230,7 +230,7 @@ class Drives(NamedTuple):
                 known = list(dict.fromkeys(present))
                 near = [id_ for id_ in known if id_.startswith(each)][:3] or difflib.get_close_matches(each, known)
                 few = f"there are {', '.join(present[:3])}{' ...' if len(present) > 3 else ''}"
-                hint = f"did you mean {' or '.join(near)}?" if near else few
+                hint = did_you_mean(near, few)
                 raise RunError(f"no scenario is named {each!r}; {hint}")
         places = [i for each in dict.fromkeys(ids) for i, id_ in enumerate(present) if id_ == each]
         return self.subset(places) if ids else self

@@ -27,6 +27,7 @@ import numpy as np
 from longhaul.config.resolve import MINARI
 from longhaul.driving.datasets.log import BadData
 from longhaul.runtime.devices import most_of_a_file
+from longhaul.runtime.errors import did_you_mean
 from longhaul.spaces import Box, Discrete, Masked, action_shape
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
@@ -78,7 +79,7 @@ def _of_minari(path: str) -> list[tuple[str, dict[str, np.ndarray]]]:
     names = sorted(minari.list_local_datasets())
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"minari download {name} fetches a public one"
+        hint = did_you_mean(near, f"minari download {name} fetches a public one")
         raise BadData(f"{path}: there is no such data set on this machine; {hint}")
     try:
         episodes = [

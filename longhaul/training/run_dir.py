@@ -26,7 +26,7 @@ from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning.config import GYM, QUESTIONS
 from longhaul.runtime import bounded_json, config_fields, files, process_group
-from longhaul.runtime.errors import FieldError, ModuleError, RunError
+from longhaul.runtime.errors import FieldError, ModuleError, RunError, did_you_mean
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
 from longhaul.telemetry.trackers import wandb, wandb_artifacts
@@ -102,7 +102,7 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
         if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
             return runs_dir / name
     near = difflib.get_close_matches(run_id, names, n=3, cutoff=0.4) or names[-3:]
-    hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
+    hint = did_you_mean(near, "there are none yet: longhaul train makes one")
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Protocol
 
 from longhaul.runtime import bounded_json, cache_dir, files
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, did_you_mean
 from longhaul.runtime.files import MANIFEST
 
 MARK = "store.json"
@@ -328,7 +328,7 @@ def local_folder(url: str, name: str) -> Path:
             return staging(url) / name
         raise RunError(str(error)) from error
     near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4) or sorted(names)[-3:]
-    hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet"
+    hint = did_you_mean(near, "there are none yet")
     raise RunError(f"no run {name!r} in {url}; {hint}")
 
 

@@ -14,8 +14,9 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving
 from longhaul.networks import attention
-from longhaul.networks.attention import HEAD, NEIGHBOURS, Encoder, encoder
+from longhaul.networks.attention import HEAD, NEIGHBOURS, encoder
 from longhaul.networks.config import ENCODERS
+from longhaul.networks.layers import Encoder
 from longhaul.runtime.config_fields import replaced
 from longhaul.telemetry import sinks
 from longhaul.training import loop

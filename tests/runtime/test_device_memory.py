@@ -182,7 +182,7 @@ def test_memory_that_was_given_back_counts_in_the_most_that_there_was() -> None:
         assert child.stdout is not None and child.stdout.readline() == b"1\n"
         most = device_memory.high_water(child.pid)
         assert most is not None and size < most < size + (100 << 20)
-        assert device_memory.at_most() >= before + size, "of this process and its children"
+        assert device_memory.peak() >= before + size, "of this process and its children"
         assert device_memory.resident() < before + size, "now"
     finally:
         child.communicate()

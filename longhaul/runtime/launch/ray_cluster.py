@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from longhaul.runtime.errors import one_line
 from longhaul.runtime.process_group import HostsError
 
 ACTORS = "--actor-kind ray"
@@ -42,9 +43,9 @@ def check(address: str, wants: str) -> str:
 
 def _nobody(address: str, error: Exception, wants: str) -> HostsError:
     flag = "--ray-address" if wants == ACTORS else "--address"
-    short = " ".join(str(error).split())[:200]
     return HostsError(
-        f"no Ray cluster can be joined at {address} ({short}); start one by `ray start --head`, or give {flag}"
+        f"no Ray cluster can be joined at {address} ({one_line(error)}); start one by `ray start --head`, or give "
+        f"{flag}"
     )
 
 
