@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
@@ -23,6 +23,9 @@ from longhaul.training import comparison, store
 from longhaul.training import runs as folder_runs
 from longhaul.training.run_dir import find_folder, read_result
 from longhaul.training.runs import Summary
+
+if TYPE_CHECKING:
+    from longhaul.training import final_evaluation
 
 SORTS = {
     "newest": lambda run: -run.created,
@@ -168,64 +171,79 @@ def _named_folders(names: Sequence[str], runs_dir: Path) -> dict[str, Path]:
 
 def report(argv: Sequence[str]) -> int:
     """`longhaul report RUN [--checkpoint STEP] [--member N] [--out FILE]`."""
-    step = Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0)
-    member = Flag("member", INT, None, "of a folder with many runs, report this one", least=0)
-    out = Flag("out", PATH, None, "the page to write", shown="report.html in the run's folder")
-    past = Flag("past-violations", ALONE, False,
-                "with --checkpoint: drawn episodes go on after a collision, off the road, past a red")  # fmt: skip
+    own = (
+        Flag("checkpoint", INT, None, "evaluate the checkpoint after this many updates; 0: the newest", least=0),
+        Flag("member", INT, None, "of a folder with many runs, report this one", least=0),
+        Flag("past-violations", ALONE, False,
+             "with --checkpoint: drawn episodes go on after a collision, off the road, past a red"),
+        Flag("out", PATH, None, "the page to write", shown="report.html in the run's folder"),
+    )  # fmt: skip
     about = "The report of a run as it stands: while it trains, after a stop or a kill, and for a checkpoint."
-    flagged = [RUN, step, member, past, out, RUNS_DIR, DEBUG]
-    parsed = flags.parse("report", about, {"": flagged}, argv).values
+    parsed = flags.parse("report", about, {"": [RUN, *own, RUNS_DIR, DEBUG]}, argv).values
     if parsed["past-violations"] and parsed["checkpoint"] is None:
         raise FlagError("--past-violations is on, and no checkpoint is to be driven; give --checkpoint 0, say")
     if parsed["out"] is not None and Path(parsed["out"]).is_dir():
         raise FlagError(f"--out is {parsed['out']!r}, a folder; give a file in it")
     folder = folder_of(parsed, "longhaul report RUN [--checkpoint STEP]")
+    member, step = parsed["member"], parsed["checkpoint"]
     page = folder / "report.html"
-    renewed = any(parsed[name] is not None for name in ("checkpoint", "member", "out"))
-    if not renewed and (folder / "result.json").is_file() and page.is_file():
+    if (member, step, parsed["out"]) == (None, None, None) and (folder / "result.json").is_file() and page.is_file():
         print(page)  # of the run's end, with its evaluation and films
         return 0
     with screen.stage("importing", plain=False):
-        from longhaul.training import final_evaluation, members
+        from longhaul.training import members
         from longhaul.training import report as pages
         from longhaul.training.run_dir import load_run
     run = load_run(folder)
-    which = parsed["member"]
-    if which is not None or (run.many and parsed["checkpoint"] is not None):
-        members.chosen(run, which, folder.name)
-    path = folder / ("metrics.jsonl" if which is None else members.FILE)
-    records = sinks.read(path) if path.is_file() else []
-    result = read_result(folder) if (folder / "result.json").is_file() else {}
-    if which is not None:
-        records = [members.of_member(record, which) for record in records]
-        whole, own = result, (result.get("members") or {which: {}})[which]
-        result = {name: whole[name] for name in ("status", "compile_seconds") if name in whole}
-        result["evaluation"] = own.get("evaluation", {})
-        page = folder / f"report-run-{which}.html"
+    if member is not None or (run.many and step is not None):
+        members.chosen(run, member, folder.name)
+    records, result = _records_and_result(folder, member)
     recordings: list[Recording] = []
     films: list[Film] = []
-    if parsed["checkpoint"] is not None:
-        from longhaul.training.checkpoint.resume import restore_policy
-
-        steps = files.checkpoint_steps(folder)
-        number = parsed["checkpoint"] or (steps[-1] if steps else None)
-        with screen.stage("restoring the policy", plain=False):
-            run, policy, untrained = restore_policy(folder, which, number)
-        past_violations = parsed["past-violations"]
-        compared = final_evaluation.compare(run, policy, untrained, past_violations=past_violations)
+    name = "report"
+    if step is not None:
+        number, compared = _evaluated(folder, member, step, past_violations=parsed["past-violations"])
         recordings, films = compared.recordings, compared.films
         result = {"status": f"checkpoint {number}", "evaluation": compared.means, "chains": compared.chains}
         records = [record for record in records if number is None or record["update"] <= number]
-        page = folder / (f"report-{number}.html" if which is None else f"report-{number}-run-{which}.html")
-    page = Path(parsed["out"] or page)
+        name += f"-{number}"
+    name += "" if member is None else f"-run-{member}"
+    page = Path(parsed["out"] or folder / f"{name}.html")
     pages.write_report(
         page, run=bounded_json.read(folder / "run.json") | {"id": folder.name}, records=records, result=result,
         recordings=recordings, films=films, findings=health_log.read(folder),
-        runs=_members(folder, run, result) if which is None else "",
+        runs=_members(folder, run, result) if member is None else "",
     )  # fmt: skip
     print(page)
     return 0
+
+
+def _records_and_result(folder: Path, member: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(records, result) of a run as far as it is, or of one member of a population."""
+    from longhaul.training import members
+
+    path = folder / ("metrics.jsonl" if member is None else members.FILE)
+    records = sinks.read(path) if path.is_file() else []
+    result = read_result(folder) if (folder / "result.json").is_file() else {}
+    if member is None:
+        return records, result
+    own = (result.get("members") or {member: {}})[member]
+    about = {name: result[name] for name in ("status", "compile_seconds") if name in result}
+    return [members.of_member(record, member) for record in records], about | {"evaluation": own.get("evaluation", {})}
+
+
+def _evaluated(
+    folder: Path, member: int | None, step: int, *, past_violations: bool
+) -> tuple[int | None, final_evaluation.Compared]:
+    """(updates, evaluation) of the checkpoint after `step` updates; 0: of the newest."""
+    from longhaul.training import final_evaluation
+    from longhaul.training.checkpoint.resume import restore_policy
+
+    steps = files.checkpoint_steps(folder)
+    number = step or (steps[-1] if steps else None)
+    with screen.stage("restoring the policy", plain=False):
+        run, policy, untrained = restore_policy(folder, member, number)
+    return number, final_evaluation.compare(run, policy, untrained, past_violations=past_violations)
 
 
 def _members(folder: Path, run: Run, result: Mapping[str, Any]) -> str:

@@ -592,17 +592,13 @@ def evaluate(
     `safety` says whether the safety check is on; with `skip_bad_logs` logs that can't be used are named on stderr and
     left out. Raises RunError, one line, before anything is compiled.
     """
-    for name, word, words in (("policy", policy, evaluation.POLICIES), ("traffic", traffic, evaluation.TRAFFICS)):
-        if word not in words and (name, word) != ("traffic", None):
-            own = f"; {word} is a run of its own: give it as run" if (name, word) == ("policy", hub.PRETRAINED) else ""
-            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}{own}")
+    _check_drivers([policy], traffic)
     for name, number, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
             raise RunError(f"{name} is {number!r}; it must be a whole number, {least} at least")
     learnt = policy in ("run", "untrained")
     if isinstance(run, Policy):
-        if policy == "untrained" or member is not None or step is not None:
-            raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
+        _check_loaded([policy], member, step)
         stored, params = run.run, run.params if learnt else None
     else:
         stored, params = policy_of(_folder(run, runs_dir), policy, member, step)
@@ -650,11 +646,7 @@ def render(
     RunError, one line, before anything is compiled.
     """
     out, who, ids, paths = expanded(out), _texts(policy), _texts(scenario), _texts(data)
-    asked = [("policy", each, evaluation.POLICIES) for each in who or [""]]
-    for name, word, words in (*asked, ("traffic", traffic, evaluation.TRAFFICS)):
-        if word not in words and (name, word) != ("traffic", None):
-            own = f"; {word} is a run of its own: give it as run" if (name, word) == ("policy", hub.PRETRAINED) else ""
-            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}{own}")
+    _check_drivers(who or [""], traffic)
     if not isinstance(episodes, int | np.integer) or episodes < 1:
         raise RunError(f"episodes is {episodes!r}; it must be a whole number, 1 at least")
     drawing.check_file(out)
@@ -674,9 +666,24 @@ def _acting(
     if not isinstance(run, Policy):
         folder = None if run is None else _folder(run, runs_dir)
         return *drawing.of_run(folder, who, member, step), "" if folder is None else folder.name
-    if "untrained" in who or member is not None or step is not None:
-        raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
+    _check_loaded(who, member, step)
     return run.run, lambda each: (run.run, run.params if each == "run" else None), run.run.recipe
+
+
+def _check_drivers(policies: Sequence[str], traffic: str | None) -> None:
+    """Raises RunError for a word that names no policy, or no traffic; None is the run's own."""
+    asked = [("policy", each, evaluation.POLICIES) for each in policies]
+    asked += [] if traffic is None else [("traffic", traffic, evaluation.TRAFFICS)]
+    for name, word, words in asked:
+        if word not in words:
+            own = f"; {word} is a run of its own: give it as run" if (name, word) == ("policy", hub.PRETRAINED) else ""
+            raise RunError(f"{name} is {word!r}; it must be one of {', '.join(words)}{own}")
+
+
+def _check_loaded(policies: Sequence[str], member: int | None, step: int | None) -> None:
+    """Raises RunError where a loaded Policy is asked for another one of its run's."""
+    if "untrained" in policies or (member, step) != (None, None):
+        raise RunError("a loaded Policy is one policy; give the run's name or folder with policy, member and step")
 
 
 def _texts(values: str | Path | Sequence[str | Path]) -> list[str]:

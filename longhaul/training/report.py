@@ -58,6 +58,15 @@ PROVENANCE = ("commit", "machine", "host", "platform", "cpus", "backend", "devic
 SHOWN = ("return", "accuracy", "progress", "pass_at_1")
 """Metrics of the trained policy among the key figures."""
 
+CROSS_PLAY = "cross-play.json"
+"""File of a run's folder: the cells of `training.cross_play`."""
+
+CROSS_PLAYED = ("goal", "collision", "at_fault_collision", "offroad", "red_light")
+"""Metrics shown in a cell of the cross-play, below the accuracy."""
+
+MATRIX = "<!--cross-play-->", "<!--/cross-play-->"
+"""Marks around the cross-play's matrix in a page, which is drawn again when there is a newer one."""
+
 DASH = "–"
 """Placeholder of a missing value."""
 
@@ -102,8 +111,8 @@ def write_report(
     `run` is run.json: `id`, `recipe`, `command` and the fields of `PROVENANCE` are read at its top or within
     `provenance`, all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in
     order, `result` is result.json (`{}` before the run's end), `recordings` are of driving and `films` of any other
-    environment, `runs` is the HTML section of a population. Every text is
-    escaped. Raises ValueError if a recording's arrays do not fit together.
+    environment, `runs` is the HTML section of a population. Every text is escaped. Raises ValueError if a recording's
+    arrays do not fit together.
     """
     whole, run = run, {**_mapping(run.get("provenance")), **run}
     name = str(run.get("id") or Path(path).absolute().parent.name)
@@ -209,13 +218,6 @@ def evaluation_table(evaluation: Any, links: Mapping[str, str] = MappingProxyTyp
     return _table(rows, shown, links) + note + more * bool(others)
 
 
-CROSS_PLAY = "cross-play.json"
-"""File of a run's folder: the cells of `training.cross_play`."""
-
-MATRIX = "<!--cross-play-->", "<!--/cross-play-->"
-"""Marks around the matrix in a page, which is drawn again when there is a newer one."""
-
-
 def draw_cross_play(folder: Path) -> None:
     """Drawing of the matrix of a run's folder in its report, where there is one."""
     page = folder / "report.html"
@@ -246,9 +248,6 @@ def _cross_play(matrix: Mapping[str, Any]) -> str:
     note = '<p class="muted note">Accuracy of the ego in a row, by who drives the others; greener is nearer to 1.</p>'
     content = pages.table(("ego", *map(_text, partners)), rows) + note if rows else ""
     return MATRIX[0] + _section("Cross-play", content) + MATRIX[1]
-
-
-CROSS_PLAYED = ("goal", "collision", "at_fault_collision", "offroad", "red_light")
 
 
 def _chains(chains: Any) -> str:
