@@ -1,4 +1,4 @@
-"""Resolution of a Run: every open field decided, every size checked."""
+"""Resolution of a Run: a recipe changed by settings, every open field decided, every size checked."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ from longhaul.types import Environment
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
 
-
 EPISODES = {Driving: 128, Reasoning: 256}
 """Episodes of an evaluation: scenarios, problems; 100 elsewhere."""
-
 
 VISITS, EPISODE = 8, 80
 """Visits of each scenario of a bank before others come; steps that an episode is taken to have."""
@@ -88,62 +86,6 @@ def _resolved(run: Run) -> Run:
     )  # fmt: skip
 
 
-def _check_shares(run: Run, devices: int, runs: int) -> None:
-    """Raises RunError where devices can't share the runs, or the worlds, evenly."""
-    if run.many and runs % devices:
-        raise RunError(
-            f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
-        )
-    if run.num_envs % devices and not run.many:
-        raise RunError(
-            f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
-            f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
-        )
-
-
-def _check_layout(run: Run, devices: int) -> None:
-    """Raises RunError for settings that the layout on the mesh excludes, or a batch too large for a device."""
-    if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
-        raise RunError(odd)
-    if run.deterministic and run.model > 1:
-        raise RunError(
-            f"--deterministic with --mesh {MeshShape(devices, run.model)}: sums over the model axis have no fixed "
-            "order; choose model=1"
-        )
-    if run.fsdp:
-        _check_fsdp(run, devices)
-    if isinstance(run.environment, Driving) and run.environment.bank_by_host:
-        if run.fsdp or run.model > 1:
-            raise RunError(
-                "--bank-by-host does not go with devices that share parameters, which must see the same scenarios; "
-                "leave it or --fsdp and model=M out"
-            )
-        if run.deterministic:
-            raise RunError(
-                "--deterministic does not go with --bank-by-host: scenarios then follow from the number of processes; "
-                "leave one out"
-            )
-    steps = _columns(run, devices) * run.num_steps
-    if steps > MOST:
-        raise RunError(f"--num-envs x agents x --num-steps is {steps} on a device; it must be at most {MOST}")
-
-
-def _columns(run: Run, devices: int) -> int:
-    """Columns of a device's batch: worlds x agents."""
-    return run.num_envs // parts(run, devices) * agents(run)
-
-
-def _updates(run: Run, steps: int) -> int:
-    """Updates of a run, of `steps` agent steps each. Raises RunError where there is none, or there are too many."""
-    updates = run.total_steps // steps
-    if not 1 <= updates <= MOST:
-        raise RunError(
-            f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
-            f"(--num-envs x agents x --num-steps); give {steps} to {steps * MOST}"
-        )
-    return updates
-
-
 def _checked_algorithm(run: Run, devices: int, siblings: Sequence[Member]) -> AlgorithmConfig:
     """Algorithm's config with its passes over a batch decided, checked with the values of each member of a sweep."""
     columns = _columns(run, devices)
@@ -161,6 +103,44 @@ def _checked_algorithm(run: Run, devices: int, siblings: Sequence[Member]) -> Al
     return algorithm
 
 
+def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
+    """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
+    config = run.algorithm
+    if not external_algorithms.in_minibatches(config):
+        return config
+    rows = columns if external_algorithms.memory(config) else columns * run.num_steps
+    fixed = config.num_minibatches, config.update_epochs
+    minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *fixed)
+    return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)
+
+
+def _updates(run: Run, steps: int) -> int:
+    """Updates of a run, of `steps` agent steps each. Raises RunError where there is none, or there are too many."""
+    updates = run.total_steps // steps
+    if not 1 <= updates <= MOST:
+        raise RunError(
+            f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
+            f"(--num-envs x agents x --num-steps); give {steps} to {steps * MOST}"
+        )
+    return updates
+
+
+def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
+    """(updates of a record, updates of a compiled call); a record sums up whole calls."""
+    # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
+    interval = min(run.log_interval or updates, updates)
+    pretrained = isinstance(run.algorithm, GRPOConfig) and run.algorithm.model_folder  # an update takes seconds
+    most = 1 if pretrained else min(64, 32_768 // steps, run.save_interval or updates)
+    block = max(1, min(run.block or most, interval))
+    if run.log_interval is None:
+        return block * -(-updates // (block * MOST_RECORDS)), block
+    whole = next(n for n in range(block, 0, -1) if interval % n == 0)
+    if 3 * whole >= block:
+        return interval, whole
+    calls = -(-interval // block)  # a record of a little less, rather than calls that are far too short
+    return calls * (interval // calls), interval // calls
+
+
 def _relocated(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reasoning:
     """Task of a run, whose data are found again from wherever the run is gone on with."""
     task = run.environment
@@ -170,6 +150,43 @@ def _relocated(run: Run, siblings: Sequence[Member]) -> Driving | Named | Reason
         task = dataclasses.replace(task, scenarios=int(max(member.values[SCENARIOS] for member in siblings)))
     updates = _bank_updates(task, run.num_envs * run.num_steps)
     return dataclasses.replace(task, data=absolute(task.data), bank_updates=updates)
+
+
+def _bank_updates(task: Driving, steps: int) -> int | None:
+    """So many updates of `steps` steps that each scenario of the bank is driven about `VISITS` times."""
+    if task.bank is None or task.bank_updates is not None:
+        return task.bank_updates
+    return -(-VISITS * task.bank * min(EPISODE, task.horizon or EPISODE) // steps)
+
+
+def _default_devices(run: Run, runs: int) -> int:
+    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting.
+
+    Of a population as many as share its `runs` evenly.
+    """
+    if run.many:
+        count = min(cores(), started() or cores()) if on_cpu() else jax.local_device_count()
+        return max(n for n in range(1, min(count, runs) + 1) if runs % n == 0)
+    processes, model = process_group.count(), run.model
+    if on_cpu() and run.topology != "fused":  # actors have the cores
+        return processes
+    if on_cpu():
+        columns = run.num_envs * (agents(run) if isinstance(run.environment, Reasoning) else 1)
+        own = int(os.environ.get(process_group.DEVICES, 0)) or (cores() if columns >= 64 else 1)
+    else:
+        own = jax.local_device_count()
+    own = min(own, started() or own)
+
+    def odd(all_: int) -> bool:
+        shares = max(1, all_ // model)
+        return bool(all_ % model or run.num_envs % shares or (run.deterministic and batch_shards.VIRTUAL % shares))
+
+    while own > 1 and odd(processes * own):
+        own -= 1
+    return max(1, processes * own // model)
+
+
+# --------------------------------------------------------------------------------- settings by the names of their flags
 
 
 def changed(recipe: Run, settings: Mapping[str, Any]) -> Run:
@@ -193,15 +210,6 @@ def changed(recipe: Run, settings: Mapping[str, Any]) -> Run:
         run = replaced(run, {"safety": False})  # a recipe's own choice gives way
     check_topology(run, {name: value for name, value in settings.items() if value != usual.get(name)})
     return run
-
-
-def _importable(run: Run) -> bool:
-    """False where an actor's process would not find the class or function of a user: of environment, algorithm, network
-    or verifier."""
-    task = run.environment
-    names = [external_algorithms.name_of(run.algorithm), *([task.env] if isinstance(task, Named) else [])]
-    names += [str(leaf.value) for leaf in config_fields.walk(run) if leaf.name in ("torso", "check")]
-    return all(map(external.importable, names))
 
 
 def replaced(run: Run, settings: Mapping[str, Any]) -> Run:
@@ -253,6 +261,30 @@ def _plain(value: Any, hint: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and int in kinds else value
 
 
+def _importable(run: Run) -> bool:
+    """False where an actor's process would not find the class or function of a user: of environment, algorithm, network
+    or verifier."""
+    task = run.environment
+    names = [external_algorithms.name_of(run.algorithm), *([task.env] if isinstance(task, Named) else [])]
+    names += [str(leaf.value) for leaf in config_fields.walk(run) if leaf.name in ("torso", "check")]
+    return all(map(external.importable, names))
+
+
+def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
+    """Raises RunError where a setting that was changed is not one of the run's topology."""
+    topologies = {leaf.name: leaf.setting.topologies for leaf in config_fields.walk(run)}
+    for name, value in changes.items():
+        have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
+        setting = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
+        if run.topology in TOPOLOGIES and run.topology not in have:
+            raise RunError(
+                f"{setting}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
+                f"or leave --{flag} out"
+            )
+        if name == "ray_address" and run.acting.actor_kind != "ray":
+            raise RunError(f"{setting}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
+
+
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 """Types of settings as errors call them."""
 
@@ -277,51 +309,115 @@ def _sweep_remedy(name: str, hint: Any) -> str:
     return f'; runs with several values are sweep="{name}=V1,V2"' if float in (hint, *typing.get_args(hint)) else ""
 
 
-def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
-    """Raises RunError where a setting that was changed is not one of the run's topology."""
-    topologies = {leaf.name: leaf.setting.topologies for leaf in config_fields.walk(run)}
-    for name, value in changes.items():
-        have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
-        setting = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
-        if run.topology in TOPOLOGIES and run.topology not in have:
-            raise RunError(
-                f"{setting}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
-                f"or leave --{flag} out"
-            )
-        if name == "ray_address" and run.acting.actor_kind != "ray":
-            raise RunError(f"{setting}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
+# ------------------------------------------------------------------------------------------------------- sizes of a run
 
 
-def _imported(run: Run, devices: int, *, fused: bool) -> Run:
-    """`run` with the name by which an environment of the user's own is made; its module is imported for that, and that
-    of a reward of the user's own.
+def members_of(run: Run) -> tuple[Member, ...]:
+    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
+    generated = isinstance(run.environment, Driving) and not run.environment.data
+    members = check(run.population, run.algorithm, run.seed, HELD_OUT if generated else None)
+    if not run.many:
+        return members
+    clashes = {
+        f"--topology {run.topology}": run.topology != "fused",
+        "--deterministic": run.deterministic,
+        f"--mesh {run.mesh}": run.model > 1,
+        "--fsdp": run.fsdp,
+        "longhaul launch": process_group.together(),
+        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
+    }
+    for name, clash in clashes.items():
+        if clash:
+            raise RunError(f"{name} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
+    if run.seed + run.population.seeds - 1 > MOST:
+        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
+    return members
 
-    JAX is told of its devices before: what a module computes on loading may start it. RunError, one line, where there
-    is no such environment.
-    """
-    task = run.environment
-    own_reward = task.simulator.reward if isinstance(task, Driving) else None
-    own_world = isinstance(task, Named) and (external.is_external(task.env) or task.env in external.installed())
-    if own_reward is None and not own_world:
-        return run
-    everything, threads = devices * run.model, os.environ.get("NPROC")
-    prepare_devices(everything, run.threads, inline=run.topology != "fused" and everything == 1)
-    announce(everything, run.threads)
-    flag = f"--reward {own_reward}"
+
+def agents(run: Run) -> int:
+    """Columns of the batch that one world makes."""
+    if isinstance(run.environment, Driving):
+        return run.environment.simulator.agents
+    if isinstance(run.environment, Reasoning):
+        assert isinstance(run.algorithm, Reasoner)
+        return run.algorithm.group
+    if suite_adapters.is_suite(run.environment.env):  # its import may start JAX before the devices are set
+        return 1
+    return named(run.environment).spec.agents or 1
+
+
+def _columns(run: Run, devices: int) -> int:
+    """Columns of a device's batch: worlds x agents."""
+    return run.num_envs // parts(run, devices) * agents(run)
+
+
+def parts(run: Run, devices: int) -> int:
+    """In how many the batch is computed."""
+    return 1 if run.many or run.fsdp else batch_shards.VIRTUAL if run.deterministic else devices
+
+
+def named(environment: Named) -> Environment:
+    """The environment of that name; RunError with the nearest names where there is none."""
     try:
-        if not isinstance(task, Named):
-            pays = load(str(own_reward))
-            if isinstance(pays, type) or not callable(pays):
-                raise ValueError(f"it is a {type(pays).__name__}; give a function of a reward.Step")
-            return run
-        flag = f"--env {task.env}"
-        return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))
+        return spec_stub(environment.env) if is_hosted(environment.env) else environments.make(environment.env)
     except ValueError as error:
-        raise ModuleError(f"{flag}: {error}") from error
-    finally:
-        if started() is None:  # nothing is decided yet
-            os.environ.pop("NPROC", None)
-            os.environ.update({} if threads is None else {"NPROC": threads})
+        raise RunError(str(error)) from error
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_shares(run: Run, devices: int, runs: int) -> None:
+    """Raises RunError where devices can't share the runs, or the worlds, evenly."""
+    if run.many and runs % devices:
+        raise RunError(
+            f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
+        )
+    if run.num_envs % devices and not run.many:
+        raise RunError(
+            f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
+            f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
+        )
+
+
+def _check_layout(run: Run, devices: int) -> None:
+    """Raises RunError for settings that the layout on the mesh excludes, or a batch too large for a device."""
+    if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
+        raise RunError(odd)
+    if run.deterministic and run.model > 1:
+        raise RunError(
+            f"--deterministic with --mesh {MeshShape(devices, run.model)}: sums over the model axis have no fixed "
+            "order; choose model=1"
+        )
+    if run.fsdp:
+        _check_fsdp(run, devices)
+    if isinstance(run.environment, Driving) and run.environment.bank_by_host:
+        if run.fsdp or run.model > 1:
+            raise RunError(
+                "--bank-by-host does not go with devices that share parameters, which must see the same scenarios; "
+                "leave it or --fsdp and model=M out"
+            )
+        if run.deterministic:
+            raise RunError(
+                "--deterministic does not go with --bank-by-host: scenarios then follow from the number of processes; "
+                "leave one out"
+            )
+    steps = _columns(run, devices) * run.num_steps
+    if steps > MOST:
+        raise RunError(f"--num-envs x agents x --num-steps is {steps} on a device; it must be at most {MOST}")
+
+
+def _check_fsdp(run: Run, devices: int) -> None:
+    """Raises RunError where fully sharded data parallelism can't be."""
+    if devices == 1:
+        raise RunError("--fsdp splits parameters over the devices of --mesh data=N, and N is 1; choose data=2 or more")
+    if run.deterministic:
+        raise RunError("--deterministic does not go with --fsdp, whose sums have no fixed order; leave one out")
+    if isinstance(run.algorithm, OffPolicy):
+        name = external_algorithms.title(run.algorithm)
+        raise RunError(f"--fsdp does not go with {name}, whose replay lies by device; leave --fsdp out")
+    if run.topology == "central":
+        raise RunError("--fsdp needs --topology fused or actors; the learner of central has whole parameters")
 
 
 def _check_driving(task: Driving) -> None:
@@ -342,6 +438,23 @@ def _check_driving(task: Driving) -> None:
         raise FieldError("least", task.least, f"it must lie in 1 to --agents, {task.simulator.agents}")
     if task.objects < task.simulator.agents:
         raise FieldError("objects", task.objects, f"it must be at least --agents, {task.simulator.agents}")
+
+
+def _check_expert(run: Run) -> None:
+    """Raises RunError where imitation, or gradients through environments, do not fit the topology and task."""
+    share, files, task = registry.guidance(run.algorithm), registry.recorded(run.algorithm), run.environment
+    if isinstance(run.algorithm, APGConfig) and run.topology != "fused":
+        raise RunError(
+            f"--topology is {run.topology}, and gradients pass through environments in one program: choose fused"
+        )
+    if share is None and not files:
+        return
+    if run.topology != "fused":
+        raise RunError(
+            f"--topology is {run.topology}, and {run.algorithm.title} asks an expert in the same program: choose fused"
+        )
+    if files and isinstance(task, Driving):
+        raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
 
 
 def _check_reasoning(run: Run) -> None:
@@ -398,47 +511,39 @@ def _check_rollout_servers(run: Run, task: Reasoning, config: GRPOConfig) -> Non
             raise RunError(f"--rollout-servers: {error}") from error
 
 
-def _check_expert(run: Run) -> None:
-    """Raises RunError where imitation, or gradients through environments, do not fit the topology and task."""
-    share, files, task = registry.guidance(run.algorithm), registry.recorded(run.algorithm), run.environment
-    if isinstance(run.algorithm, APGConfig) and run.topology != "fused":
-        raise RunError(
-            f"--topology is {run.topology}, and gradients pass through environments in one program: choose fused"
-        )
-    if share is None and not files:
-        return
-    if run.topology != "fused":
-        raise RunError(
-            f"--topology is {run.topology}, and {run.algorithm.title} asks an expert in the same program: choose fused"
-        )
-    if files and isinstance(task, Driving):
-        raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
+# ----------------------------------------------------------------------------------- the user's environment, and actors
 
 
-MINARI = "minari:"
-"""Prefix of a data set of Minari's by its name, where a path may stand."""
+def _imported(run: Run, devices: int, *, fused: bool) -> Run:
+    """`run` with the name by which an environment of the user's own is made; its module is imported for that, and that
+    of a reward of the user's own.
 
-
-def _path(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path)) if path and not path.startswith(MINARI) else path
-
-
-def absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    """Paths as a resolved run has them, to be found again from anywhere."""
-    return tuple(map(_path, paths))
-
-
-def _check_fsdp(run: Run, devices: int) -> None:
-    """Raises RunError where fully sharded data parallelism can't be."""
-    if devices == 1:
-        raise RunError("--fsdp splits parameters over the devices of --mesh data=N, and N is 1; choose data=2 or more")
-    if run.deterministic:
-        raise RunError("--deterministic does not go with --fsdp, whose sums have no fixed order; leave one out")
-    if isinstance(run.algorithm, OffPolicy):
-        name = external_algorithms.title(run.algorithm)
-        raise RunError(f"--fsdp does not go with {name}, whose replay lies by device; leave --fsdp out")
-    if run.topology == "central":
-        raise RunError("--fsdp needs --topology fused or actors; the learner of central has whole parameters")
+    JAX is told of its devices before: what a module computes on loading may start it. RunError, one line, where there
+    is no such environment.
+    """
+    task = run.environment
+    own_reward = task.simulator.reward if isinstance(task, Driving) else None
+    own_world = isinstance(task, Named) and (external.is_external(task.env) or task.env in external.installed())
+    if own_reward is None and not own_world:
+        return run
+    everything, threads = devices * run.model, os.environ.get("NPROC")
+    prepare_devices(everything, run.threads, inline=run.topology != "fused" and everything == 1)
+    announce(everything, run.threads)
+    flag = f"--reward {own_reward}"
+    try:
+        if not isinstance(task, Named):
+            pays = load(str(own_reward))
+            if isinstance(pays, type) or not callable(pays):
+                raise ValueError(f"it is a {type(pays).__name__}; give a function of a reward.Step")
+            return run
+        flag = f"--env {task.env}"
+        return dataclasses.replace(run, environment=Named(external.canonical(task.env, fused)))
+    except ValueError as error:
+        raise ModuleError(f"{flag}: {error}") from error
+    finally:
+        if started() is None:  # nothing is decided yet
+            os.environ.pop("NPROC", None)
+            os.environ.update({} if threads is None else {"NPROC": threads})
 
 
 def _actors(run: Run, devices: int) -> ActorConfig:
@@ -511,118 +616,27 @@ def _inference_actors(run: Run, devices: int) -> ActorConfig:
     return acting
 
 
-def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
-    """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
-    config = run.algorithm
-    if not external_algorithms.in_minibatches(config):
-        return config
-    rows = columns if external_algorithms.memory(config) else columns * run.num_steps
-    fixed = config.num_minibatches, config.update_epochs
-    minibatches, epochs = batch_scaling.decide(steps, rows, run.scaling, *fixed)
-    return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)
+# ---------------------------------------------------------------------------------------------------------------- paths
 
 
-def _bank_updates(task: Driving, steps: int) -> int | None:
-    """So many updates of `steps` steps that each scenario of the bank is driven about `VISITS` times."""
-    if task.bank is None or task.bank_updates is not None:
-        return task.bank_updates
-    return -(-VISITS * task.bank * min(EPISODE, task.horizon or EPISODE) // steps)
+def absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    """Paths as a resolved run has them, to be found again from anywhere."""
+    return tuple(map(_path, paths))
 
 
-def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
-    """(updates of a record, updates of a compiled call); a record sums up whole calls."""
-    # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
-    interval = min(run.log_interval or updates, updates)
-    pretrained = isinstance(run.algorithm, GRPOConfig) and run.algorithm.model_folder  # an update takes seconds
-    most = 1 if pretrained else min(64, 32_768 // steps, run.save_interval or updates)
-    block = max(1, min(run.block or most, interval))
-    if run.log_interval is None:
-        return block * -(-updates // (block * MOST_RECORDS)), block
-    whole = next(n for n in range(block, 0, -1) if interval % n == 0)
-    if 3 * whole >= block:
-        return interval, whole
-    calls = -(-interval // block)  # a record of a little less, rather than calls that are far too short
-    return calls * (interval // calls), interval // calls
+def _path(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path and not path.startswith(MINARI) else path
 
 
-def _default_devices(run: Run, runs: int) -> int:
-    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting.
-
-    Of a population as many as share its `runs` evenly.
-    """
-    if run.many:
-        count = min(cores(), started() or cores()) if on_cpu() else jax.local_device_count()
-        return max(n for n in range(1, min(count, runs) + 1) if runs % n == 0)
-    processes, model = process_group.count(), run.model
-    if on_cpu() and run.topology != "fused":  # actors have the cores
-        return processes
-    if on_cpu():
-        columns = run.num_envs * (agents(run) if isinstance(run.environment, Reasoning) else 1)
-        own = int(os.environ.get(process_group.DEVICES, 0)) or (cores() if columns >= 64 else 1)
-    else:
-        own = jax.local_device_count()
-    own = min(own, started() or own)
-
-    def odd(all_: int) -> bool:
-        shares = max(1, all_ // model)
-        return bool(all_ % model or run.num_envs % shares or (run.deterministic and batch_shards.VIRTUAL % shares))
-
-    while own > 1 and odd(processes * own):
-        own -= 1
-    return max(1, processes * own // model)
+MINARI = "minari:"
+"""Prefix of a data set of Minari's by its name, where a path may stand."""
 
 
-def members_of(run: Run) -> tuple[Member, ...]:
-    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
-    generated = isinstance(run.environment, Driving) and not run.environment.data
-    members = check(run.population, run.algorithm, run.seed, HELD_OUT if generated else None)
-    if not run.many:
-        return members
-    clashes = {
-        f"--topology {run.topology}": run.topology != "fused",
-        "--deterministic": run.deterministic,
-        f"--mesh {run.mesh}": run.model > 1,
-        "--fsdp": run.fsdp,
-        "longhaul launch": process_group.together(),
-        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
-    }
-    for name, clash in clashes.items():
-        if clash:
-            raise RunError(f"{name} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
-    if run.seed + run.population.seeds - 1 > MOST:
-        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
-    return members
-
-
-def agents(run: Run) -> int:
-    """Columns of the batch that one world makes."""
-    if isinstance(run.environment, Driving):
-        return run.environment.simulator.agents
-    if isinstance(run.environment, Reasoning):
-        assert isinstance(run.algorithm, Reasoner)
-        return run.algorithm.group
-    if suite_adapters.is_suite(run.environment.env):  # its import may start JAX before the devices are set
-        return 1
-    return named(run.environment).spec.agents or 1
-
-
-def parts(run: Run, devices: int) -> int:
-    """In how many the batch is computed."""
-    return 1 if run.many or run.fsdp else batch_shards.VIRTUAL if run.deterministic else devices
-
-
-def named(environment: Named) -> Environment:
-    """The environment of that name; RunError with the nearest names where there is none."""
-    try:
-        return spec_stub(environment.env) if is_hosted(environment.env) else environments.make(environment.env)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-
-# ----------------------------------------------------------------------------------------------------------- reasoning
+# --------------------------------------------------------------------------------------------- language models in files
 
 
 def both(run: Run) -> tuple[Reasoning, GRPOConfig]:
+    """(task, algorithm) of a run that trains a language model."""
     assert isinstance(run.environment, Reasoning) and isinstance(run.algorithm, GRPOConfig)
     return run.environment, run.algorithm
 
@@ -699,8 +713,7 @@ def _model_of(config: GRPOConfig, own_tokeniser: Tokeniser) -> ModelConfig:
     if not own_tokeniser.ends:
         raise RunError(f"--model-folder {config.model_folder} says nowhere what ends a text; put eos_token_id into its "
                        "generation_config.json")  # fmt: skip
-    own = config.model
-    return computing_as(published, own)
+    return computing_as(published, config.model)
 
 
 def computing_as(shapes: ModelConfig, own: ModelConfig) -> ModelConfig:
