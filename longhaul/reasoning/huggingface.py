@@ -26,7 +26,7 @@ from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
 from longhaul.reasoning.transformer import ADAPTED, ALPHA, check, merged, shapes, size
 from longhaul.runtime import bounded_json, worker_pool
-from longhaul.runtime.files import share
+from longhaul.runtime.files import apply_umask
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
@@ -344,12 +344,12 @@ def save(
     about = {"format": "pt"}  # required by transformers
     if len(shards) == 1:
         save_file(shards[0], folder / ONE, metadata=about)
-        share(folder / ONE)
+        apply_umask(folder / ONE)
         return
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for file, arrays in zip(names, shards, strict=True):
         save_file(arrays, folder / file, metadata=about)
-        share(folder / file)
+        apply_umask(folder / file)
     total = sum(array.nbytes for arrays in shards for array in arrays.values())
     weight_map = {name: file for file, arrays in zip(names, shards, strict=True) for name in arrays}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -383,7 +383,7 @@ def save_adapters(folder: Path | str, config: ModelConfig, params: Params, *, ba
                 kernel = np.asarray(params["layers"][f"{name}_{part}"][layer], np.float32)
                 arrays[f"{place}.lora_{letter}.weight"] = np.ascontiguousarray(kernel.T)
     save_file(arrays, folder / ADAPTER, metadata={"format": "pt"})
-    share(folder / ADAPTER)
+    apply_umask(folder / ADAPTER)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

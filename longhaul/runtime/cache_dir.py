@@ -15,18 +15,18 @@ MOST_BYTES = 2 << 30
 """Default bound of one folder in bytes."""
 
 
-def named() -> str | None:
-    """User's setting: "off", a folder, or None."""
+def setting() -> str | None:
+    """The variable LONGHAUL_CACHE: "off", a folder, or None."""
     return os.environ.get("LONGHAUL_CACHE") or None
 
 
 def folder(name: str) -> Path | None:
     """Folder of the cache `name`; None if caches are off."""
-    setting = named()
-    if setting == "off":
+    place = setting()
+    if place == "off":
         return None
-    if setting:
-        return Path(setting).expanduser().absolute() / name
+    if place:
+        return Path(place).expanduser().absolute() / name
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser().absolute() / "longhaul" / name
 

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 
 from longhaul.runtime import files
-from longhaul.runtime.cache_dir import MOST_BYTES, folder, named, say, trim
+from longhaul.runtime.cache_dir import MOST_BYTES, folder, say, setting, trim
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
@@ -45,13 +45,13 @@ FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*
 
 def root() -> Path | None:
     """Folder of the store; None if it is off."""
-    place = named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    place = setting() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if place == "off":
         return None
     return Path(place).expanduser().absolute() if place else folder("xla")
 
 
-def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
+def subfolder(threads: int, *, on_cpu: bool, process: int = 0) -> str:
     """Folder below `root` of programs for this machine, and on the CPU for this process number."""
     if not on_cpu:
         return ""
@@ -71,7 +71,7 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
 
 
-def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
+def enable(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     """Enable the cache; -> its folder, None if it is off or not possible.
 
     `threads` are those of the CPU's programs, `process` is this process's number. A second call changes nothing.
@@ -80,7 +80,7 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     if store is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    folder = store / part(threads, on_cpu=on_cpu, process=process)
+    folder = store / subfolder(threads, on_cpu=on_cpu, process=process)
     if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined, unused-ignore]
         return folder
     try:

@@ -142,7 +142,7 @@ def prepare_devices(devices: int, threads: int | None = None, *, inline: bool = 
     devices //= processes
     threads = threads or default_threads(devices) * processes
     os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
-    compile_cache.keep(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=process_group.index())
+    compile_cache.enable(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=process_group.index())
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

@@ -46,7 +46,7 @@ def write(path: Path | str, content: str | bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
-def share(path: Path | str) -> None:
+def apply_umask(path: Path | str) -> None:
     """Rights of a new file by the umask, for one that a library made for its owner alone (safetensors 0.8)."""
     beside = Path(f"{path}.{os.getpid()}.rights")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT, 0o666)

@@ -86,7 +86,7 @@ def pool(workers: int) -> ProcessPoolExecutor:
     They run functions of modules, not of the user's script.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    return ProcessPoolExecutor(workers, mp_context=Fresh(), initializer=attend)
+    return ProcessPoolExecutor(workers, mp_context=Fresh(), initializer=initialise_worker)
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def ending(pool: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def attend() -> None:
-    """Worker's initialiser: leaves Ctrl-C and SIGTERM to its parent, and ends with the parent, even if killed.
+def initialise_worker() -> None:
+    """Worker's beginning: leaves Ctrl-C and SIGTERM to its parent, and ends with the parent, even if killed.
 
     Both signals come to whole groups of processes. A parent ends its pool on them, which would break if workers died
     first. A broken pool ends its workers by SIGTERM, so that is obeyed after `GRACE`.

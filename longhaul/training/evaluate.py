@@ -268,8 +268,8 @@ def bootstrap(metrics: Mapping[str, Measure], scenario: np.ndarray, *, seed: int
     return estimates
 
 
-def around(values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(mean, low, high) [P] of runs' values [P, M] at P shared points; NaN means that a run reports no value there.
+def bootstrap_runs(values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(mean, low, high) [P] over M runs, of their values [P, M] at P shared points; NaN where a run reports none.
 
     Runs are drawn with replacement, the same ones at every point. `low` and `high` of a single run are NaN.
     """

@@ -29,7 +29,7 @@ import numpy as np
 
 from longhaul.algorithms import external, registry
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.files import share
+from longhaul.runtime.files import apply_umask
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import onnx_program
 from longhaul.training.api import Policy
@@ -103,7 +103,7 @@ def save(policy: Policy, kind: str, folder: Path, name: str = "policy") -> list[
             from safetensors.numpy import save_file
 
             save_file(arrays, path)
-            share(path)
+            apply_umask(path)
     about = folder / f"{name}.json"
     write_json(about, description(policy))
     return [path, about]

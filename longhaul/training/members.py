@@ -197,7 +197,7 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
     rows = list(result["members"])
     lines = []
     for label, which in ranked(rows)[:MOST_LINES]:
-        mean, low, high = evaluate.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
+        mean, low, high = evaluate.bootstrap_runs(values[:, which]) if len(steps) else (np.zeros(0),) * 3
         lines.append(pages.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
     drawn = pages.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
     note = (
@@ -270,7 +270,7 @@ def _intervals(rows: list[Mapping[str, Any]]) -> list[str]:
     shown = []
     for name in _metrics(rows):
         values = np.array([row["evaluation"]["trained"].get(name, np.nan) for row in rows], float)
-        mean, low, high = (float(edge[0]) for edge in evaluate.around(values[None]))
+        mean, low, high = (float(edge[0]) for edge in evaluate.bootstrap_runs(values[None]))
         shown.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return shown
 

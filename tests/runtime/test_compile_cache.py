@@ -117,10 +117,10 @@ def test_a_run_compiles_its_update_once(cold: tuple[Path, dict[str, Any]]) -> No
 @pytest.mark.slow
 def test_with_other_threads_programs_are_others(cold: tuple[Path, dict[str, Any]]) -> None:
     """JAX's key does not tell them apart, and a program's sums depend on their number."""
-    assert compile_cache.part(1, on_cpu=True) != compile_cache.part(2, on_cpu=True)
-    assert compile_cache.part(1, on_cpu=False) == compile_cache.part(2, on_cpu=False) == ""
+    assert compile_cache.subfolder(1, on_cpu=True) != compile_cache.subfolder(2, on_cpu=True)
+    assert compile_cache.subfolder(1, on_cpu=False) == compile_cache.subfolder(2, on_cpu=False) == ""
     store, _ = cold
-    assert {path.parent.name for path in entries(store)} == {compile_cache.part(1, on_cpu=True)}
+    assert {path.parent.name for path in entries(store)} == {compile_cache.subfolder(1, on_cpu=True)}
 
 
 @pytest.mark.slow
@@ -186,5 +186,5 @@ def test_the_longest_unused_go_first(tmp_path: Path) -> None:
 
 def test_the_tests_have_no_store() -> None:
     """What was compiled yesterday proves nothing about the code of today."""
-    assert compile_cache.keep(1, on_cpu=True) is None
+    assert compile_cache.enable(1, on_cpu=True) is None
     assert compile_cache.root() is None

@@ -275,7 +275,7 @@ def speak(folder: Path) -> int:
 
 def remember(folder: Path) -> int:
     """Compiles a program of all devices and one of this process's own, with a store; says where they came from."""
-    compile_cache.keep(2, on_cpu=True, process=process_group.index())
+    compile_cache.enable(2, on_cpu=True, process=process_group.index())
     ledger = compile_cache.Ledger()
     mesh = meshes.make_mesh(4)
     total = jax.jit(lambda x: jnp.sum(x * 3.0), out_shardings=meshes.replicated(mesh))
@@ -333,7 +333,7 @@ def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pyte
         found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
     for (_, missed), (hits, left) in zip(*found, strict=True):
         assert missed >= 2 and (hits, left) == (missed, 0)
-    mine = tmp_path / "store" / compile_cache.part(2, on_cpu=True, process=1)
+    mine = tmp_path / "store" / compile_cache.subfolder(2, on_cpu=True, process=1)
     entries = list(mine.glob("*-cache"))
     assert {path.parent.name for path in entries} == {"process-1"}
     assert len(entries) == found[0][1][1]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from longhaul.runtime import heartbeat, process_group
 from longhaul.runtime.devices import cores
 from longhaul.runtime.launch.process import DROP, Process, Take
-from longhaul.runtime.launch.supervisor import Look, Printed
+from longhaul.runtime.launch.supervisor import Look, OutputForwarder
 
 PROGRAM = (sys.executable, "-m", "longhaul")
 
@@ -44,15 +44,15 @@ class Local:
 
     pause = LOOK
 
-    def __init__(self, arguments: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> None:
+    def __init__(self, arguments: Sequence[str], output: OutputForwarder, *, count: int, devices: int | None) -> None:
         self.members: list[TrainingProcess] = []
         self._folder = tempfile.mkdtemp(prefix="longhaul-launch-")
         place = os.path.join(self._folder, "socket")
         try:
             for i in range(count):
-                out = printed.out if i == 0 else None
+                out = output.out if i == 0 else None
                 variables = environment(os.environ, i, count, place, devices)
-                member = TrainingProcess([*PROGRAM, *arguments], variables, out=out, error=printed.error(i))
+                member = TrainingProcess([*PROGRAM, *arguments], variables, out=out, error=output.error(i))
                 self.members.append(member)
         except BaseException:
             self.end()

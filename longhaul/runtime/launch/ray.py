@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from longhaul.runtime import process_group
 from longhaul.runtime.launch import local
 from longhaul.runtime.launch.process import Take
-from longhaul.runtime.launch.supervisor import Gang, Look, Printed
+from longhaul.runtime.launch.supervisor import Gang, Look, OutputForwarder
 from longhaul.runtime.process_group import HostsError
 
 MUTE = 15.0
@@ -157,12 +157,12 @@ class Host:
 # ------------------------------------------------------------------------------------------------------ the launcher
 
 
-def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], Printed], Gang]:
+def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], OutputForwarder], Gang]:
     """Function that starts `longhaul WORDS` on the joined cluster; `say` takes a line if fewer processes fit than
     wanted."""
     devices = wanted.devices
 
-    def start(command: Sequence[str], printed: Printed) -> Gang:
+    def start(command: Sequence[str], output: OutputForwarder) -> Gang:
         nonlocal devices
         until, waits = time.monotonic() + wanted.patience, False
         while True:
@@ -178,7 +178,7 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
                     each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
                     for actor, own in zip(placed.actors, each_variables, strict=True):
                         actor.begin.remote([*local.PROGRAM[1:], *command], own, os.getcwd())  # `look` reports a failure
-                    return OnRay(placed, printed)
+                    return OnRay(placed, output)
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
             if not waits:
@@ -248,11 +248,11 @@ class OnRay:
 
     pause = 0.1
 
-    def __init__(self, placed: Placed, printed: Printed):
-        self._placed, self._printed = placed, printed
+    def __init__(self, placed: Placed, output: OutputForwarder):
+        self._placed, self._output = placed, output
         self._seen = [Look() for _ in placed.actors]
         self._asked: dict[int, tuple[Any, float]] = {}  # process -> (pending answer, time of the request)
-        self._errors = [printed.error(i) for i in range(len(placed.actors))]
+        self._errors = [output.error(i) for i in range(len(placed.actors))]
 
     def look(self) -> list[Look]:
         """State of all processes: actors without an answer yet keep their last one."""
@@ -291,7 +291,7 @@ class OnRay:
             if not out:
                 self._errors[i](line)
             elif i == 0:
-                self._printed.out(line)
+                self._output.out(line)
 
     def send(self, number: int) -> None:
         for i, look in enumerate(self._seen):

@@ -89,7 +89,7 @@ class Ended(NamedTuple):
     first: Death | None  # the first that failed
 
 
-class Printed:
+class OutputForwarder:
     """Forwarding of output: standard error with process numbers, standard output of process 0.
 
     The first line of standard output is the run's folder, which is forwarded once over all starts.
@@ -130,12 +130,12 @@ def watch(gang: Gang, signals: Sequence[int], deadline: float) -> Ended:
     `deadline` is the limit in seconds of phases other than updates.
     """
     passed, first, until = 0, None, None  # signals during the start are forwarded too
-    vigil: Vigil | None = None
+    watchdog: Watchdog | None = None
     try:
         while True:
             looks = gang.look()
             codes = [look.code for look in looks]
-            vigil = vigil or Vigil(len(looks), deadline, time.monotonic())
+            watchdog = watchdog or Watchdog(len(looks), deadline, time.monotonic())
             first = first or first_to_fail(codes)
             lost = [Death(i, -signal.SIGKILL, look.lost) for i, look in enumerate(looks) if look.lost]
             if lost and (first is None or first.code == -signal.SIGABRT):  # the others abort because of it
@@ -144,7 +144,7 @@ def watch(gang: Gang, signals: Sequence[int], deadline: float) -> Ended:
             if None not in codes:
                 break
             if first is None:
-                first = vigil.hung(looks, time.monotonic())
+                first = watchdog.hung(looks, time.monotonic())
                 if first is not None:
                     break
             if until is None and any(code is not None for code in codes):
@@ -162,7 +162,7 @@ def watch(gang: Gang, signals: Sequence[int], deadline: float) -> Ended:
     return Ended(tuple(codes), first)
 
 
-class Vigil:
+class Watchdog:
     """Hang detection of several processes by their signs of life."""
 
     def __init__(self, count: int, deadline: float, now: float):
@@ -191,27 +191,27 @@ def first_to_fail(codes: Sequence[int | None]) -> Death | None:
     return min(failed, key=lambda death: (death.code == -signal.SIGABRT, death.code > 0), default=None)
 
 
-Start = Callable[[Sequence[str], Printed], Gang]
+Start = Callable[[Sequence[str], OutputForwarder], Gang]
 """Starts `longhaul WORDS` in all processes. Raises HostsError, one line, where there is no room for them."""
 
 
 def supervise(command: Sequence[str], start: Start, restarts: int, deadline: float = DEADLINE) -> int:
     """Run of `longhaul COMMAND` in all processes to its end; -> its exit code."""
     signals: list[int] = []  # signals that came
-    printed = Printed()
+    output = OutputForwarder()
     history, before, arguments = Restarts(restarts, *PAUSES), -1, list(command)
     with _listening(signals):
         while True:
-            printed.begin()
+            output.begin()
             try:
-                started = start(arguments, printed)
+                started = start(arguments, output)
             except HostsError as error:
                 if not history.failures:
                     raise
                 say(str(error))
                 return FAILED
             ended = watch(started, signals, deadline)
-            folder = printed.folder
+            folder = output.folder
             began = folder is not None and (folder / "run.json").is_file()
             code = verdict(ended, signals, began)
             if code != FAILED:
