@@ -117,7 +117,7 @@ def evaluate(argv: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
     flagged = flags.parse("evaluate", about, {"": FLAGS}, argv)
-    parsed = shipped(flagged.values)
+    parsed = _with_pretrained(flagged.values)
     if parsed["RUN"] is None and parsed["policy"] not in ("run", "untrained"):
         parsed["RUN"] = hub.PRETRAINED  # whose settings a driver needs, no more
     folder = folder_of(
@@ -132,7 +132,7 @@ def evaluate(argv: Sequence[str]) -> int:
         jax.devices()  # what the run asks for changes nothing any more
     run, acting = policy_of(folder, parsed["policy"], parsed["member"], parsed["step"])
     for name in ("safety", "skip-bad-logs"):
-        run = checked(run, name, parsed[name], folder)
+        run = _with_setting(run, name, parsed[name], folder)
     if parsed["cross-play"]:
         return _cross_play(folder, parsed, run, acting)
     if (result := _score_policy(folder, parsed, run, acting)) is None:
@@ -278,7 +278,7 @@ def _write_cross_play(folder: Path, parsed: dict[str, Any], report: dict[str, An
         run_report.draw_cross_play(folder)
 
 
-def checked(run: Run, name: str, value: bool | None, folder: Path) -> Run:
+def _with_setting(run: Run, name: str, value: bool | None, folder: Path) -> Run:
     """`run` with a setting of driving changed by its flag `name`; None: as in the run."""
     if value is None:
         return run
@@ -287,7 +287,7 @@ def checked(run: Run, name: str, value: bool | None, folder: Path) -> Run:
     return replaced(run, **{name.replace("-", "_"): value})
 
 
-def shipped(parsed: dict[str, Any]) -> dict[str, Any]:
+def _with_pretrained(parsed: dict[str, Any]) -> dict[str, Any]:
     """Values of flags in which `--policy pretrained` is written as the RUN that it stands for."""
     who = parsed["policy"]
     many = (who,) if isinstance(who, str) else who
@@ -456,7 +456,7 @@ def render(argv: Sequence[str]) -> int:
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
     groups = {"": [RUN, MEMBER, STEP, policy, DATA, SKIP, SCENARIO, count, TRAFFIC, SAFETY, PAST, out, RUNS_DIR, DEBUG]}
     about = "Draws scenarios as policies drive them, or an episode of another environment."
-    parsed = shipped(flags.parse("render", about, groups, argv).values)
+    parsed = _with_pretrained(flags.parse("render", about, groups, argv).values)
     if parsed["out"] is None:
         raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
     try:

@@ -192,13 +192,13 @@ def of_recipe(command: str, about: str, own: Sequence[Flag], argv: Sequence[str]
         if argv and argv[0] in ("-h", "--help"):
             flags.parse(f"{command} RECIPE", f"{about} All flags of longhaul train count, too.", {"": own}, argv)
         raise FlagError(f"name a recipe first: longhaul {command} RECIPE; there are {', '.join(recipes.RECIPES)}")
-    recipe = learning(recipes.recipe(argv[0]), argv)
+    recipe = with_algorithm(recipes.recipe(argv[0]), argv)
     groups = table(recipe)
     groups[""] = [*own, *groups[""]]
     return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, argv[1:])
 
 
-def learning(recipe: Run, argv: Sequence[str]) -> Run:
+def with_algorithm(recipe: Run, argv: Sequence[str]) -> Run:
     """`recipe` with the algorithm that the words name by --algorithm, the file of --config, or the run of --resume.
 
     The words are not parsed yet, since its fields are flags.

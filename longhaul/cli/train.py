@@ -77,7 +77,7 @@ def _train(argv: Sequence[str]) -> int:
         return scaling.run(argv[0], argv[1:], f"train {argv[0]}")
     if process_group.together() and on_cpu():
         _start_together(argv)
-    recipe = run_flags.learning(recipes.recipe(argv[0]), argv)
+    recipe = run_flags.with_algorithm(recipes.recipe(argv[0]), argv)
     parsed = _parsed(recipe, argv[1:])
     if parsed.values["print-config"]:
         print(files.render(_requested_run(recipe, parsed)[0]), end="")

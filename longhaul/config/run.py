@@ -63,6 +63,7 @@ class Driving:
 
 
 SAVING = {"resume": FREE, "group": "saving"}
+"""Description that settings of saving share."""
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ def _fetches(program: Program) -> Check:
 
 
 def determinism(program: Program) -> tuple[Check, float]:
-    """Equality of two runs of the same seed, bit by bit; and the seconds of an update."""
+    """Equality of two runs of the same seed, bit for bit; and the seconds of an update."""
     digests = []
     for _ in range(2):
         progress, _ = program.updates(program.start(program.run.seed), SHORT)

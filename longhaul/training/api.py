@@ -251,7 +251,7 @@ def train(
     if (other := algorithm or files.algorithm(stored)) is not None:
         chosen = recipes.with_algorithm(chosen, other)
     given = {} if config is None else files.read(stored, chosen, expanded(config))
-    beside, settings = _outlets(settings)
+    beside, settings = _split_settings(settings)
     prepare = _prepared(beside, chosen.recipe)
     given |= aliases.canonical(chosen, settings) | ({} if seed is None else {"seed": seed})
     if env is not None:
@@ -273,7 +273,7 @@ def resume(
     run: str | Path | Result, *, runs_dir: str | Path = RUNS, callback: Callback | None = None,
     take_edits: bool = False, **settings: Any,
 ) -> Result:  # fmt: skip
-    """Result of a run that goes on from its newest intact checkpoint, bit by bit as if it had never stopped.
+    """Result of a run that goes on from its newest intact checkpoint, bit for bit as if it had never stopped.
 
     `settings` are those that `longhaul train RECIPE --resume RUN` takes; with a larger `total_steps` a run that is
     finished trains on, and its annealed schedules go on to the new end. With `take_edits` a run.json that was edited
@@ -281,7 +281,7 @@ def resume(
     can't be changed any more, or run.json was edited.
     """
     _check_callback(callback)
-    beside, settings = _outlets(settings)
+    beside, settings = _split_settings(settings)
     where = beside.get("project"), beside.get("entity")
     if not isinstance(run, str | Path | Result):
         raise RunError(NO_RUN.format(type(run).__name__))
@@ -318,7 +318,7 @@ def _check_callback(callback: Any) -> None:
         raise RunError(f"callback is {callback!r}; give a function of one argument, a record's metrics")
 
 
-def _outlets(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(flags of trackers and publication by their names, settings of the run)."""
     flags = {flag.replace("-", "_"): flag for flag in (*tracking.FLAGS, *publish.FLAGS)}
     beside = {flags[name]: value for name, value in settings.items() if name in flags}

@@ -2,7 +2,7 @@
 
 Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume. Every
 random number comes from the run's seed and the update's number. So a run killed anywhere and resumed ends with the same
-parameters, bit by bit, and a metrics file without gap or repeat.
+parameters, bit for bit, and a metrics file without gap or repeat.
 
 Before the loop comes compilation.py, after it final_evaluation.py.
 """

@@ -256,7 +256,7 @@ def test_a_number_that_is_not_finite_is_seen_in_whichever_part_it_lies(odd: floa
 
 
 def test_a_checkpoint_fits_any_mesh(pair: tuple[Made, Made], tmp_path: Path) -> None:
-    """Saved in parts, restored whole, in other parts or over other shards: bit by bit what it was."""
+    """Saved in parts, restored whole, in other parts or over other shards: bit for bit what it was."""
     made = pair[1]
 
     def on(data: int, model: int) -> Progress:

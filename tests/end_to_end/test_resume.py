@@ -59,7 +59,7 @@ def whole(quick_runs: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """The same result, parameters bit by bit, and the same records, each once."""
+    """The same result, parameters bit for bit, and the same records, each once."""
     assert result(folder) == result(whole)
     assert len(result(folder)["params_sha256"]) == 64
     assert records(folder) == records(whole)

@@ -38,7 +38,7 @@ def arrived(actor: Weights, version: int) -> tuple[int, Params]:
 
 
 def assert_version(found: tuple[int, Params], version: int, expected: Params) -> None:
-    """The version and all of its parameters, bit by bit."""
+    """The version and all of its parameters, bit for bit."""
     assert found[0] == version
     assert str(jax.tree.structure(found[1])) == str(jax.tree.structure(expected))
     for ours, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected), strict=True):

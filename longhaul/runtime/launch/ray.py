@@ -169,16 +169,16 @@ def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[st
             nodes, late = _nodes(), time.monotonic() > until
             each = devices or share(nodes, wanted.number, strict=wanted.place == "strict")
             planned = layout(nodes, wanted, each)
-            if planned is not None and (planned.number == wanted.number or late):
-                placed = _place(planned)
-                if placed is not None:
-                    devices = each
-                    if planned.number < wanted.number:
-                        say(f"goes on with {planned.number} of {wanted.number} processes: there are no nodes for more")
-                    each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
-                    for actor, own in zip(placed.actors, each_variables, strict=True):
-                        actor.begin.remote([*local.PROGRAM[1:], *command], own, os.getcwd())  # `look` reports a failure
-                    return OnRay(placed, output)
+            full = planned is not None and planned.number == wanted.number
+            placed = _place(planned) if planned is not None and (full or late) else None
+            if planned is not None and placed is not None:
+                devices = each
+                if not full:
+                    say(f"goes on with {planned.number} of {wanted.number} processes: there are no nodes for more")
+                each_variables = variables(planned.number, planned.devices, placed.address, os.environ)
+                for actor, own in zip(placed.actors, each_variables, strict=True):
+                    actor.begin.remote([*local.PROGRAM[1:], *command], own, os.getcwd())  # `look` reports a failure
+                return OnRay(placed, output)
             if late:
                 raise HostsError(_too_small(nodes, wanted, each))
             if not waits:

@@ -1,6 +1,6 @@
 """Folders of versions: two writers, a full disk, an interruption, a spoilt file; versions as changes.
 
-Any reader gets a version of a chain of changes bit by bit, from whatever it holds, or says why not.
+Any reader gets a version of a chain of changes bit for bit, from whatever it holds, or says why not.
 """
 
 from __future__ import annotations
