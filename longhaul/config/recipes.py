@@ -270,7 +270,7 @@ def pendulum_apg() -> Run:
     )  # fmt: skip
 
 
-def cloning() -> Run:
+def bc() -> Run:
     """Behaviour cloning of what was recorded in any environment: give --env NAME and --recorded FILES."""
     return Run("bc", Named("cartpole"), BCConfig(), total_steps=500_000, num_envs=16, num_steps=32)
 
@@ -353,7 +353,7 @@ def driving_bcsac() -> Run:
     return dataclasses.replace(replaced(driving_sac(), imitation=0.1, expert_share=0.25), recipe="driving-bcsac")
 
 
-def selfplay() -> Run:
+def driving_selfplay() -> Run:
     """Self-play: all agents of generated worlds driven by one policy, from its own observation each.
 
     Worlds with 12 agents or more to control, of which 16 are driven; nobody knows where others are bound. Measured
@@ -369,7 +369,7 @@ def selfplay() -> Run:
     )  # fmt: skip
 
 
-def best() -> Run:
+def driving_best() -> Run:
     """Self-play with the safety check and a brisk reward: what the shipped policy was fine-tuned by.
 
     All agents of crowded worlds, up to 16 each. A collision counts more than elsewhere and so does progress, since a
@@ -397,7 +397,7 @@ def best() -> Run:
     )  # fmt: skip
 
 
-def logged() -> Run:
+def driving_log() -> Run:
     """The ego among replayed logs, sized for thousands of them: give --data, best shards of `longhaul data convert`.
 
     `driving` at a larger size: a wider network that sees 16 others, for longer. The others follow their log whatever
@@ -411,7 +411,7 @@ def logged() -> Run:
     )  # fmt: skip
 
 
-def large() -> Run:
+def driving_large() -> Run:
     """Driving by a Wayformer of 10 million parameters that sees 200 pieces of road, in bf16: for a GPU.
 
     Not measured yet: what it reaches, and how fast. It starts and trains on a CPU too, tested at small sizes (give
@@ -558,7 +558,7 @@ def reasoning_smollm() -> Run:
     )  # fmt: skip
 
 
-def general() -> Run:
+def ppo() -> Run:
     """PPO with PureJaxRL's settings in any environment: give --env NAME."""
     return Run("ppo", Named("cartpole"), PPOConfig(), total_steps=1_000_000, num_envs=64, num_steps=128)
 
@@ -582,26 +582,24 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "driving-bc": driving_bc,
     "driving-sac": driving_sac,
     "driving-bcsac": driving_bcsac,
-    "driving-selfplay": selfplay,
-    "driving-best": best,
-    "driving-log": logged,
-    "driving-large": large,
+    "driving-selfplay": driving_selfplay,
+    "driving-best": driving_best,
+    "driving-log": driving_log,
+    "driving-large": driving_large,
     "hackmatrix": hackmatrix,
     "hackmatrix-best": hackmatrix_best,
     "reasoning-arithmetic": reasoning_arithmetic,
     "reasoning-questions": reasoning_questions,
     "reasoning-smollm": reasoning_smollm,
-    "bc": cloning,
-    "ppo": general,
+    "bc": bc,
+    "ppo": ppo,
 }
-
 
 NO_ENV = ("ppo", "bc")
 """Recipes for any environment, which must be named."""
 
 GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_scaling}
 """Recipes of many runs."""
-
 
 GROUP = "longhaul.recipes"
 """Entry points of installed packages whose objects are recipes: functions that return a Run."""

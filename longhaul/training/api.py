@@ -672,7 +672,7 @@ def _acting(
 
 def _check_drivers(policies: Sequence[str], traffic: str | None) -> None:
     """Raises RunError for a word that names no policy, or no traffic; None is the run's own."""
-    asked = [("policy", each, evaluation.POLICIES) for each in policies]
+    asked: list[tuple[str, str, Sequence[str]]] = [("policy", each, evaluation.POLICIES) for each in policies]
     asked += [] if traffic is None else [("traffic", traffic, evaluation.TRAFFICS)]
     for name, word, words in asked:
         if word not in words:

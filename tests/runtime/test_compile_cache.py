@@ -38,10 +38,10 @@ training.train(run, folder, resumed=False)
 (folder / "compiled.json").write_text(json.dumps(names))
 """
 
-KEEP = """
+ENABLE = """
 import os, sys
 from longhaul.runtime import compile_cache as compilation
-assert compilation.keep(1, on_cpu=True) is None
+assert compilation.enable(1, on_cpu=True) is None
 import jax
 ledger = compilation.Ledger()
 assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
@@ -146,7 +146,7 @@ def test_where_nothing_can_be_kept_programs_are_compiled(tmp_path: Path, place: 
     """It is said once. Root may write anywhere, so that a folder without the right to is no test."""
     (tmp_path / "file").write_text("")
     store = tmp_path / "file" if place == "a file" else tmp_path / "file" / "store"
-    process = start(tmp_path, str(store), KEEP)
+    process = start(tmp_path, str(store), ENABLE)
     said = process.communicate()[1]
     assert process.returncode == 0, said
     assert len([line for line in said.splitlines() if "no compilation cache in" in line]) == 1

@@ -185,38 +185,27 @@ def _patch(base, out, bounds, counts, gaps, steps, apart):
     """Inverse of `_emit`: makes `out` the new elements. False where the gaps lead outside.
 
     `counts` (int64) are the numbers of `gaps` and `steps` of each class; the caller has checked that they add up.
-    Nothing outside `out` is written, whatever the gaps are. In each batch of chunks the members of each class are
-    counted first; the chunk of a change then follows from one comparison with all counts, without a branch that could
-    be mispredicted. `apart` is false where `out` is `base`: then only changes are written.
+    Nothing outside `out` is written, whatever the gaps are. The members of each class in a batch of chunks are found
+    before any of its elements is changed; the chunk of a change then follows from one comparison with all counts,
+    without a branch that could be mispredicted. `apart` is false where `out` is `base`: then only changes are written.
     """
-    size, bits = out.size, out.itemsize * 8
+    bits = out.itemsize * 8
     sign = np.int64(1 << (bits - 1))
     # For each class: the masks of a batch's chunks, and the number of members before each chunk and in all.
     masks, seen = np.empty(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
-    coming, totals = np.empty(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
-    ends, cursors, end = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64), np.int64(0)
+    # For each class: its next change, the end of its changes, and the rank in the batch of the member that changes.
+    cursors, ends, ranks = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
+    end = np.int64(0)
     for k in range(CLASSES):
         cursors[k], end = end, end + counts[k]
         ends[k] = end
-        coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
-    for start in range(0, size, BATCH * LANES):
-        until = min(start + BATCH * LANES, size)
-        full = (until - start) // LANES
-        for i in range(full):
-            here = start + i * LANES
-            fetch(base, here + AHEAD)
-            m0, m1, m2, m3 = classes(base, here, bounds)
-            if apart:
-                fetch(out, here + AHEAD)
-                copy(base, out, here)
-            masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
-        if full < BATCH:
-            _ending(base, start + full * LANES, full, masks, bounds, out, apart)
+        ranks[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
+    for start in range(0, out.size, BATCH * LANES):
+        _classify(base, out, start, bounds, masks, apart)
         for k in range(CLASSES):
-            if coming[k] != NEVER:
-                totals[k] = tally(masks, k * BATCH, seen, k * ROW + 1)
-        for k in range(CLASSES):
-            c, end, rank, total = cursors[k], ends[k], coming[k], totals[k]
+            if ranks[k] == NEVER:
+                continue
+            total, c, end, rank = tally(masks, k * BATCH, seen, k * ROW + 1), cursors[k], ends[k], ranks[k]
             while rank < total:
                 i = reached(seen, k * ROW + 1, rank)
                 before = np.int64(seen[np.uint64(k * ROW + i)])
@@ -229,7 +218,7 @@ def _patch(base, out, bounds, counts, gaps, steps, apart):
                 out[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
                 c += 1
                 rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
-            cursors[k], coming[k] = c, rank if rank == NEVER else rank - total
+            cursors[k], ranks[k] = c, rank if rank == NEVER else rank - total
     used = True
     for k in range(CLASSES):
         used = used and cursors[k] == ends[k]
@@ -237,10 +226,23 @@ def _patch(base, out, bounds, counts, gaps, steps, apart):
 
 
 @jit
-def _ending(base, here, full, masks, bounds, out, apart):
-    """The rest of a batch of `full` < BATCH chunks: the elements from `here` on, fewer than a chunk, if any."""
+def _classify(base, out, start, bounds, masks, apart):
+    """Puts in `masks` (uint64 [CLASSES * BATCH]) those of the batch of chunks from element `start` on; where `out` is
+    `apart`, it gets a copy of them."""
+    full = (min(start + BATCH * LANES, base.size) - start) // LANES
+    for i in range(full):
+        here = start + i * LANES
+        fetch(base, here + AHEAD)
+        m0, m1, m2, m3 = classes(base, here, bounds)
+        if apart:
+            fetch(out, here + AHEAD)
+            copy(base, out, here)
+        masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
+    if full == BATCH:
+        return
     for k in range(CLASSES):
         masks[k * BATCH + full : (k + 1) * BATCH] = ZERO
+    here = start + full * LANES
     if here < base.size:
         at = base.size - LANES  # the last chunk overlaps the one before, to stay inside
         skip = np.uint64(here - at)
