@@ -259,13 +259,13 @@ def test_its_fields_are_flags_and_files_and_run_json_name_it(tmp_path: Path, cap
     shown = capsys.readouterr().out
     assert "PPO of one's own" in shown and "--hidden-dim" in shown and "--clip-eps" not in shown
     words = ["--algorithm", f"{HERE}:Around", "--lr", "0.5", "--hidden-dim", "16"]
-    recipe = run_flags.learning(recipes.recipe("ppo"), words)
+    recipe = run_flags.with_algorithm(recipes.recipe("ppo"), words)
     run = run_flags.chosen(recipe, flags.parse("train ppo", "", run_flags.table(recipe), words))
     assert run.algorithm == Around(lr=0.5, network=NetworkConfig(hidden_dim=16))  # type: ignore[comparison-overlap]
     assert from_dict(Run, json.loads(json.dumps(to_dict(run)))) == run
     path = tmp_path / "run.yaml"
     path.write_text(files.render(run))
-    again = run_flags.learning(recipes.recipe("ppo"), [f"--config={path}"])
+    again = run_flags.with_algorithm(recipes.recipe("ppo"), [f"--config={path}"])
     assert resolve.changed(again, files.read(files.load(path), again, path)) == run
     assert run_dir.sources(run)["algorithm"].module == HERE
 
