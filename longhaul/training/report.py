@@ -117,13 +117,6 @@ def write_report(
     whole, run = run, {**_mapping(run.get("provenance")), **run}
     name = str(run.get("id") or Path(path).absolute().parent.name)
     taught = any(forecast.TAUGHT in record for record in records)  # a reasoning run's final reward is bounded
-    command = run.get("command")
-    line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
-    ill = [
-        f'<tr><th scope="row">{_text(finding.says)}</th><td>{finding.since:,}</td>'
-        f"<td>{'the end' if finding.until is None else f'{finding.until:,}'}</td><td>{_text(finding.remedy)}</td></tr>"
-        for finding in findings
-    ]
     links = {film.label: filming.address(film.label) for film in films if film.images}
     links |= {r.label: f"episode-{i}" for i, r in reversed(list(enumerate(recordings)))}
     parts = [
@@ -138,8 +131,8 @@ def write_report(
         _cross_play(_document(Path(path).parent / CROSS_PLAY)),
         *curves(records),
         _section("Forecast", _listing(forecast.in_words(records) if taught else [])),
-        _section("Health", pages.table(("what", "from update", "to", "remedy"), ill) if ill else ""),
-        _section("Where it comes from", _listing([("command", line), *((key, run.get(key)) for key in PROVENANCE)])),
+        _section("Health", _health(findings)),
+        _section("Where it comes from", _provenance(run)),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
     ]
     files.write(
@@ -344,6 +337,23 @@ def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[pages.Series
         values = [_number(record.get(name)) for _, record in chosen]
         lines.append(pages.Series(name, x, np.array([math.nan if value is None else value for value in values], float)))
     return lines
+
+
+def _health(findings: Sequence[Finding]) -> str:
+    """Table of health problems: from which update to which, and the remedy."""
+    rows = [
+        f'<tr><th scope="row">{_text(finding.says)}</th><td>{finding.since:,}</td>'
+        f"<td>{'the end' if finding.until is None else f'{finding.until:,}'}</td><td>{_text(finding.remedy)}</td></tr>"
+        for finding in findings
+    ]
+    return pages.table(("what", "from update", "to", "remedy"), rows) if rows else ""
+
+
+def _provenance(run: Mapping[str, Any]) -> str:
+    """Command line, versions and machine of a run, as far as they are known."""
+    command = run.get("command")
+    line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
+    return _listing([("command", line), *((key, run.get(key)) for key in PROVENANCE)])
 
 
 def _listing(facts: Sequence[tuple[str, Any]]) -> str:
