@@ -44,14 +44,14 @@ FLAGS = (
 )
 
 
-ANSWERS = dict.fromkeys(("format", "type", "onnx"), f"the form is --to {', '.join((*exports.KINDS, HF))} or {PEFT}")
+ANSWERS = {"format type onnx": f"the form is --to {', '.join((*exports.KINDS, HF))} or {PEFT}"}
 """Flags of other programs -> what to give."""
 
 
 def export(argv: Sequence[str]) -> int:
     """`longhaul export RUN [--to jax|onnx|safetensors|npz|hf|peft] [--out FOLDER] [--step N]`."""
     about = "A run's policy as files that others use: its mode, checked in a process without Longhaul."
-    parsed = flags.parse("export", about, {"": FLAGS}, argv, answer=ANSWERS.get).values
+    parsed = flags.parse("export", about, {"": FLAGS}, argv, answers=ANSWERS).values
     folder = folder_of(parsed, "longhaul export RUN --to jax", on_hub=True)
     if parsed["to"] in (HF, PEFT):
         if parsed["average"] is not None:

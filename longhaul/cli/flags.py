@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from longhaul.runtime.config_fields import plain
-from longhaul.runtime.errors import did_you_mean
+from longhaul.runtime.errors import answer, did_you_mean
 from longhaul.runtime.user_modules import is_named
 
 
@@ -135,12 +136,12 @@ DEBUG = Flag("debug", ALONE, False, "on an error, show the whole traceback")
 
 def parse(
     command: str, about: str, groups: Mapping[str, Sequence[Flag]], argv: Sequence[str], *,
-    few: Sequence[str] = (), answer: Callable[[str], str | None] = lambda word: None,
+    few: Sequence[str] = (), answers: Mapping[str, str] = MappingProxyType({}),
 ) -> Parsed:  # fmt: skip
     """The flags of `longhaul COMMAND` as `argv` sets them; `groups` are headings of the help, "" for none.
 
     Prints the help and raises SystemExit(0) if asked to: with `few`, the names of flags that matter, of these alone,
-    and of all on --help-all. `answer` gives a sentence on a flag that other programs have. Raises FlagError, one line.
+    and of all on --help-all. `answers` are sentences on flags that other programs have. Raises FlagError, one line.
     """
     flags = [flag for group in groups.values() for flag in group]
     positional = [flag for flag in flags if flag.positional]
@@ -167,7 +168,7 @@ def parse(
     unknown = [word for word in rest if word.startswith("-") and word != "-" and not re.match(r"-[\d.]", word)]
     if unknown:
         written = typed[unknown[0].partition("=")[0]]
-        if known := answer(_dashed(written)[2:]):
+        if known := answer(_dashed(written)[2:], answers):
             raise FlagError(f"longhaul {command} has no flag {written}; {known}")
         raise FlagError(_unknown(command, flags, written))
     for flag in positional:
@@ -182,11 +183,11 @@ def parse(
 
 def of_group(
     name: str, commands: Mapping[str, Callable[[Sequence[str]], int]], usage: Sequence[str], argv: Sequence[str],
-    answer: Callable[[str], str | None] = lambda word: None,
+    answers: Mapping[str, str] = MappingProxyType({}),
 ) -> int:  # fmt: skip
     """Exit code of one of the commands `longhaul NAME ...`; `usage` has a line of each.
 
-    `answer` gives a sentence on a command that other programs have.
+    `answers` are sentences on commands that other programs have.
     """
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
@@ -194,7 +195,7 @@ def of_group(
         print("usage: " + "\n       ".join(usage))
         return 0
     problem = f"longhaul {name} has no command {argv[0]!r}" if argv else "a command is missing"
-    known = answer(argv[0]) if argv else None
+    known = answer(argv[0], answers) if argv else None
     raise FlagError(f"{problem}; {known or 'there are ' + ', '.join(usage)}")
 
 

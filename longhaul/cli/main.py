@@ -20,7 +20,7 @@ import longhaul
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import FlagError
 from longhaul.cli.tables import say
-from longhaul.runtime.errors import BAD_INPUT, FAILED, STOPPED
+from longhaul.runtime.errors import BAD_INPUT, FAILED, STOPPED, answer
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.runtime.signals import AT_WORK, watching
 from longhaul.telemetry import screen
@@ -190,13 +190,13 @@ def _run(argv: list[str]) -> int:
 
 def _answer(word: str) -> str | None:
     """Remedy for a word that is no command; None where it is not known."""
-    from longhaul.config import aliases, recipes
+    from longhaul.config import recipes
 
     if word in recipes.RECIPES:
         return f"longhaul train {word} trains by this recipe"
     if longer := [name for name in COMMANDS if name.endswith(f" {word}")]:
         return f"did you mean {' or '.join(longer)}?"
-    return aliases.answer(word, ANSWERS)
+    return answer(word, ANSWERS)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ ANSWERS = {
 
 def serve(argv: Sequence[str]) -> int:
     """`longhaul serve RUN`."""
-    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, argv, answer=ANSWERS.get).values
+    values = flags.parse("serve", "A run's policy behind HTTP.", {"": FLAGS}, argv, answers=ANSWERS).values
     try:
         import uvicorn
     except ImportError as error:

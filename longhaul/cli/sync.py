@@ -471,15 +471,13 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-PULLED = (
-    "receivers pull: longhaul train RECIPE --publish ADDRESS sends versions, and so does longhaul sync serve RUN; "
-    "longhaul sync pull ADDRESS takes them"
-)
-
-ANSWERS = {"push": PULLED, "publish": PULLED, "send": PULLED}
+ANSWERS = {
+    "push publish send": "receivers pull: longhaul train RECIPE --publish ADDRESS sends versions, and so does "
+    "longhaul sync serve RUN; longhaul sync pull ADDRESS takes them"
+}
 """Commands of other programs -> what to give."""
 
 
 def sync(argv: Sequence[str]) -> int:
     """The group of commands `longhaul sync`."""
-    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], argv, ANSWERS.get)
+    return flags.of_group("sync", COMMANDS, [f"longhaul sync {name}" for name in COMMANDS], argv, ANSWERS)

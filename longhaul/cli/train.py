@@ -114,7 +114,7 @@ def _parsed(recipe: Run, argv: Sequence[str]) -> flags.Parsed:
     table[""] = [CONFIG, PRINT, DRY_RUN, EDITS, *table[""]]
     parsed = flags.parse(
         f"train {recipe.recipe}", recipes.about(recipe.recipe), table, argv, few=run_flags.matter(table, recipe),
-        answer=aliases.answer,
+        answers=aliases.ANSWERS,
     )  # fmt: skip
     if recipe.recipe in recipes.NO_ENV and not {"env", "resume", "config", "recorded"} & parsed.given:
         raise FlagError(f"which environment? longhaul train {recipe.recipe} --env NAME; longhaul envs lists them")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhaul.runtime import config_fields
-from longhaul.runtime.errors import RunError, did_you_mean
+from longhaul.runtime.errors import RunError, answer, did_you_mean
 
 ALIASES = {
     "lr": ("learning-rate",), "num-envs": ("n-envs",), "num-steps": ("n-steps",), "update-epochs": ("n-epochs",),
@@ -79,11 +79,6 @@ ANSWERS = {
 """Flags of other libraries -> what to give."""
 
 
-def answer(word: str, answers: Mapping[str, str] = ANSWERS) -> str | None:
-    """Remedy for another program's word, such as a flag, among `answers` (words -> remedy); None for a word of ours."""
-    return next((line for words, line in answers.items() if word.lower().replace("_", "-") in words.split()), None)
-
-
 def aliases_of(config: Any) -> dict[str, str]:
     """Other names of settings -> their own, with underscores."""
     own = {leaf.name for leaf in config_fields.walk(config)}
@@ -108,7 +103,7 @@ def canonical(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def hint(config: Any, word: str, otherwise: str) -> str:
     """Sentence for a name that no setting has: the answer, the nearest names, or `otherwise`."""
-    if known := answer(word):
+    if known := answer(word, ANSWERS):
         return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), known)
     near = difflib.get_close_matches(word.lower(), [leaf.name for leaf in config_fields.walk(config)], n=3, cutoff=0.5)
     return did_you_mean(near, otherwise)

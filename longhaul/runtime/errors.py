@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 75
@@ -39,6 +39,12 @@ class FieldError(ValueError):
 def did_you_mean(near: Sequence[str], otherwise: str) -> str:
     """Remedy for a name that is not known: the question for the names `near`, or `otherwise` where there are none."""
     return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def answer(word: str, answers: Mapping[str, str]) -> str | None:
+    """Remedy for another program's word, such as a flag or a command, among `answers` (words -> remedy); None for a
+    word that is not there."""
+    return next((line for words, line in answers.items() if word.lower().replace("_", "-") in words.split()), None)
 
 
 def one_line(error: BaseException) -> str:

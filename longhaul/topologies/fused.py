@@ -72,8 +72,8 @@ def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> 
     state, carry = jax.eval_shape(algorithm.init, key), jax.eval_shape(enter, key, context)
     progress = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
     held = meshes.columns(carry, mesh)
-    lies = Progress(partition.shardings(state, mesh), held, everywhere, everywhere)  # type: ignore[arg-type]
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), progress, lies)
+    shardings = Progress(partition.shardings(state, mesh), held, everywhere, everywhere)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), progress, shardings)
 
 
 def is_finite(tree: PyTree) -> jax.Array:
@@ -152,11 +152,11 @@ def lowered(
     shards = shards or by_device(mesh)
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
-    lies, keep = _by_compiler(progress, mesh)
+    shardings, keep = _by_compiler(progress, mesh)
     run = repeating(updating(algorithm, collector_in, shards, keep), block)
     specs = layout(progress), EVERYWHERE, EVERYWHERE
     shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
-    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
+    program = jax.jit(shard, donate_argnums=0, out_shardings=shardings)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=meshes.replicated(mesh))
     return program.lower(progress, context, count)
 
@@ -176,7 +176,6 @@ def updating(
 
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
-
         common, own = part(keep(progress).state)
 
         def shard(number: jax.Array, mine: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
@@ -237,8 +236,8 @@ def _by_compiler(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progres
         carry = jax.lax.with_sharding_constraint(progress.carry, inner)
         return progress._replace(state=state, carry=carry)
 
-    lies = Progress(state, held, everywhere, everywhere)  # type: ignore[arg-type]
-    return (lies, everywhere), keep
+    shardings = Progress(state, held, everywhere, everywhere)  # type: ignore[arg-type]
+    return (shardings, everywhere), keep
 
 
 def fused(

@@ -76,6 +76,6 @@ def test_each_name_means_the_same(words: str) -> None:
 )
 def test_wrong_words_are_one_line_with_a_remedy(words: str, message: str) -> None:
     with pytest.raises(flags.FlagError) as raised:
-        flags.parse("try", "Tries.", FLAGS, words.split(), answer={"other-name": "give --count"}.get)
+        flags.parse("try", "Tries.", FLAGS, words.split(), answers={"other-name": "give --count"})
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)

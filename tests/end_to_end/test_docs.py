@@ -21,6 +21,7 @@ from longhaul.cli import main
 from longhaul.config import aliases, recipes
 from longhaul.reasoning.tasks import Problem
 from longhaul.runtime import config_fields
+from longhaul.runtime.errors import answer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -152,7 +153,7 @@ def test_words_of_other_libraries_on_the_pages_are_settings_or_answered() -> Non
         firsts = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
         words = [word for first in firsts for word in re.findall(r"`([A-Za-z_]+)`", first)]
         assert len(words) >= fewest
-        assert [word for word in words if word.lower() not in known and aliases.answer(word) is None] == []
+        assert [word for word in words if word.lower() not in known and answer(word, aliases.ANSWERS) is None] == []
 
 
 @pytest.mark.slow
