@@ -8,8 +8,8 @@ by one, because a loop over them would copy its part of the cache out and in aga
 
 A row begins at any time: its prompt has the first P slots, its own tokens a ring of R slots, into which all rows write
 at the same place. So a token is one block whatever each row's length, and an old row's tokens are hidden by a count.
-On a CPU attention reads pieces of the cache, the used ones alone, with a running maximum (Milakov and Gimelshein 2018,
-arXiv 1805.02867).
+On a CPU attention reads pieces of the cache, the used ones alone, with a running maximum (online softmax; Milakov and
+Gimelshein 2018, arXiv 1805.02867).
 
 Mathematics and parameters are those of transformer.py; a test compares the two. The price is a second copy of the
 kernels while sampling.
@@ -223,9 +223,9 @@ def attend_by_sums(query: jax.Array, key: jax.Array, value: jax.Array, used: _At
     `jnp.sum` 11.
 
     Pieces are read one after the other; where one has a higher score than those before, their sums are scaled down
-    (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). A piece of several is read in parts of `PART`
-    slots, by loops that nothing is fused across: otherwise XLA computes its scores twice, copies it, and adds its
-    values in leaps over memory, in which no cache helps.
+    (online softmax). A piece of several is read in parts of `PART` slots, by loops that nothing is fused across:
+    otherwise XLA computes its scores twice, copies it, and adds its values in leaps over memory, in which no cache
+    helps.
     """
     (heads, group, size, rows), slots = query.shape, len(key) // len(used.first)
     count = slots if len(used.first) == 1 else min(PART * (1 + (rows <= FEW)), slots)

@@ -223,7 +223,7 @@ class Vector:
 
 
 class Loop:
-    """Environments one by one, each with the seed that `vectors.seeds` gives it, reset in the step that ended.
+    """Environments one by one, each with the seed that `vector.seeds` gives it, reset in the step that ended.
 
     With `snapshots` the vector tells its state, as far as the environments' attributes hold it (`snapshot.py`).
     """

@@ -18,7 +18,7 @@ from longhaul.topologies.staleness import Ticket
 from longhaul.types import PyTree, Rollout, Successors
 
 Sums = dict[str, float]
-"""Sums over finished episodes: "episodes", "episode/return" ..., as `records.Sums` takes them."""
+"""Sums over finished episodes: "episodes", "episode/return" ..., as `telemetry.aggregate.Sums` takes them."""
 
 
 class Overrun(ValueError):
