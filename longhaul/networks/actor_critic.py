@@ -29,7 +29,15 @@ import numpy as np
 
 from longhaul.networks import attention, conv, layers, user_network
 from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, LARGEST, REMATS, SMALLEST, TORSOS
-from longhaul.networks.layers import PRECISIONS, NamedKey, rematerialised
+from longhaul.networks.layers import (
+    HIDDEN_SCALE,
+    LOG_STD,
+    POLICY_SCALE,
+    PRECISIONS,
+    VALUE_SCALE,
+    NamedKey,
+    rematerialised,
+)
 from longhaul.networks.mlp import perceptron
 from longhaul.runtime.user_modules import is_named
 from longhaul.types import Key, Params, PyTree, platform
@@ -45,12 +53,6 @@ RISING = ("tanh", "relu")
 
 ENCODED = (*ENCODERS, *CONVOLUTIONS)
 """Torsos that are nearly all of the work, and which actor and critic share."""
-
-HIDDEN_SCALE, POLICY_SCALE, VALUE_SCALE = math.sqrt(2.0), 0.01, 1.0
-"""Scales of orthogonal kernels: of hidden layers, the policy's head and the value's head."""
-
-LOG_STD = -0.5
-"""Initial logarithm of a Gaussian policy's standard deviation."""
 
 Apply = Callable[[Params, PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
 
@@ -247,6 +249,7 @@ def _mixed_tower(
 def _check(
     observation: PyTree, torso: str, sizes: Sequence[int], activation: str, precision: str, remat: str, init: str
 ) -> None:
+    """Raises ValueError for names and sizes that can't be, and where a torso of images does not fit."""
     choices = (
         ("torso", torso, TORSOS),
         ("activation", activation, tuple(ACTIVATIONS)),
@@ -287,10 +290,8 @@ def actor_critic(
     that are not 0 in every observation; the network is applied to these alone. Raises ValueError for sizes and names
     that can't be, and where the torso does not fit the observation.
     """
-    if not sizes or min(sizes) < 1 or memory < 0:
-        raise ValueError(
-            f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
-        )
+    if memory < 0:
+        raise ValueError(f"memory is {memory}; it must be at least 0")
     _check(observation, torso, sizes, activation, precision, remat, init)
     dtype = PRECISIONS[precision]
     if takes_live(torso, shared, memory, norm):

@@ -19,6 +19,7 @@ part's inside. Numbers change in their last bits at most.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +45,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 EPSILON = 1e-6
 """Number added to a variance before its root is taken."""
+
+HIDDEN_SCALE, POLICY_SCALE, VALUE_SCALE = math.sqrt(2.0), 0.01, 1.0
+"""Scales of orthogonal kernels: of hidden layers, the policy's head and the value's head."""
+
+LOG_STD = -0.5
+"""Initial logarithm of a Gaussian policy's standard deviation."""
 
 
 class Encoder(NamedTuple):

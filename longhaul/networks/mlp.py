@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks import layers
-from longhaul.networks.layers import contract, rematerialised
+from longhaul.networks.layers import HIDDEN_SCALE, LOG_STD, POLICY_SCALE, VALUE_SCALE, contract, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 
@@ -101,9 +101,12 @@ def perceptron(
             return layers.init_dense(key, (width, n), layers.kernel_init(init, scale))
 
         shapes = zip(keys[2:], widths[:-1], sizes, strict=True)
-        torso = {name: layer(k, width, n, np.sqrt(2.0)) for name, (k, width, n) in zip(names, shapes, strict=True)}
-        heads = {"policy": layer(keys[0], widths[-1], outputs, 0.01), "value": layer(keys[1], widths[-1], 1, 1.0)}
-        extra = {"log_std": jnp.full(free, -0.5, jnp.float32)} if free else {}
+        torso = {name: layer(k, width, n, HIDDEN_SCALE) for name, (k, width, n) in zip(names, shapes, strict=True)}
+        heads = {
+            "policy": layer(keys[0], widths[-1], outputs, POLICY_SCALE),
+            "value": layer(keys[1], widths[-1], 1, VALUE_SCALE),
+        }
+        extra = {"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {}
         return {"torso": torso, **heads, **extra}
 
     def living(params: Params) -> Params:

@@ -289,9 +289,9 @@ def test_activations_by_name(name, function):
         ({"precision": "fp8"}, "precision is 'fp8'; it must be one of fp32, bf16"),
         ({"init": "zeros"}, "init is 'zeros'; it must be one of orthogonal, lecun"),
         ({"activation": "sine"}, "activation is 'sine'; it must be one of tanh, relu"),
-        ({"sizes": ()}, "give at least one positive size"),
-        ({"sizes": (8, 0)}, "give at least one positive size"),
-        ({"memory": -1}, "memory -1"),
+        ({"sizes": ()}, "give at least one, all positive"),
+        ({"sizes": (8, 0)}, "give at least one, all positive"),
+        ({"memory": -1}, "memory is -1; it must be at least 0"),
     ],
 )
 def test_impossible_networks_are_named(options, words):
