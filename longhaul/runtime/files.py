@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
 import shutil
@@ -25,6 +26,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finite_number(value: Any) -> float | None:
+    """A finite number, Python's or NumPy's, as float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of 400 digits
+        return None
 
 
 def expanded(path: Path | str) -> Path:

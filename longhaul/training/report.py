@@ -20,6 +20,7 @@ import numpy as np
 from longhaul.driving.render import web_player
 from longhaul.driving.render.recording import Recording
 from longhaul.runtime import files
+from longhaul.runtime.files import finite_number
 from longhaul.telemetry import films as filming
 from longhaul.telemetry import forecast, pages
 from longhaul.telemetry.films import Film
@@ -169,18 +170,19 @@ def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
     last = records[-1] if records else {}
 
     def known(key: str, other: str) -> float | None:
-        return _number(result.get(key)) if _number(result.get(key)) is not None else _number(last.get(other))
+        value = finite_number(result.get(key))
+        return finite_number(last.get(other)) if value is None else value
 
     agent_steps, env_steps = known("agent_steps", "agent_steps"), known("env_steps", "env_steps")
     figures = [
         ("agent steps", _count(agent_steps)),
         ("environment steps", _count(env_steps) if env_steps != agent_steps else ""),
         ("training", _duration(known("train_seconds", "wall_seconds"))),
-        ("compilation", _duration(_number(result.get("compile_seconds")))),
+        ("compilation", _duration(finite_number(result.get("compile_seconds")))),
         ("steps a second", _count(known("sps", "sps"))),
     ]
     trained = _mapping(_mapping(result.get("evaluation")).get("trained"))
-    scores = {name: value for name in SHOWN if (value := _number(trained.get(name))) is not None}
+    scores = {name: value for name in SHOWN if (value := finite_number(trained.get(name))) is not None}
     figures += [(f"{k}, trained", f"{v:,.{_digits([v])}f}".replace("-", "−")) for k, v in scores.items()]
     cards = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures if value)
     return f'<dl class="figures">{cards}</dl>' if cards else ""
@@ -196,7 +198,7 @@ def evaluation_table(evaluation: Any, links: Mapping[str, str] = MappingProxyTyp
     """Table of means: a row a policy with a link to its episodes, a column a metric, the best of a column marked."""
     rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
     rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
-    present = {str(key) for means in rows.values() for key, value in means.items() if _number(value) is not None}
+    present = {str(key) for means in rows.values() for key, value in means.items() if finite_number(value) is not None}
     columns = sorted(present - {"episodes"}, key=lambda name: _rank(name, HIGHER + LOWER))
     if not columns:
         return ""
@@ -232,8 +234,8 @@ def _cross_play(matrix: Mapping[str, Any]) -> str:
         drawn = ""
         for partner in partners:
             mean = cells[ego, partner]
-            accuracy = _number(mean.get("accuracy")) or 0.0
-            rates = (f"{_spaced(k)} {v:.3f}" for k in CROSS_PLAYED if (v := _number(mean.get(k))) is not None)
+            accuracy = finite_number(mean.get("accuracy")) or 0.0
+            rates = (f"{_spaced(k)} {v:.3f}" for k in CROSS_PLAYED if (v := finite_number(mean.get(k))) is not None)
             faults = "<br>".join(rates)
             shade = f"color-mix(in srgb, #2a9d5c {max(0.0, 10 * accuracy - 9) * 45:.0f}%, transparent)"
             drawn += f'<td style="background:{shade}">{accuracy:.3f}<br><small>{faults}</small></td>'
@@ -266,14 +268,14 @@ def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str], links:
     heads = [_text(_spaced(column)) + arrows.get(column, "") for column in columns]
     body = []
     best = {column: best_policies(column, rows) for column in columns}
-    digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
+    digits = {column: _digits([finite_number(means.get(column)) for means in rows.values()]) for column in columns}
     for policy, means in rows.items():
         cells = ""
         for column in columns:
-            value = _number(means.get(column))
+            value = finite_number(means.get(column))
             text = DASH if value is None else f"{value:,.{digits[column]}f}".replace("-", "−")
             cells += f"<td{' class=best' if policy in best[column] else ''}>{text}</td>"
-        episodes = _text(_count(_number(means.get("episodes"))) or DASH)
+        episodes = _text(_count(finite_number(means.get("episodes"))) or DASH)
         name = f'<a href="#{_text(links[policy])}">{_text(policy)}</a>' if policy in links else _text(policy)
         apart = ' class="reference"' if policy in REFERENCES else ""
         body.append(f'<tr{apart}><th scope="row">{name}</th>{cells}<td class="muted">{episodes}</td></tr>')
@@ -288,8 +290,8 @@ def _digits(values: Sequence[float | None]) -> int:
 
 def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Policies with the best value of a metric, references aside; none if its direction is unknown or all are equal."""
-    policies = {policy: means for policy, means in rows.items() if policy not in REFERENCES}
-    values = {policy: value for policy, means in policies.items() if (value := _number(means.get(column))) is not None}
+    known = {policy: finite_number(means.get(column)) for policy, means in rows.items() if policy not in REFERENCES}
+    values = {policy: value for policy, value in known.items() if value is not None}
     if column not in HIGHER + LOWER or len(set(values.values())) < 2:
         return set()
     best = max(values.values()) if column in HIGHER else min(values.values())
@@ -311,7 +313,7 @@ def curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def figures(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """(known panels, figures of the other metrics) of records."""
-    axis = next((name for name in AXIS if any(_number(record.get(name)) is not None for record in records)), "")
+    axis = next((name for name in AXIS if any(finite_number(record.get(name)) is not None for record in records)), "")
     lines = {line.name: line for line in series(records, axis)}
     label = _spaced(axis) or "log points"
     drawn_panels = []
@@ -328,13 +330,13 @@ def figures(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
 
 def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[pages.Series]:
     """A line for each metric of the records over `axis` (their number if empty); NaN where a record lacks it."""
-    steps = [_number(record.get(axis)) for record in records] if axis else [float(i) for i in range(len(records))]
+    steps = [finite_number(record.get(axis)) for record in records] if axis else [float(i) for i in range(len(records))]
     chosen = [(step, record) for step, record in zip(steps, records, strict=True) if step is not None]
     x = np.array([step for step, _ in chosen], float)
     names = dict.fromkeys(str(key) for _, record in chosen for key in record if key not in COUNTERS)
     lines = []
     for name in names:
-        values = [_number(record.get(name)) for _, record in chosen]
+        values = [finite_number(record.get(name)) for _, record in chosen]
         lines.append(pages.Series(name, x, np.array([math.nan if value is None else value for value in values], float)))
     return lines
 
@@ -386,13 +388,6 @@ def _text(value: Any) -> str:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def _count(value: float | None) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 
 from longhaul.runtime import bounded_json, files
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.files import finite_number
 from longhaul.training import store
 
 SPARK = 32
@@ -168,16 +169,16 @@ def _summary(folder: Path, running: bool) -> Summary:
         recipe=str(about.get("recipe", "")),
         environment=str(environment.get("env") or environment.get("task") or environment.get("kind", "")).lower(),
         algorithm=str(algorithm.get("kind", "ppo" if run else "")),
-        seed=int(_number(run.get("seed")) or 0),
-        members=len(members) or int(_number(_dictionary(run.get("population")).get("seeds")) or 1),
+        seed=int(finite_number(run.get("seed")) or 0),
+        members=len(members) or int(finite_number(_dictionary(run.get("population")).get("seeds")) or 1),
         status=status,
-        steps=int(_number(last.get("agent_steps")) or 0),
-        total_steps=int(_number(run.get("total_steps")) or 0),
-        updates=int(_number(last.get("update")) or 0),
-        rate=_number(last.get("sps")),
-        seconds=_number(last.get("wall_seconds")) or 0.0,
+        steps=int(finite_number(last.get("agent_steps")) or 0),
+        total_steps=int(finite_number(run.get("total_steps")) or 0),
+        updates=int(finite_number(last.get("update")) or 0),
+        rate=finite_number(last.get("sps")),
+        seconds=finite_number(last.get("wall_seconds")) or 0.0,
         value=spark[-1] if spark else None,
-        trained=_number(trained),
+        trained=finite_number(trained),
         spark=spark,
         created=created,
         updated=updated or created,
@@ -253,15 +254,6 @@ def _is_locked(folder: str | Path, locks: set[int] | None) -> bool:
         return False
 
 
-def _number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    try:
-        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number of 400 digits
-        return None
-    return float(value) if known else None
-
-
 def _dictionary(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -321,7 +313,7 @@ class Curves:
         for name, value in values.items():
             column = self._columns.setdefault(name, [])
             column += [math.nan] * (self.count - len(column))
-            column.append(math.nan if (known := _number(value)) is None else known)
+            column.append(math.nan if (known := finite_number(value)) is None else known)
         self.count += 1
         self.records.append(record)
 
