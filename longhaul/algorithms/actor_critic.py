@@ -14,7 +14,7 @@ from longhaul import normalise
 from longhaul.algorithms.config import InMinibatches, OnActorCritic
 from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution, distribution
-from longhaul.networks import actor_critic
+from longhaul.networks import actor_critic, model_size
 from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Masked
 from longhaul.types import Key, Params, PyTree, Rollout, Spec
@@ -84,7 +84,7 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     }  # fmt: skip
     width, depth = net.hidden_dim, net.num_layers
     if net.model_size is not None:
-        width, depth = actor_critic.width_and_depth(inputs, policy.size, net.model_size, **options)
+        width, depth = model_size.width_and_depth(inputs, policy.size, net.model_size, **options)
     expand, live = spec.expand, None
     if spec.compact is not None and actor_critic.takes_live(net.torso, net.shared, net.memory, norm):
         expand, live = spec.compact

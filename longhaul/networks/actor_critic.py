@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks import attention, conv, layers, user_network
-from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, LARGEST, REMATS, SMALLEST, TORSOS
+from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, REMATS, TORSOS
 from longhaul.networks.layers import (
     HIDDEN_SCALE,
-    LOG_STD,
     POLICY_SCALE,
     PRECISIONS,
     VALUE_SCALE,
@@ -95,12 +93,6 @@ def _dense(key: NamedKey, inputs: int, outputs: int, scale: float, init: str) ->
     return layers.init_dense(key.draw(), (inputs, outputs), layers.kernel_init(init, scale))
 
 
-def _leading_axes(observation: PyTree, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Leading axes of an observation whose leaves have these ranks without them."""
-    first = jax.tree.leaves(observation)[0]
-    return first.shape[: first.ndim - ranks[0]]
-
-
 def _torso(
     observation: PyTree, kind: str, sizes: Sequence[int], activation: str, dtype: Any, remat: str, init: str, norm: bool
 ) -> _Torso:
@@ -149,7 +141,9 @@ def _mlp_torso(
     def pool(dense: Params, scale: Params | None, x: jax.Array) -> jax.Array:
         """The maximum of each feature over the items [..., items, features] that are present."""
         if rising and not norm and platform() == "cpu":
-            most = layers.greatest(dense["kernel"], dense["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
+            most = layers.max_pooled_embedding(
+                dense["kernel"], dense["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype)
+            )
             return activate(most.reshape(*x.shape[:-2], -1).astype(dtype))
         present = x[..., -1:].astype(dtype)
         if not rising:
@@ -162,11 +156,11 @@ def _mlp_torso(
         def through(part: Callable[..., jax.Array], name: str, x: jax.Array) -> jax.Array:
             return rematerialised(part, remat)(params[name], params[f"{name}_norm"] if norm else None, x)
 
-        lead, parts = _leading_axes(observed, ranks), []
+        lead, parts = layers.leading_axes(observed, ranks), []
         for i, leaf in enumerate(jax.tree.leaves(observed)):
             x = leaf.astype(jnp.float32)
             parts.append(through(pool, f"item_{i}", x) if pooled[i] else x.reshape(*lead, -1).astype(dtype))
-        x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        x = jnp.concatenate(parts, axis=-1)
         for i in range(len(sizes)):
             x = through(layer, f"layer_{i}", x)
         return x
@@ -234,14 +228,12 @@ def _mixed_tower(
     through = rematerialised(layer, remat)
 
     def apply(params: Params, observation: PyTree) -> jax.Array:
-        lead = _leading_axes(observation, ranks)
-        parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in jax.tree.leaves(observation)]
-        x = jnp.concatenate(parts, axis=-1)
-        x = x.reshape(-1, x.shape[-1])
+        joined = layers.joined(observation, ranks)
+        x = joined.reshape(-1, joined.shape[-1])
         for i in range(depth):
             x = through(params["torso"][f"layer_{i}"], x)
         x = layers.dense(params["head"], x)
-        return x.reshape(*lead, x.shape[-1])
+        return x.reshape(*joined.shape[:-1], x.shape[-1])
 
     return apply
 
@@ -357,7 +349,7 @@ def _heads(width: int, outputs: int, hidden: int | None, free: int, dtype: Any, 
             if hidden is not None:
                 params[f"{head}_hidden"] = _dense(root.child(f"{head}_hidden"), width, hidden, HIDDEN_SCALE, init)
             params[head] = _dense(root.child(head), width if hidden is None else hidden, size, scale, init)
-        return params | ({"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {})
+        return params | layers.init_free(free)
 
     def apply(params: Params, features: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         read = []
@@ -365,10 +357,7 @@ def _heads(width: int, outputs: int, hidden: int | None, free: int, dtype: Any, 
             own = own if hidden is None else jax.nn.gelu(layers.dense(params[f"{name}_hidden"], own, dtype))
             read.append(layers.dense(params[name], own))
         parameters, value = read[0], read[1][..., 0]
-        if free:
-            extra = jnp.broadcast_to(params["log_std"], (*parameters.shape[:-1], free))
-            parameters = jnp.concatenate([parameters, extra], axis=-1)
-        return parameters, value
+        return layers.with_free(params, parameters), value
 
     return _Heads(init_params, apply)
 
@@ -376,53 +365,3 @@ def _heads(width: int, outputs: int, hidden: int | None, free: int, dtype: Any, 
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:
     """True for a network that can leave out inputs that are always 0."""
     return torso == "mlp" and shared and not memory and not norm
-
-
-def width_and_depth(observation: PyTree, outputs: int, size: float, **options: Any) -> tuple[int, int]:
-    """Width and depth of the network of about `size` million parameters for observations like `observation`.
-
-    depth = round(2 x (size / 0.3)^(1/3)), at least 1: 2, 3, 4, 6 and 9 at 0.3, 1, 3, 10 and 25 million. The width, a
-    multiple of 8 (of 4 below 96), is the one whose network comes nearest to the size. Heads and latents follow from
-    these (attention.py): a head every 32 features, 4 latents a block of `latent`, 8 a block of `wayformer`. With a
-    transformer's 12 x depth x width^2 parameters, width / depth stays between 35 and 60, in which the shape matters
-    little (Kaplan et al. 2020, arXiv 2001.08361, section 3.1).
-
-    `outputs` and `options` are those of `actor_critic`, without `sizes`. Raises ValueError where no network is within a
-    third of the size: its fixed part (layers on a long observation, for example) may already be larger.
-    """
-    if not SMALLEST <= size <= LARGEST:
-        raise ValueError(f"model_size is {size}; it must lie in {SMALLEST} to {LARGEST} (millions of parameters)")
-    leaves, tree = jax.tree.flatten(observation)
-    described = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return _width_and_depth(described, tree, outputs, size, tuple(sorted(options.items())))
-
-
-@cache
-def _width_and_depth(
-    leaves: Any, tree: Any, outputs: int, size: float, options: tuple[tuple[str, Any], ...]
-) -> tuple[int, int]:
-    observation = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    depth = max(1, round(2.0 * (size / 0.3) ** (1.0 / 3.0)))
-
-    def parameters(width: int) -> int:
-        network = actor_critic(observation, outputs, sizes=(width,) * depth, **dict(options))
-        return count(jax.eval_shape(network.init, jax.random.key(0)))
-
-    # The count grows like a power of the width between 1 and 2: each guess takes the power 2.
-    wanted, tried, guess = size * 1e6, {}, _rounded(math.sqrt(size * 1e6 / (12 * (depth + 2))))
-    while guess not in tried:
-        tried[guess] = parameters(guess)
-        guess = _rounded(guess * math.sqrt(wanted / tried[guess]))
-    best = min(tried, key=lambda width: abs(math.log(tried[width] / wanted)))
-    if not 2 / 3 <= tried[best] / wanted <= 3 / 2:
-        raise ValueError(
-            f"model_size is {size}, and the nearest network for this observation has {tried[best] / 1e6:.3g} million "
-            f"parameters; give that, or hidden_dim and num_layers"
-        )
-    return best, depth
-
-
-def _rounded(width: float) -> int:
-    """The nearest width that is allowed."""
-    step = 8 if width >= 96 else 4
-    return max(step, step * round(width / step))

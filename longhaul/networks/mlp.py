@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks import layers
-from longhaul.networks.layers import HIDDEN_SCALE, LOG_STD, POLICY_SCALE, VALUE_SCALE, contract, rematerialised
+from longhaul.networks.layers import HIDDEN_SCALE, POLICY_SCALE, VALUE_SCALE, contract, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 
@@ -106,8 +106,7 @@ def perceptron(
             "policy": layer(keys[0], widths[-1], outputs, POLICY_SCALE),
             "value": layer(keys[1], widths[-1], 1, VALUE_SCALE),
         }
-        extra = {"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {}
-        return {"torso": torso, **heads, **extra}
+        return {"torso": torso, **heads, **layers.init_free(free)}
 
     def living(params: Params) -> Params:
         first = params["torso"][names[0]]
@@ -122,24 +121,13 @@ def perceptron(
 
     def apply(params: Params, observation: PyTree) -> tuple[jax.Array, jax.Array]:
         params = living(params)
-        x, lead = _rows(observation, ranks)
+        joined = layers.joined(observation, ranks)
+        x = jnp.moveaxis(joined, -1, 0).reshape(joined.shape[-1], -1)
         for name in names:
             x = through(params["torso"][name], x)
         heads = jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), params["policy"], params["value"])
-        outputs_by_row = affine(**heads, x=x).reshape(outputs + 1, *lead)
+        outputs_by_row = affine(**heads, x=x).reshape(outputs + 1, *joined.shape[:-1])
         parameters, value = jnp.moveaxis(outputs_by_row[:outputs], 0, -1), outputs_by_row[outputs]
-        if free:
-            extra = jnp.broadcast_to(params["log_std"], (*lead, free))
-            parameters = jnp.concatenate([parameters, extra], axis=-1)
-        return parameters, value
+        return layers.with_free(params, parameters), value
 
     return Perceptron(init_params, apply, living)
-
-
-def _rows(observation: PyTree, ranks: Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Numbers of observations as [inputs, rows], and the leading axes that were joined to rows."""
-    leaves = jax.tree.leaves(observation)
-    lead = leaves[0].shape[: leaves[0].ndim - ranks[0]]
-    parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in leaves]
-    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-    return jnp.moveaxis(x, -1, 0).reshape(x.shape[-1], -1), lead

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.networks.layers import Encoder
+from longhaul.networks.layers import Encoder, leading_axes
 from longhaul.runtime import user_modules
 from longhaul.types import Params, PyTree
 
@@ -36,8 +36,7 @@ def encoder(observation: PyTree, name: str, width: int) -> Encoder:
     _check(name, observation, init, own_apply, width)
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
-        first = jax.tree.leaves(observed)[0]
-        lead = first.shape[: first.ndim - ranks[0]]
+        lead = leading_axes(observed, ranks)
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), observed)
         features: jax.Array = own_apply(params, rows)
         return features.reshape(*lead, width)

@@ -44,7 +44,7 @@ def test_both_ways_agree_with_the_definition(length: int, side: int, stride: int
     def both(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         axes = ("NHWC", "HWIO", "NHWC")
         direct = jax.lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=axes)
-        return direct, conv.by_product(x, kernel, stride, padding)
+        return direct, conv.im2col_convolution(x, kernel, stride, padding)
 
     for found in quick(both)(*given):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
@@ -53,7 +53,7 @@ def test_both_ways_agree_with_the_definition(length: int, side: int, stride: int
 def test_the_greatest_is_over_three_by_three() -> None:
     x = np.random.default_rng(1).normal(size=(1, 5, 4, 2)).astype(np.float32)
     lines = np.pad(x, ((0, 0), (1, 1), (0, 1), (0, 0)), constant_values=-np.inf)  # SAME: 5 rows need 2 more, 4 need 1
-    found = np.asarray(conv.greatest(jnp.asarray(x)))
+    found = np.asarray(conv.max_pool(jnp.asarray(x)))
     assert found.shape == (1, 3, 2, 2)
     for i in range(3):
         for j in range(2):

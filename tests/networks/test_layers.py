@@ -129,7 +129,7 @@ def test_the_greatest_item_by_item_is_that_of_all_at_once_and_so_are_its_gradien
         total = lambda *parts: jnp.sum(weight * jnp.sin(function(*parts)))  # noqa: E731
         return quick(jax.value_and_grad(total, argnums=(0, 1, 2)))(*parts)
 
-    found, expected = slope(layers.greatest), slope(at_once)
+    found, expected = slope(layers.max_pooled_embedding), slope(at_once)
     there = parts[2][..., -1:]  # of several that are not, each is as much the greatest as the others
     (value, (*own, of_items)), (expected_value, (*others, expected_items)) = found, expected
     assert float(jnp.abs(expected_items * there).max()) > 0.0
@@ -140,9 +140,9 @@ def test_the_greatest_item_by_item_is_that_of_all_at_once_and_so_are_its_gradien
 def test_pooling_absent_items_is_zero_and_has_no_gradient():
     kernel, bias, items = a_set(6, 4, 3, 5)
     items = items.at[..., -1].set(0.0).at[:3, 1, -1].set(1.0)
-    pooled = quick(layers.greatest)
+    pooled = quick(layers.max_pooled_embedding)
     np.testing.assert_array_equal(pooled(kernel, bias, items)[3:], 0.0)
-    of_kernel = quick(jax.grad(lambda kernel: jnp.sum(layers.greatest(kernel, bias, items[3:]))))(kernel)
+    of_kernel = quick(jax.grad(lambda kernel: jnp.sum(layers.max_pooled_embedding(kernel, bias, items[3:]))))(kernel)
     np.testing.assert_array_equal(of_kernel, 0.0)
     changed = items.at[:, 2, :-1].add(100.0)
     np.testing.assert_array_equal(pooled(kernel, bias, changed), pooled(kernel, bias, items))
@@ -152,7 +152,7 @@ def test_of_equal_items_one_has_the_whole_gradient():
     kernel, bias, items = a_set(4, 1, 3, 5)
     items = items.at[..., -1].set(1.0)
     twice = jnp.concatenate([items, items], axis=1)
-    slope = quick(jax.grad(lambda k, x: jnp.sum(layers.greatest(k, bias, x))))
+    slope = quick(jax.grad(lambda k, x: jnp.sum(layers.max_pooled_embedding(k, bias, x))))
     one, two = (slope(kernel, x) for x in (items, twice))
     np.testing.assert_allclose(one, two, rtol=1e-6)
 
@@ -161,7 +161,7 @@ def test_the_greatest_of_many_networks_at_once():
     """Networks of a population: parameters [N, ...], each with its own observation."""
     each = [a_set(3, 4, 3, 5, seed) for seed in range(4)]
     parts = [jnp.stack(leaves) for leaves in zip(*each)]
-    slope = jax.grad(lambda *parts: jnp.sum(jnp.cos(layers.greatest(*parts))))
+    slope = jax.grad(lambda *parts: jnp.sum(jnp.cos(layers.max_pooled_embedding(*parts))))
     found, single = quick(jax.vmap(slope))(*parts), quick(slope)
     for i, own in enumerate(each):
         alone = single(*own)
@@ -174,7 +174,7 @@ def test_bfloat16_rounds_the_factors_of_the_greatest_and_not_its_sums():
     def rounded(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-    found = layers.greatest(kernel, bias, items.astype(jnp.bfloat16))
+    found = layers.max_pooled_embedding(kernel, bias, items.astype(jnp.bfloat16))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, at_once(rounded(kernel), bias, rounded(items)), rtol=1e-5, atol=1e-5)
     assert float(jnp.abs(found - at_once(rounded(kernel), bias, items)).max()) > 1e-3
