@@ -64,6 +64,16 @@ def k3(log_ratio: jax.Array) -> jax.Array:
     return jnp.expm1(log_ratio) - log_ratio
 
 
+def legal_only(values: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Values of choices [..., n], the least float where `mask`, bool of this shape, is False; None: all are legal."""
+    return values if mask is None else jnp.where(mask, values, jnp.finfo(jnp.float32).min)
+
+
+def at_choice(values: jax.Array, choice: jax.Array) -> jax.Array:
+    """The choice's own of the values [..., n], as a masked sum, whose gradient is no scatter; choice int [...]."""
+    return jnp.sum(jnp.where(jax.nn.one_hot(choice, values.shape[-1], dtype=bool), values, 0.0), axis=-1)
+
+
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """Choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
     n = logits.shape[-1]
@@ -89,13 +99,11 @@ def _log_softmax(logits: jax.Array) -> list[jax.Array]:
 
 
 def _log_of(logits: jax.Array, choice: jax.Array) -> jax.Array:
-    """Log-probability of a choice, as a masked sum, whose gradient is no scatter."""
+    """Log-probability of a choice."""
     if logits.shape[-1] <= FEW:
         each = enumerate(_log_softmax(logits))
         return sum((jnp.where(choice == i, log_p, 0.0) for i, log_p in each), jnp.float32(0.0))
-    log_p = jax.nn.log_softmax(logits)
-    chosen = jax.nn.one_hot(choice, log_p.shape[-1], dtype=jnp.bool_)
-    return jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
+    return at_choice(jax.nn.log_softmax(logits), choice)
 
 
 def _entropy_of(logits: jax.Array) -> jax.Array:
@@ -113,7 +121,7 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
     edges = (0, *itertools.accumulate(sizes))
 
     def parts(parameters: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
-        logits = parameters if mask is None else jnp.where(mask, parameters, jnp.finfo(jnp.float32).min)
+        logits = legal_only(parameters, mask)
         return [logits[..., a:b] for a, b in itertools.pairwise(edges)]
 
     def join(choices: list[jax.Array]) -> jax.Array:

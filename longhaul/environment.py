@@ -29,6 +29,8 @@ class Starts(NamedTuple):
 
 
 class WorldsState(NamedTuple):
+    """State of all worlds, with the running episode's return and length in each column."""
+
     state: PyTree  # [W, ...]
     episode_return: jax.Array  # float32 [B], of the running episode
     episode_length: jax.Array  # int32 [B]
@@ -99,7 +101,7 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         keys = prng.split(key, count * worlds).reshape(count, worlds)
         return Starts(*jax.vmap(jax.vmap(environment.reset))(keys))
 
-    def tally() -> Tally:
+    def empty_tally() -> Tally:
         zero = jnp.zeros(shape.columns, jnp.float32)
         sums = {name: zero for name in ["return", "length", *names]}
         peaks = {name: jnp.full_like(zero, -jnp.inf) for name in spec.peaks}
@@ -111,7 +113,7 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         return shape.flat(jax.vmap(environment.active)(state.state))
 
     def step(
-        state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts | Key
+        state: WorldsState, tally: Tally, action: jax.Array, key: Key, starts: Starts | Key
     ) -> tuple[WorldsState, Tally, TimeStep]:
         played = valid(state)
         keys = prng.split(key, worlds)
@@ -119,21 +121,21 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         ended = shape.flat(led_to.terminated | led_to.truncated) & played
         episode_return = state.episode_return + jnp.where(played, shape.flat(led_to.reward), 0.0)
         episode_length = state.episode_length + played
-        scored = score(sums, following, ended, episode_return, episode_length)
+        scored = score(tally, following, ended, episode_return, episode_length)
 
         over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
         now = following, led_to.successor
         if isinstance(starts, Starts):
-            begun, observation = _restart(now, starts, sums.start, over)
+            begun, observation = _restart(now, starts, tally.start, over)
         else:
             begun, observation = lax.cond(
-                jnp.any(over), lambda: _restart(now, fresh(starts, 1), sums.start, over), lambda: now
+                jnp.any(over), lambda: _restart(now, fresh(starts, 1), tally.start, over), lambda: now
             )
         time_step = shape.flat(led_to._replace(observation=observation))
         new_state = WorldsState(begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length))
-        return new_state, Tally(sums.start + over, sums.episodes + ended, *scored), time_step
+        return new_state, Tally(tally.start + over, tally.episodes + ended, *scored), time_step
 
-    return Worlds(spec, worlds, shape.columns, reset, fresh, tally, step, valid)
+    return Worlds(spec, worlds, shape.columns, reset, fresh, empty_tally, step, valid)
 
 
 Advise = Callable[[WorldsState], tuple[jax.Array, jax.Array]]
@@ -141,6 +143,7 @@ Advise = Callable[[WorldsState], tuple[jax.Array, jax.Array]]
 
 
 def advising(environment: Demonstrator, worlds: int) -> Advise:
+    """The expert of W = `worlds` copies of an environment."""
     shape = _Shape(worlds, environment.spec.agents)
 
     def advise(state: WorldsState) -> tuple[jax.Array, jax.Array]:
@@ -162,28 +165,28 @@ def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums
     """
 
     def score(
-        sums: Tally, following: PyTree, ended: jax.Array, episode_return: jax.Array, episode_length: jax.Array
+        tally: Tally, following: PyTree, ended: jax.Array, episode_return: jax.Array, episode_length: jax.Array
     ) -> tuple[Sums, Sums, Sums]:
         added = {
-            "return": sums.sums["return"] + jnp.where(ended, episode_return, 0.0),
-            "length": sums.sums["length"] + jnp.where(ended, episode_length.astype(jnp.float32), 0.0),
+            "return": tally.sums["return"] + jnp.where(ended, episode_return, 0.0),
+            "length": tally.sums["length"] + jnp.where(ended, episode_length.astype(jnp.float32), 0.0),
         }
-        names = sorted(sums.counts)
+        names = sorted(tally.counts)
 
         def add(following: PyTree) -> tuple[Sums, Sums, Sums]:
             scored = shape.flat(jax.vmap(environment.metrics)(following))
             known = {name: ended & scored[name].valid for name in names}
-            more = {name: sums.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
+            more = {name: tally.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
             peaks = {
                 name: jnp.maximum(peak, jnp.where(known[name], scored[name].value, -jnp.inf))
-                for name, peak in sums.peaks.items()
+                for name, peak in tally.peaks.items()
             }
-            return more, {name: sums.counts[name] + known[name] for name in names}, peaks
+            return more, {name: tally.counts[name] + known[name] for name in names}, peaks
 
         if not names:
             return added, {}, {}
         if platform() == "cpu":
-            same = {name: sums.sums[name] for name in names}, sums.counts, sums.peaks
+            same = {name: tally.sums[name] for name in names}, tally.counts, tally.peaks
             more, counts, peaks = lax.cond(jnp.any(ended), lambda: add(following), lambda: same)
         else:
             more, counts, peaks = add(lax.optimization_barrier(following))

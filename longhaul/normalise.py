@@ -15,7 +15,9 @@ CLIP = 10.0
 
 
 class Moments(NamedTuple):
-    samples: jax.Array  # float32 scalar
+    """Statistics of all observations so far."""
+
+    samples: jax.Array  # float32 scalar: their number
     mean: PyTree  # float32, in the shapes of one agent's observation
     variance: PyTree  # the same
 

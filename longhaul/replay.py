@@ -38,6 +38,8 @@ MOST = 2**31 - 1
 
 
 class Sizes(NamedTuple):
+    """Sizes of the rollouts that go into a replay."""
+
     shards: int
     columns: int  # of each shard
     steps: int  # rows of a rollout
@@ -65,11 +67,15 @@ class Ring(NamedTuple):
 
 
 class Chosen(NamedTuple):
+    """Steps of a sample, by their places."""
+
     place: jax.Array  # int32 [n], in the ring, row by row
     weight: jax.Array  # float32 [n]: importance, at most 1
 
 
 class Transitions(NamedTuple):
+    """Sample of n steps, each with the rewards and the successor of an n-step return."""
+
     observation: PyTree  # [n, ...]
     action: jax.Array  # [n, ...]
     rewards: jax.Array  # float32 [n_step, n], 0 past an end
@@ -81,6 +87,8 @@ class Transitions(NamedTuple):
 
 
 class Replay(NamedTuple):
+    """Replay as pure functions of a shard's ring."""
+
     rows: int
     start: Callable[[], Ring]  # of all shards, leaves [shards, ...]
     add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
@@ -136,6 +144,8 @@ def replay(
 
 
 class _Layout(NamedTuple):
+    """Layout of a shard's ring, and the forms of what it stores."""
+
     rows: int
     columns: int
     places: int  # for successors of truncated steps, of each column

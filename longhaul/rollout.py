@@ -15,6 +15,7 @@ from longhaul.spaces import Measure
 from longhaul.types import (
     ENVIRONMENT,
     INFERENCE,
+    Act,
     Collector,
     Environment,
     Guided,
@@ -26,8 +27,6 @@ from longhaul.types import (
     Rollout,
     Successors,
 )
-
-Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
 
 
 class Guide(NamedTuple):
@@ -87,7 +86,7 @@ def collector(
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
     starts = min(16, math.ceil(steps / 8))
     slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
-    masked = worlds.spec.agents is not None
+    has_agents = worlds.spec.agents is not None
     led = math.ceil((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
 
     def start(key: Key) -> Carry:
@@ -105,7 +104,7 @@ def collector(
         def one_step(scanned: Any, key_t: Key) -> tuple[Any, Any]:
             (state, observation, remembered), tally, kept, used = scanned
             key_act, key_world = prng.split(key_t, 2)
-            valid = worlds.valid(state) if masked else None
+            valid = worlds.valid(state) if has_agents else None
             with jax.named_scope(INFERENCE):
                 action, remembered, extras = act(params, remembered, observation, key_act)
             if guide is not None:

@@ -59,6 +59,11 @@ class Masked(NamedTuple):
     mask: Any  # bool [..., n]: True where the action is legal
 
 
+def unmasked(observation: Tree | Masked) -> tuple[Tree, Any]:
+    """(observation without its mask, the mask or None), of arrays as of their shapes."""
+    return observation if isinstance(observation, Masked) else (observation, None)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """Shape and type of an array. `choices`: its numbers are labels, each below its entry, and no quantities."""

@@ -195,6 +195,10 @@ def changing(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda _: False, tree)
 
 
+Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+"""Acting: (params, memory, observation [B, ...], key) -> (action [B, ...], memory, extras)."""
+
+
 class Algorithm(NamedTuple):
     """Learner as pure functions, written for one shard and independent of devices.
 
@@ -207,8 +211,7 @@ class Algorithm(NamedTuple):
     init: Callable[[Key], PyTree]  # key -> State
     policy: Callable[[PyTree], Params]  # State -> the part that acting needs
     memory: Callable[[int], PyTree]  # B -> memory at an episode's start
-    act: Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
-    #     (params, memory, observation [B, ...], key) -> (action, memory, extras)
+    act: Act
     learn: Callable[[PyTree, PyTree, Key], tuple[PyTree, Metrics]]  # (State, data, key) -> (State, metrics)
     fixed: Callable[[PyTree], PyTree] = changing
 

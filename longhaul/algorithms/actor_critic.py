@@ -16,8 +16,8 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic, model_size
 from longhaul.runtime.errors import FieldError
-from longhaul.spaces import Masked
-from longhaul.types import Key, Params, PyTree, Rollout, Spec
+from longhaul.spaces import unmasked
+from longhaul.types import Act, Key, Params, PyTree, Rollout, Spec
 
 
 class State(NamedTuple):
@@ -65,7 +65,7 @@ def parts(spec: Spec, config: OnActorCritic, *, norm: bool = False) -> Parts:
     """Network of a config for environments of `spec`; `norm` normalises its layers. Raises ValueError where the two do
     not fit."""
     net = config.network
-    inputs = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    inputs, _ = unmasked(spec.observation)
     if spec.expand is not None:
         if config.normalise_observation:
             raise ValueError(
@@ -104,7 +104,7 @@ def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[P
 
     The input is normalised by `moments`, where there are some; `Parts.network` itself expands what is stored packed.
     """
-    visible, mask = observation if isinstance(observation, Masked) else (observation, None)
+    visible, mask = unmasked(observation)
     if isinstance(moments, normalise.Moments):
         visible = normalise.apply(moments, visible)
     return visible, mask
@@ -121,9 +121,7 @@ def starting(parts: Parts, config: OnActorCritic, optimiser: optax.GradientTrans
     return init
 
 
-def acting(
-    parts: Parts, config: OnActorCritic, *, extras: bool = True
-) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def acting(parts: Parts, config: OnActorCritic, *, extras: bool = True) -> Act:
     """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
     torso, no memory)."""
     _, policy, network = parts

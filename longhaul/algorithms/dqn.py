@@ -19,6 +19,7 @@ from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import DQNConfig
 from longhaul.algorithms.off_policy import Parts, Policy, Preprocessor
 from longhaul.algorithms.run_context import RunContext
+from longhaul.distributions import at_choice, legal_only
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
 from longhaul.spaces import Discrete
@@ -42,14 +43,9 @@ def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Preproce
         if config.duelling:
             value, advantage = q[..., :1], q[..., 1:]
             q = value + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
-        return q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
+        return legal_only(q, mask)
 
     return tower, preprocessor, values
-
-
-def _value_of(q: jax.Array, choice: jax.Array) -> jax.Array:
-    """Value of one choice, as a masked sum, whose gradient is no scatter."""
-    return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
 
 def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
@@ -65,10 +61,10 @@ def dqn(spec: Spec, config: DQNConfig, context: RunContext) -> Algorithm:
         next_inputs, mask_next = preprocessor.look(batch.successor)
         next_q = values(target["q"], next_inputs, mask_next)
         selector = values(params["q"], next_inputs, mask_next) if config.double else next_q
-        next_value = _value_of(next_q, jnp.argmax(selector, axis=-1))
+        next_value = at_choice(next_q, jnp.argmax(selector, axis=-1))
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = jax.lax.stop_gradient(config.reward_scale * reward + discount * next_value)
-        q = _value_of(values(params["q"], inputs, mask), batch.action)
+        q = at_choice(values(params["q"], inputs, mask), batch.action)
         row_loss = optax.huber_loss(q, q_target)
         return row_loss, {"value_loss": row_loss, "q": q}, q - q_target
 

@@ -23,8 +23,8 @@ from longhaul.algorithms.run_context import RunContext
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
 from longhaul.runtime.errors import FieldError
-from longhaul.spaces import Box, Discrete, Masked
-from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.spaces import Box, Discrete, unmasked
+from longhaul.types import Act, Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
 
 PRIORITY_FLOOR = 1e-6
 """Term added to a step's error, so that every step may be sampled again (epsilon of Schaul et al. 2016)."""
@@ -111,11 +111,11 @@ class Preprocessor(NamedTuple):
 
 def preprocessor(spec: Spec) -> Preprocessor:
     """Preprocessor of observations without their mask, expanded where they are stored packed."""
-    stored = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    stored, _ = unmasked(spec.observation)
     expand = spec.expand or (lambda x: x)
 
     def look(observation: PyTree) -> tuple[PyTree, jax.Array | None]:
-        visible, mask = observation if isinstance(observation, Masked) else (observation, None)
+        visible, mask = unmasked(observation)
         return expand(visible), mask
 
     return Preprocessor(jax.eval_shape(expand, stored), look)
@@ -229,7 +229,7 @@ def algorithm(
     spec: Spec,
     config: OffPolicy,
     parts: Parts,
-    act: Callable[..., tuple[jax.Array, PyTree, PyTree]],
+    act: Act,
     context: RunContext,
 ) -> Algorithm:
     """Algorithm of these parts, whose `act` is that of `types.Algorithm`; without `context.sizes` it cannot learn."""

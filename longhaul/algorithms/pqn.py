@@ -21,9 +21,10 @@ from longhaul.algorithms import actor_critic, minibatch, off_policy, values
 from longhaul.algorithms.actor_critic import Parts, State, advanced, explained_variance
 from longhaul.algorithms.config import PQNConfig
 from longhaul.algorithms.run_context import RunContext
+from longhaul.distributions import at_choice, legal_only
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Discrete
-from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.types import Act, Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 class Policy(NamedTuple):
@@ -60,7 +61,7 @@ def _q_parts(spec: Spec, config: PQNConfig) -> Parts:
         q, value, memory = inner.apply(params, memory, inputs)
         if config.duelling:
             q = value[..., None] + q - jnp.mean(q, axis=-1, keepdims=True)
-        q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
+        q = legal_only(q, mask)
         return q, jnp.max(q, axis=-1), memory
 
     return parts._replace(network=inner._replace(apply=apply, both=apply))
@@ -74,8 +75,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
             q, _, _ = network.apply(params, (), batch.inputs)
         else:
             q, _, _ = values.along_time(network, params, batch.memory, batch.inputs, batch.begins)
-        # A masked sum: the gradient of an index is a scatter.
-        q = jnp.sum(jnp.where(jax.nn.one_hot(batch.action, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
+        q = at_choice(q, batch.action)
         total = 0.5 * jnp.square(q - batch.target)
         if batch.weight is not None:
             total, q = total * batch.weight, q * batch.weight
@@ -125,7 +125,7 @@ def pqn(spec: Spec, config: PQNConfig, context: RunContext) -> Algorithm:
     return Algorithm(starting, policy, network.memory, _acting(parts, config, spec.action), learn)
 
 
-def _acting(parts: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
+def _acting(parts: Parts, config: PQNConfig, action: Any) -> Act:
     """`Algorithm.act`: the choice of the greatest value, or a random one. Its extra is that value, which costs nothing
     where there is no memory."""
 

@@ -26,12 +26,12 @@ from longhaul.algorithms import off_policy
 from longhaul.algorithms.config import SACConfig
 from longhaul.algorithms.off_policy import Parts, Policy, Preprocessor, State
 from longhaul.algorithms.run_context import RunContext
-from longhaul.distributions import Distribution, distribution
+from longhaul.distributions import Distribution, at_choice, distribution, legal_only
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
 from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Box, Discrete
-from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.types import Act, Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 def check(config: SACConfig, *, shards: int, columns: int, steps: int) -> None:
@@ -162,9 +162,7 @@ def _discrete_losses(config: SACConfig, networks: _Networks) -> RowLoss:
 
     def chances(params: Params, inputs: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(probabilities [n, choices], their logarithms, 0 where a choice is not legal)."""
-        logits = networks.actor.apply(params, inputs)
-        logits = logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
-        log_p = jax.nn.log_softmax(logits)
+        log_p = jax.nn.log_softmax(legal_only(networks.actor.apply(params, inputs), mask))
         return jnp.exp(log_p), log_p if mask is None else jnp.where(mask, log_p, 0.0)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
@@ -176,8 +174,7 @@ def _discrete_losses(config: SACConfig, networks: _Networks) -> RowLoss:
         reward, discount = replay.discounted(batch, config.gamma)
         q_target = config.reward_scale * reward + discount * jnp.sum(p * (next_q - alpha * log_p), axis=-1)
         all_q = _twin_values(networks.critic, params["critics"], inputs)
-        chosen = jax.nn.one_hot(batch.action, all_q.shape[-1], dtype=bool)
-        q = jnp.sum(jnp.where(chosen, all_q, 0.0), axis=-1)
+        q = at_choice(all_q, batch.action)
         p, log_p = chances(params["actor"], inputs, mask)
         min_q = jax.lax.stop_gradient(jnp.min(all_q, axis=0))
         actor_loss = jnp.sum(p * (alpha * log_p - min_q), axis=-1)
@@ -234,7 +231,7 @@ def _with_expert_flag(stored: jax.Array, data: Rollout) -> jax.Array:
     return jnp.concatenate([stored, data.extras.followed[..., None].astype(stored.dtype)], axis=-1)
 
 
-def _acting(spec: Spec, networks: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def _acting(spec: Spec, networks: _Networks) -> Act:
     """`Algorithm.act`, without extras: learning needs the action alone."""
     policy = networks.policy
 
@@ -267,7 +264,7 @@ def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array
         if isinstance(spec.action, Box):
             action = jnp.tanh(networks.policy.mode(parameters, None))
             return jnp.min(off_policy.q_values(networks.critic, state.params["critics"], inputs, action), axis=0)
-        p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
+        p = jax.nn.softmax(legal_only(parameters, mask))
         return jnp.sum(p * jnp.min(_twin_values(networks.critic, state.params["critics"], inputs), axis=0), axis=-1)
 
     return value

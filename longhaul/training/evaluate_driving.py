@@ -40,7 +40,7 @@ from longhaul.runtime.errors import RunError, did_you_mean
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
 from longhaul.training.evaluate import EVENTS, MOST, Scores
-from longhaul.types import Environment, Params
+from longhaul.types import Act, Environment, Params
 
 LANES = 64
 """Largest number of scenarios that one program drives at a time on a CPU. Results never depend on what else is in
@@ -93,7 +93,7 @@ class Drives(NamedTuple):
         config = dataclasses.replace(task.simulator, driver=driver, **changes)
         return simulator.outline(config, least=facts.shortest, most=facts.sizes.steps, dt=facts.dt)
 
-    def actor(self, environment: Environment, driver: str) -> tuple[rollout.Act, Callable[[int], Any]]:
+    def actor(self, environment: Environment, driver: str) -> tuple[Act, Callable[[int], Any]]:
         """(act, memory) of the run's policy; a placeholder if the simulator drives."""
         if driver != "policy":  # the simulator ignores these actions
 

@@ -28,7 +28,7 @@ from longhaul.config.resolve import MINARI
 from longhaul.driving.datasets.log import BadData
 from longhaul.runtime.devices import most_of_a_file
 from longhaul.runtime.errors import did_you_mean
-from longhaul.spaces import Box, Discrete, Masked, action_shape
+from longhaul.spaces import Box, Discrete, Masked, action_shape, unmasked
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
 LOOSE = 1e-3
@@ -55,7 +55,7 @@ class Recorded(NamedTuple):
 
 def save(path: Path | str, observation: PyTree, action: Any) -> None:
     """File of steps in `read`'s format: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
-    seen, mask = observation if isinstance(observation, Masked) else (observation, None)
+    seen, mask = unmasked(observation)
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in _leaves(seen).items()}
     arrays |= {"action": np.asarray(action)} | ({} if mask is None else {"mask": np.asarray(mask)})
     np.savez_compressed(path, **arrays)
@@ -148,12 +148,12 @@ def _named(name: str) -> str:
 def _checked(where: Path | str, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
     """Rows of one record. Raises BadData."""
     arrays = {_named(name): array for name, array in arrays.items()} | dict(arrays)
-    expected = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    expected, mask = unmasked(spec.observation)
     names = _leaves(expected)
     shape, dtype = action_shape(spec.action)
     forms = {name: (leaf.shape, np.dtype(leaf.dtype)) for name, leaf in names.items()} | {"action": (shape, dtype)}
-    if isinstance(spec.observation, Masked):
-        forms["mask"] = spec.observation.mask.shape, np.dtype(bool)
+    if mask is not None:
+        forms["mask"] = mask.shape, np.dtype(bool)
     missing = [name for name in forms if name not in arrays and name != "mask"]
     if missing:
         raise BadData(

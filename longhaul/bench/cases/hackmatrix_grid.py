@@ -38,11 +38,11 @@ from longhaul.environment import vectorise
 from longhaul.runtime import config_fields
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.spaces import Masked
+from longhaul.spaces import unmasked
 from longhaul.topologies import fused
 from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feeding, feed
-from longhaul.types import Key, Params, Progress, PyTree
+from longhaul.types import Act, Key, Params, Progress, PyTree
 
 SIZES = ((256, 128), (512, 128), (1024, 128), (2048, 128), (2048, 256))
 """Environments and steps of each that an update takes."""
@@ -239,13 +239,13 @@ def parts(ready: Ready) -> dict[str, float]:
     }
 
 
-def _at_random(space: Any) -> rollout.Act:
+def _at_random(space: Any) -> Act:
     """Acts by no network: every legal action is as likely."""
     policy = distribution(space)
 
     def act(params: Params, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
         assert key is not None
-        seen, mask = observation if isinstance(observation, Masked) else (observation, None)
+        seen, mask = unmasked(observation)
         columns = jax.tree.leaves(seen)[0].shape[0]
         raw = policy.sample(jnp.zeros((columns, policy.size)), mask, key)
         return policy.action(raw), memory, {"raw": raw}

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from longhaul.runtime.user_modules import load
-from longhaul.spaces import Action, Leaf, Masked, Measure, Tree, action_shape, leaves, mapped
+from longhaul.spaces import Action, Leaf, Measure, Tree, action_shape, leaves, mapped, unmasked
 
 if TYPE_CHECKING:
     from longhaul import types
@@ -223,7 +223,7 @@ def specification(spec: HostSpec) -> types.Spec:
 
     from longhaul import types
 
-    observed = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    observed, _ = unmasked(spec.observation)
     forms = leaves(observed)
 
     def one_hot(leaf: jax.Array, form: Leaf) -> jax.Array:

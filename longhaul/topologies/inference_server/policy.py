@@ -19,13 +19,10 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.topologies.inference_server.trajectory_buffer import Shapes
-from longhaul.types import INFERENCE, Key, Params, PyTree
+from longhaul.types import INFERENCE, Act, Key, Params, PyTree
 
 GROUP, PLACE, BATCH, STEP = range(4)
 """Columns of `about`, one row per group: its number, its place, its batch, and the step of its trajectory."""
-
-Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
-
 
 DEADLINE = 0.002
 """Longest wait of a step for its batch, in seconds."""
