@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError
-from longhaul.runtime import credentials
+from longhaul.runtime import credentials, object_store
 
 FLAGS = (
     Flag("FOLDER", PATH, "runs", "the folder of runs, or a store's address"),
@@ -27,11 +27,11 @@ def board(argv: Sequence[str]) -> int:
     try:
         import uvicorn  # noqa: F401
 
-        from longhaul.training import board, store
+        from longhaul.training import board
     except ImportError as error:
         raise FlagError(f"the board needs {error.name}: pip install 'longhaul-rl[board]'") from error
     host, port, folder = values["host"], values["port"], values["FOLDER"]
-    if store.address(folder) is None and not Path(folder).is_dir():
+    if object_store.address(folder) is None and not Path(folder).is_dir():
         raise FlagError(f"there is no folder {folder}; give the folder of runs, which train has as --runs-dir")
     token = credentials.load(values["token-file"]).token
     if token is None and host not in board.LOOPBACK:

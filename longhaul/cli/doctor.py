@@ -20,7 +20,7 @@ from longhaul.config.run import Run, to_dict
 from longhaul.diagnostics import checks, compiled_run
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.diagnostics.compiled_run import Program, compiled, smaller
-from longhaul.runtime import files
+from longhaul.runtime import files, object_store
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError, one_line
@@ -29,7 +29,6 @@ from longhaul.runtime.user_modules import is_named
 from longhaul.telemetry import health, health_log, sinks
 from longhaul.telemetry.health import Finding, Reading
 from longhaul.training import data as feeds
-from longhaul.training import store
 from longhaul.training.run_dir import find_folder, load_run
 
 JSON = Flag("json", OUTPUT, None, "write the table to this file, too; - is stdout, without the table")
@@ -70,7 +69,7 @@ def doctor(argv: Sequence[str]) -> int:
         return 0
     if not argv or argv[0].startswith("-"):
         raise FlagError(f"name a run or a recipe first: {USAGE}")
-    own = is_named(argv[0]) and store.address(argv[0]) is None
+    own = is_named(argv[0]) and object_store.address(argv[0]) is None
     return _recipe(argv) if argv[0] in recipes.RECIPES or own else _run(argv)
 
 

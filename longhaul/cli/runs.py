@@ -15,11 +15,11 @@ from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, PATH, TEXT, Flag, Flag
 from longhaul.cli.run_flags import RUN, RUNS_DIR, folder_of
 from longhaul.config.run import Run
 from longhaul.driving.render.recording import Recording
-from longhaul.runtime import bounded_json, config_fields, files
+from longhaul.runtime import bounded_json, config_fields, files, object_store
 from longhaul.runtime.errors import FAILED, RunError
 from longhaul.telemetry import health_log, screen, sinks
 from longhaul.telemetry.films import Film
-from longhaul.training import comparison, store
+from longhaul.training import comparison
 from longhaul.training import runs as folder_runs
 from longhaul.training.run_dir import find_folder, read_result
 from longhaul.training.runs import Summary
@@ -264,7 +264,7 @@ def rm(argv: Sequence[str]) -> int:
     yes = Flag("yes", ALONE, False, "do not ask")
     about = "Removes runs with all their files. Keeps those that train, and those that another run began from."
     parsed = flags.parse("rm", about, {"": [some, yes, RUNS_DIR, DEBUG]}, argv).values
-    if store.address(parsed["runs-dir"]):
+    if object_store.address(parsed["runs-dir"]):
         raise FlagError(f"--runs-dir is {parsed['runs-dir']}; runs of a store are removed by its own tools")
     if not parsed["RUN"]:
         raise FlagError("which runs? longhaul rm RUN...")

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from longhaul.runtime import descriptors, files
+from longhaul.runtime import descriptors, files, object_store
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import pages, sinks
-from longhaul.training import comparison, runs, store
+from longhaul.training import comparison, runs
 from longhaul.training.runs import Curves
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Folder:
     """The runs at an address or in a folder, as far as they have been read."""
 
     def __init__(self, where: str) -> None:
-        self.where, self.remote = where, store.address(where) is not None
+        self.where, self.remote = where, object_store.address(where) is not None
         self.path = runs.local(where)
         self.period = REMOTE_PERIOD if self.remote else PERIOD
         self.trouble = ""

@@ -25,7 +25,7 @@ from longhaul.config.population import Population
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning.config import GYM, QUESTIONS
-from longhaul.runtime import bounded_json, config_fields, files, process_group
+from longhaul.runtime import bounded_json, config_fields, files, object_store, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError, did_you_mean
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
@@ -53,7 +53,7 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
             raise RunError(f"--{flag} is {word!r}; use letters, digits, '.', '_' and '-', at most 100")
     if name is not None and suffix is not None:
         raise RunError(f"--run-suffix {suffix} and --run-name {name} are both given; leave one out")
-    if url := store.address(runs_dir):
+    if url := object_store.address(runs_dir):
         return store.prepared(url, lambda local: new_folder(local, run, name, suffix))
     if (names := sys.getfilesystemencoding()) != "utf-8" and not str(runs_dir.absolute()).isascii():
         raise RunError(  # Orbax can't write there
@@ -85,9 +85,9 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
 
     if hub.is_address(run_id):
         raise RunError(f"{run_id} is a policy without its run; give a run, or --init-from {run_id} to train")
-    if url := store.address(run_id):
+    if url := object_store.address(run_id):
         return store.local_folder(*url.rsplit("/", 1))
-    if url := store.address(runs_dir):
+    if url := object_store.address(runs_dir):
         return store.local_folder(url, run_id)
     for folder in (runs_dir / run_id, files.expanded(run_id)):
         if (folder / "run.json").is_file():
@@ -115,7 +115,9 @@ def find_or_fetch(runs_dir: Path, run_id: str, recipe: str, project: str | None,
         return find_folder(runs_dir, run_id)
     except RunError as error:
         online = (
-            store.address(runs_dir) is None and re.fullmatch(r"[\w-]+", run_id) and wandb.resolved(None) == "online"
+            object_store.address(runs_dir) is None
+            and re.fullmatch(r"[\w-]+", run_id)
+            and wandb.resolved(None) == "online"
         )
         if not online or importlib.util.find_spec("wandb") is None:
             raise

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime import bounded_json, files
+from longhaul.runtime import bounded_json, files, object_store
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.files import finite_number
 from longhaul.training import store
@@ -360,12 +360,12 @@ def local(where: str | os.PathLike[str]) -> Path:
 
     Each call brings the copy up to date. Raises RunError if the store is out of reach.
     """
-    url = store.address(where)
+    url = object_store.address(where)
     if url is None:
         return Path(where)
     folder = store.staging(url).with_name(store.staging(url).name + "-watched")
     try:
-        objects = store.Store(url)
+        objects = object_store.Store(url)
         sizes = objects.sizes()
         needed = {
             name: size
@@ -375,7 +375,7 @@ def local(where: str | os.PathLike[str]) -> Path:
         due = [name for name, size in needed.items() if stamp(folder / name)[1] != size]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda name: objects.get(name, folder / name), due))
-    except (store.Unreachable, FileNotFoundError) as error:
+    except (object_store.Unreachable, FileNotFoundError) as error:
         raise RunError(str(error)) from error
     for name in sizes:  # of checkpoints their names alone
         if re.fullmatch(rf"[^/.][^/]*/checkpoints/{files.CHECKPOINT.pattern}/{files.MANIFEST}", name):

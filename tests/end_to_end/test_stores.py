@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.training import store
+from longhaul.runtime.object_store import Store
 from tests.helpers.s3_server import BUCKET, S3Server
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_killed_run_goes_on_where_nothing_of_it_is(
         monkeypatch.setenv(name, value)
     first = begun(server, tmp_path, *SIZES, "--run-name", f"killed{seed}", "--runs-dir", URL)
     deadline = time.monotonic() + 120.0
-    while not store.Store(URL).has(f"killed{seed}/metrics.jsonl"):
+    while not Store(URL).has(f"killed{seed}/metrics.jsonl"):
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(random.Random(seed).uniform(0.0, 3.0))

@@ -15,10 +15,12 @@ import fsspec
 import numpy as np
 import pytest
 
+from longhaul.runtime import object_store
 from longhaul.runtime.errors import RunError
+from longhaul.runtime.object_store import Store, Unreachable
 from longhaul.training import run_dir, store
 from longhaul.training.checkpoint.checkpoint import Checkpoints
-from longhaul.training.store import Mirror, Store, Unreachable
+from longhaul.training.store import Mirror
 from tests.helpers import azure_server
 from tests.helpers.s3_server import BUCKET, S3Server
 
@@ -26,22 +28,6 @@ from tests.helpers.s3_server import BUCKET, S3Server
 @pytest.fixture(autouse=True)
 def _staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_STAGING", str(tmp_path / "staging"))
-
-
-@pytest.mark.parametrize(
-    ("path", "url"),
-    [
-        ("s3://bucket/runs", "s3://bucket/runs"),
-        (Path("s3://bucket/runs/"), "s3://bucket/runs"),
-        (Path("file:///tmp/runs"), "file:///tmp/runs"),
-        ("s3://", "s3://"),
-        ("runs", None),
-        ("/tmp/runs", None),
-        ("hf:user/name", None),
-    ],
-)
-def test_an_address_of_a_store_is_told_from_a_folder(path: str | Path, url: str | None) -> None:
-    assert store.address(path) == url
 
 
 class Failing(Store):
@@ -235,7 +221,7 @@ def test_a_run_in_a_cloud_comes_back_byte_for_byte(
 def comes_back(bucket: str, tmp_path: Path) -> None:
     folder = tmp_path / "local" / "run"
     trained(folder, 1, 2)
-    (folder / "large.bin").write_bytes(os.urandom(store.WHOLE + 5))  # in parts
+    (folder / "large.bin").write_bytes(os.urandom(object_store.WHOLE + 5))  # in parts
     (folder / "wandb").mkdir()
     (folder / "wandb" / "log").write_text("stays here")
     mirror_of(folder, Store(bucket)).close()
@@ -270,11 +256,3 @@ def test_a_wrong_address_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatc
     assert refusal(bucket) == f"run 'run' exists in {bucket}; choose another --run-name, or --resume run"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "is out of reach" in refusal(bucket)
-    monkeypatch.setattr(store, "_line", lambda error: "Error performing PUT http://169.254.169.254/latest/api/token")
-    assert "no credentials are set" in store._reason(bucket, OSError("PUT http://169.254.169.254/latest"))
-
-
-def test_an_account_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(RunError, match=r"Account must be specified.*; set AZURE_STORAGE_ACCOUNT_NAME and"):
-        store.Cloud("az://box/runs")
