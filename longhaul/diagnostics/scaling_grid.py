@@ -49,7 +49,8 @@ from longhaul.runtime.signals import listening
 from longhaul.telemetry import pages
 from longhaul.telemetry.pages import HEIGHT, WIDTH, Axes, short
 from longhaul.training import loop
-from longhaul.training.run_dir import alone, as_current, load_run, write_json
+from longhaul.training.legacy_runs import as_current
+from longhaul.training.run_dir import alone, load_run, write_json
 
 FORMAT = 2
 """Version of grid.json; others are refused."""

@@ -20,18 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms import external
-from longhaul.algorithms.config import ALGORITHMS
-from longhaul.config.population import Population
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.envs.host.registry import is_hosted
-from longhaul.reasoning.config import GYM, QUESTIONS
 from longhaul.runtime import bounded_json, config_fields, files, object_store, process_group
 from longhaul.runtime.errors import FieldError, ModuleError, RunError, did_you_mean
 from longhaul.runtime.user_modules import Source, is_named, source
 from longhaul.telemetry import tracking
 from longhaul.telemetry.trackers import wandb, wandb_artifacts
-from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import hub, store
+from longhaul.training import hub, legacy_runs, store
 
 RUNS = Path("runs")
 """Default folder of runs."""
@@ -182,41 +178,6 @@ def load_asked_settings(folder: Path) -> dict[str, Any]:
     return asked
 
 
-def as_current(run: dict[str, Any]) -> dict[str, Any]:
-    """Run of an older run.json with the fields of this version; a missing field gets its old behaviour."""
-    algorithm = run["algorithm"]
-    if not isinstance(algorithm, dict):
-        raise TypeError(f"its algorithm is {algorithm!r}")
-    if algorithm.get("kind", "ppo") in ("ppo", "impala"):  # algorithms with replay have always written it
-        algorithm = {"accumulate": None} | algorithm
-    if isinstance(algorithm.get("remat"), bool):  # once a switch
-        algorithm["remat"] = "full" if algorithm["remat"] else "none"
-    kind = algorithm.get("kind", "ppo")
-    if "torso" in algorithm and kind in ALGORITHMS:  # the network's fields once stood among the algorithm's
-        network = to_dict(ALGORITHMS[kind].network)
-        network |= {name: value for name, value in algorithm.items() if name in network}
-        algorithm = {name: value for name, value in algorithm.items() if name not in network} | {"network": network}
-    task = run.get("environment")
-    if isinstance(task, dict) and isinstance(gate := algorithm.get("gate"), dict):
-        in_words = str(task.get("task")).startswith((QUESTIONS, GYM))
-        algorithm = {"resample": 0} | algorithm | {"gate": {"verdict": in_words} | gate}
-        algorithm |= {"model": {"frozen": "fp32"} | algorithm["model"]}
-        run = run | {"environment": {"tools": ""} | task}
-    if isinstance(task, dict) and isinstance(task.get("simulator"), dict):
-        simulator = {"reward": None, "speed_limit": False, "safety": False} | task["simulator"]
-        former = {"speeding": 0.0, "unease": 0.0, "near_collision": 0.0, "unsafe": 0.0}
-        simulator = simulator | {"weights": former | simulator["weights"]}
-        run = run | {"environment": {"bank_by_host": False, "skip_bad_logs": False} | task | {"simulator": simulator}}
-    begun = {"population": to_dict(Population()), "init_from": None, "init_parts": ["parameters", "normaliser"]}
-    begun |= {"evaluation_interval": 0, "fsdp": False}
-    if isinstance(acting := run.get("acting"), dict):
-        later = {
-            name: x for name, x in to_dict(ActorConfig()).items() if name.startswith(("rollout_", "actor_devices"))
-        }
-        run = run | {"acting": later | acting}
-    return begun | run | {"algorithm": algorithm}
-
-
 def load_run(folder: Path) -> Run:
     """Run of a folder. Raises RunError if run.json can't be read or is of another version; ModuleError, a RunError, if
     it needs a module of the user's own that can't be imported."""
@@ -252,7 +213,7 @@ def read_run(folder: Path) -> Run:
     if version != FORMAT:
         raise RunError(f"{path} has format {version}, and this version reads {FORMAT}; use the one that wrote it")
     try:
-        run: Run = from_dict(Run, as_current(data["run"]))
+        run: Run = from_dict(Run, legacy_runs.as_current(data["run"]))
         config_fields.check(run)
         if run.model < 1:
             raise FieldError("mesh", run.mesh, "model must be at least 1")

@@ -16,10 +16,10 @@ import pytest
 from longhaul.algorithms.config import PPOConfig, PQNConfig, SACConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import MOST, Driving, Named, Run, from_dict, to_dict
+from longhaul.config.run import MOST, Driving, Named, Run
 from longhaul.driving.sim import simulator
 from longhaul.networks.config import NetworkConfig
-from longhaul.runtime import config_fields, devices
+from longhaul.runtime import devices
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.training import run_dir
@@ -200,22 +200,6 @@ def test_a_run_says_by_which_algorithm_and_one_that_does_not_is_of_the_first(tmp
         path.write_text(json.dumps(about))
         with pytest.raises(RunError, match="kind 'sarsa' is unknown"):
             run_dir.load_run(tmp_path)
-
-
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_a_run_file_from_before_the_network_was_nested_is_read(recipe: str) -> None:
-    run = recipes.recipe(recipe)
-    written = to_dict(run)
-    flags = {leaf.path[-1] for leaf in config_fields.walk(run.algorithm)}
-    network = written["algorithm"].pop("network", {})
-    written["algorithm"] |= {name: value for name, value in network.items() if name in flags}
-    if gate := written["algorithm"].get("gate"):  # from before a gate on words, and tools
-        assert gate.pop("verdict") is False and written["environment"].pop("tools") == ""
-        assert written["algorithm"].pop("resample") == 0 and written["algorithm"]["model"].pop("frozen") == "fp32"
-        if run.environment.in_words:
-            looks = dataclasses.replace(run.algorithm.gate, verdict=True)
-            run = dataclasses.replace(run, algorithm=dataclasses.replace(run.algorithm, gate=looks))
-    assert from_dict(Run, run_dir.as_current(written)) == run
 
 
 def test_fields_of_a_network_that_an_algorithm_does_not_have_are_refused() -> None:

@@ -28,7 +28,7 @@ from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
-from longhaul.training import loop, run_dir
+from longhaul.training import loop
 from longhaul.training import members as training_members
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Checkpoint
@@ -233,15 +233,6 @@ def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> No
     assert resumption.standing(run, found).updates == 12
     with pytest.raises(RunError, match="--num-envs is 16, and the runs"):
         resumption.standing(dataclasses.replace(run, num_envs=16), found)
-
-
-def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: Path) -> None:
-    _, folder = four
-    about = json.loads((folder / "run.json").read_text())
-    del about["run"]["population"]
-    about["run"] |= {"block": None, "log_interval": None, "threads": None, "devices": 1}
-    (tmp_path / "run.json").write_text(json.dumps(about))
-    assert run_dir.as_current(about["run"])["population"]["seeds"] == 1
 
 
 # --------------------------------------------------------------------------------------- numbers that are not finite

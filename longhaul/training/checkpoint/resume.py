@@ -46,7 +46,8 @@ from longhaul.training import hub, init_from, members, reasoning_setup
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoint, Checkpoints
 from longhaul.training.data import Feed
-from longhaul.training.run_dir import as_current, called, load_asked_settings, load_run, write_json
+from longhaul.training.legacy_runs import as_current
+from longhaul.training.run_dir import called, load_asked_settings, load_run, write_json
 from longhaul.types import Params, Progress, PyTree
 
 SIZES = ("num_envs", "num_steps", "devices", "model")
