@@ -29,6 +29,9 @@ from longhaul.telemetry.trackers import swanlab, wandb
 PATIENCE, HASTE = 60.0, 10.0
 """Seconds that a finished run, or one stopped by a signal, waits at its end for its trackers."""
 
+MODULE = "longhaul.telemetry.follower"
+"""Program of a tracker's process."""
+
 Note = Callable[[str], None]
 
 Row = tuple[Record, Record | None]
@@ -332,6 +335,3 @@ class Follower:
             if text not in self._noted:
                 self._noted.add(text)
                 self._note(text)
-
-
-MODULE = "longhaul.telemetry.follower"

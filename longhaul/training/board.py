@@ -81,6 +81,7 @@ ASSETS = {
 }
 
 Scope = dict[str, Any]
+Headers = list[tuple[bytes, bytes]]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
@@ -426,8 +427,6 @@ def _guarded(app: App, token: str | None) -> App:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        host = headers.get("host", "")
         boxed = scope["path"].startswith(("/report/", "/player/"))
         added = [
             (b"content-security-policy", (BOXED if boxed else POLICY).encode()),
@@ -441,35 +440,45 @@ def _guarded(app: App, token: str | None) -> App:
                 message = message | {"headers": [*message["headers"], *added]}
             await send(message)
 
-        async def refuse(status: int, text: str, *more: tuple[bytes, bytes]) -> None:
-            head = [(b"content-type", b"text/plain; charset=utf-8"), *more]
-            await send_with({"type": "http.response.start", "status": status, "headers": head})
-            await send({"type": "http.response.body", "body": text.encode()})
-
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if token is None and name.strip("[]") not in LOOPBACK:
-            await refuse(421, "this board answers on this machine's loopback names only")
+        refusal = _refusal(scope, token)
+        if refusal is None:
+            await app(scope, receive, send_with)
             return
-        if scope["method"] != "GET" and headers.get("origin") not in (f"http://{host}", f"https://{host}"):
-            await refuse(403, "a board takes this from its own pages only")
-            return
-        if token is not None:
-            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            sent = dict(query).get("token", "")
-            if sent and hmac.compare_digest(sent.encode(), token.encode()):
-                rest = urlencode([(key, value) for key, value in query if key != "token"])
-                to = "/" + scope["raw_path"].decode("latin-1").lstrip("/") + (f"?{rest}" if rest else "")
-                cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
-                await refuse(303, "", (b"location", to.encode()), (b"set-cookie", cookie.encode()))
-                return
-            cookies = dict(part.strip().partition("=")[::2] for part in headers.get("cookie", "").split(";"))
-            known = headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(COOKIE, "")
-            if not hmac.compare_digest(known.encode(), token.encode()):
-                await refuse(401, "open the address that longhaul board printed, with its token")
-                return
-        await app(scope, receive, send_with)
+        status, text, headers = refusal
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), *headers]
+        await send_with({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": text.encode()})
 
     return guarded
+
+
+def _refusal(scope: Scope, token: str | None) -> tuple[int, str, Headers] | None:
+    """Answer (status, text, headers) to a request that does not pass the checks; None for one that does.
+
+    An address with the right token passes at its second request: it is answered by the way to the same address without
+    the token, which becomes a cookie.
+    """
+    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+    host = headers.get("host", "")
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    if token is None and name.strip("[]") not in LOOPBACK:
+        return 421, "this board answers on this machine's loopback names only", []
+    if scope["method"] != "GET" and headers.get("origin") not in (f"http://{host}", f"https://{host}"):
+        return 403, "a board takes this from its own pages only", []
+    if token is None:
+        return None
+    query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    sent = dict(query).get("token", "")
+    if sent and hmac.compare_digest(sent.encode(), token.encode()):
+        rest = urlencode([(key, value) for key, value in query if key != "token"])
+        to = "/" + scope["raw_path"].decode("latin-1").lstrip("/") + (f"?{rest}" if rest else "")
+        cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
+        return 303, "", [(b"location", to.encode()), (b"set-cookie", cookie.encode())]
+    cookies = dict(part.strip().partition("=")[::2] for part in headers.get("cookie", "").split(";"))
+    known = headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(COOKIE, "")
+    if not hmac.compare_digest(known.encode(), token.encode()):
+        return 401, "open the address that longhaul board printed, with its token", []
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------- connections
@@ -513,18 +522,20 @@ def bounded(protocol: type[Any]) -> type[Any]:
             self.heard = self.heard + len(data) if self.cycle is before else 0
             if self.heard > MOST_HEAD:
                 self.end()
-            elif self.cycle is not None and self in silent:
-                del silent[self]
-                self.late.cancel()
+            elif self.cycle is not None:
+                self.no_longer_silent()
 
         def end(self) -> None:
-            if silent.pop(self, 0) is None:
-                self.late.cancel()
+            self.no_longer_silent()
             self.transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
-            if silent.pop(self, 0) is None:
-                self.late.cancel()
+            self.no_longer_silent()
             super().connection_lost(error)
+
+        def no_longer_silent(self) -> None:
+            if self in silent:
+                del silent[self]
+                self.late.cancel()
 
     return Bounded
