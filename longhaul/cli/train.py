@@ -17,6 +17,7 @@ from longhaul.config import aliases, files, recipes
 from longhaul.config.run import Named, Run, from_dict, to_dict
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import heartbeat, process_group
+from longhaul.runtime.closed_pipe import outlasting
 from longhaul.runtime.devices import MeshShape, announce, cores, on_cpu, prepare_announced, prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.files import expanded
@@ -153,7 +154,7 @@ def _run(recipe: Run, parsed: flags.Parsed) -> int:
         edited = parsed.values["take-edits"]
         outcome = loop.train(run, folder, resumed=True, asked=asked, edited=edited, sole=True)
     if outcome.result is not None:
-        with screen.outlasting(folder):
+        with outlasting(folder):
             show_result(outcome.result)
             print(f"report: {folder / 'report.html'}")
     return outcome.code

@@ -2,40 +2,31 @@
 
 On a terminal one place at its bottom lives, drawn by rich: work that lasts has a line with the seconds that passed and,
 where its size is known, a bar; training has a dashboard. Elsewhere there are plain lines without control characters. A
-notebook's cell keeps a bar. Where nobody reads any more, the output goes on in a file of the run.
+notebook's cell keeps a bar.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import html
-import io
 import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing import parent_process
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
-
-import psutil
+from typing import TYPE_CHECKING, TextIO
 
 from longhaul.runtime import process_group
+from longhaul.telemetry import machine_use
 from longhaul.telemetry.health import of_learning
 from longhaul.telemetry.sinks import Record, Sink, as_plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-OUTPUT = "output.log"
-"""File of a run's folder: what was printed after its reader had gone."""
 
 SOON, PLAIN_SOON, PLAIN_EVERY = 0.3, 10.0, 10.0
 """Seconds after which a stage is shown on a terminal; elsewhere the first, and from then on those between two lines."""
@@ -126,61 +117,6 @@ def stage(
         ended.set()
         drawing.join()
         PLACE.release()
-
-
-# ------------------------------------------------------------------------------------------------------ a closed pipe
-
-
-@contextmanager
-def outlasting(folder: Path) -> Iterator[None]:
-    """Context in which output whose reader has gone continues in a file of `folder`, so that it ends no work."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_outlasting(stream, folder / OUTPUT) for stream in before)
-    try:
-        yield
-    finally:
-        own = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = before
-        for stream in own:
-            stream.flush()
-
-
-def _outlasting(stream: TextIO, file: Path) -> TextIO:
-    with suppress(OSError, AttributeError):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            raw = io.BufferedWriter(_Outlasting(stream.fileno(), file))
-            return io.TextIOWrapper(raw, stream.encoding, errors="replace", line_buffering=True)
-    return stream
-
-
-class _Outlasting(io.RawIOBase):
-    """Descriptor that becomes a file once its reader has gone."""
-
-    def __init__(self, descriptor: int, file: Path) -> None:
-        self._descriptor, self._file = descriptor, file
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        try:
-            return os.write(self._descriptor, data)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-        file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(file, self._descriptor)
-        os.close(file)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.write(self._descriptor, f"{since}: nobody reads the output any more; the run goes on\n".encode())
-        return os.write(self._descriptor, data)
 
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -327,7 +263,7 @@ def _dashboard(terminal: Console, total: int, start: int, describe: Callable[[Re
     begun, steps, text = time.monotonic(), start, "the first call is under way"
     curves: dict[str, list[float]] = {}
     levels = LEVELS["utf" in (terminal.encoding or "").lower()]
-    use = _machine()
+    use = machine_use.meter()
 
     def picture() -> RenderableType:
         head = Table.grid(padding=(0, 2))
@@ -371,54 +307,6 @@ def _dashboard(terminal: Console, total: int, start: int, describe: Callable[[Re
             PLACE.release()
 
     return Sink(write, close, note=terminal.print)
-
-
-USE_EVERY = 2.0
-"""Seconds between two looks at the machine's use."""
-
-GPU_PATIENCE = 10.0
-"""Seconds after which a driver that does not answer is queried again."""
-
-GPU_QUERY = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
-
-
-def _machine() -> Callable[[], str]:
-    """Function to a text: memory that this process takes, and the use of GPUs where there are some.
-
-    It never waits for the driver: a thread queries it, and the answer is in a later text.
-    """
-    usage, gpus, at, process, program = "", "", -USE_EVERY, psutil.Process(), shutil.which(GPU_QUERY[0])
-    asking = threading.Thread()
-
-    def ask() -> None:
-        nonlocal gpus
-        gpus = _gpus()
-
-    def use() -> str:
-        nonlocal usage, at, asking
-        if time.monotonic() - at >= USE_EVERY:
-            at, free = time.monotonic(), psutil.virtual_memory().available
-            usage = f"memory {process.memory_info().rss / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-            usage += f"  CPU {process.cpu_percent():.0f} %"
-            if program and not asking.is_alive():
-                asking = threading.Thread(target=ask, name="use of GPUs", daemon=True)
-                asking.start()
-        return usage + gpus
-
-    return use
-
-
-def _gpus() -> str:
-    """Use and memory of each GPU; nothing where the driver does not say."""
-    try:
-        output = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=GPU_PATIENCE, check=True).stdout
-        rows = [[float(cell) for cell in line.split(",")] for line in output.splitlines()]
-        return "".join(
-            f"  GPU {i} {use:.0f} %, {taken / 1024:.1f} of {size / 1024:.1f} GiB"
-            for i, (use, taken, size) in enumerate(rows)
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
 
 
 def duration(seconds: float) -> str:

@@ -28,6 +28,7 @@ from longhaul.envs import external
 from longhaul.networks import actor_critic
 from longhaul.runtime import bounded_json, compile_cache, files, heartbeat, partition, process_group, user_modules
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.closed_pipe import outlasting
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import STOPPED, RunError
 from longhaul.runtime.process_group import say
@@ -96,7 +97,7 @@ def train(
     signal ends it at once with code STOPPED while it compiles or evaluates, which no exception could interrupt.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed, "edited": edited})
-    with alone(folder), screen.outlasting(folder), listening(say) as stop, _open_mirror(folder, stop):
+    with alone(folder), outlasting(folder), listening(say) as stop, _open_mirror(folder, stop):
         sole = sole and not process_group.together() and store.address_of(folder) is None
         try:
             detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0

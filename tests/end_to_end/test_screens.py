@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.telemetry import screen
+from longhaul.runtime import closed_pipe
 from tests.helpers.terminal import running, silences
 
 LONGHAUL = shlex.join([sys.executable, "-m", "longhaul"])
@@ -71,6 +71,6 @@ def test_a_closed_pipe_ends_no_run_and_its_folder_says_so(tmp_path: Path) -> Non
         process.stdout.close()
         assert process.wait(300) == 0
     assert (tmp_path / "runs/a/result.json").exists()
-    said, *others = (tmp_path / "runs/a" / screen.OUTPUT).read_text().splitlines()
+    said, *others = (tmp_path / "runs/a" / closed_pipe.OUTPUT).read_text().splitlines()
     assert said.endswith("nobody reads the output any more; the run goes on")
     assert others[-1] == "report: runs/a/report.html"

@@ -1,4 +1,4 @@
-"""Stages with their bars, the dashboard, plain lines, and output that nobody reads any more."""
+"""Stages with their bars, the dashboard, plain lines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pty
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -107,50 +105,6 @@ def test_on_a_terminal_a_dashboard_shows_the_same_with_and_without_colours(
     assert ("\x1b[36m" in text) == colours
 
 
-ANSWER = "37, 1024, 81559\n0, 2048, 81559"
-
-
-@pytest.mark.parametrize(
-    ("does", "shown"),
-    [
-        (f"echo '{ANSWER}'", "GPU 0 37 %, 1.0 of 79.6 GiB  GPU 1 0 %, 2.0 of 79.6 GiB"),
-        ("echo '[N/A], 1, 2'", ""),
-        ("echo 'No devices were found' >&2; exit 6", ""),
-        ("exec sleep 600", ""),
-        (None, ""),
-    ],
-    ids=["two", "unknown", "none", "hangs", "missing"],
-)
-def test_use_of_gpus_is_shown_where_the_driver_says_it(
-    does: str | None, shown: str, terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """A program in the driver's place, asked as the driver is, answers, fails, hangs, or is not there."""
-    asked = tmp_path / "asked"
-    if does is not None:
-        (tmp_path / screen.GPU_QUERY[0]).write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{does}\n')
-        (tmp_path / screen.GPU_QUERY[0]).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(screen, "USE_EVERY", 0.02)
-    monkeypatch.setattr(screen, "GPU_PATIENCE", 0.2)
-    monkeypatch.setattr(screen, "REFRESH", 0.05)
-    stream, read = terminal
-    dashboard = screen.console(120, stream)
-    use, ends = screen._machine(), time.monotonic() + (60.0 if shown else 1.0)
-    while time.monotonic() < ends and "GPU" not in use():
-        time.sleep(0.02)
-    time.sleep(3 * screen.REFRESH)
-    dashboard.close()
-    text = read()
-    assert "memory " in text
-    assert shown in text
-    assert ("GPU" in text) == bool(shown)
-    calls = asked.read_text().splitlines() if does else []
-    assert set(calls) == ({" ".join(screen.GPU_QUERY[1:])} if does else set())
-    while any(thread.name == "use of GPUs" for thread in threading.enumerate()):
-        time.sleep(0.02)
-
-
 def test_a_small_curve_goes_from_the_least_to_the_greatest_mean() -> None:
     assert screen.sparkline([], 8) == ""
     assert screen.sparkline([5.0], 8) == "▄"
@@ -199,25 +153,6 @@ def test_a_short_stage_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with screen.stage("short"):
         pass
     assert lines.getvalue() == ""
-
-
-def test_output_goes_on_in_a_file_when_nobody_reads_it_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads, writes = os.pipe()
-    monkeypatch.setattr(sys, "stdout", stream := open(writes, "w"))  # noqa: SIM115
-    with screen.outlasting(tmp_path):
-        print("one", flush=True)
-        assert os.read(reads, 10) == b"one\n"
-        assert not (tmp_path / screen.OUTPUT).exists()
-        os.close(reads)
-        print("two", flush=True)
-        print("three")
-    print("four", flush=True)  # by the stream that stood there before, too
-    stream.close()
-    said, *others = (tmp_path / screen.OUTPUT).read_text().splitlines()
-    assert said.endswith("nobody reads the output any more; the run goes on")
-    assert others == ["two", "three", "four"]
 
 
 def test_the_rate_is_that_of_the_last_reports() -> None:
