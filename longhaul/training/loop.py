@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -372,34 +372,11 @@ class Loop:
             evaluations = Evaluations(run, self.folder, assembly.updates, done, alone=alone)
             records = Records(self, evaluations)
             _look(self.stop, done, assembly)
-            ask = meshes.asking(assembly.mesh, late=True)
             self.clock.train()
-            saved_at = time.perf_counter()
-            stopping = False
             self.stop.ending, self.stop.leave = "saving after this call", None
             self.tell(heartbeat.WORKS)
-            for self.progress, n, rows in closed.enter_context(closing(self._calls(program))):
-                done += n
-                publish(done, n, self.progress.state)
-                records.add(done, n, rows)
-                due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
-                if due:  # all processes learn of it, with several one call later
-                    saved_at = time.perf_counter()
-                due, stopping = ask(due, self.stop.requested)
-                if run.save_interval is not None:
-                    due = done // run.save_interval > (done - n) // run.save_interval
-                if evaluations.due(done, n) and not stopping and done < assembly.updates:
-                    records.flush()
-                    self._evaluate(evaluations, done)
-                if due or stopping or done == assembly.updates:
-                    records.flush()
-                    self._save(done, last=stopping or done == assembly.updates)
-                if stopping:
-                    break
-            if done < assembly.updates and not stopping:  # actors were left alone at their work
-                stopping = True
-                if records.flush():
-                    self._save(done, last=True)
+            calls = closed.enter_context(closing(self._calls(program)))
+            done, stopping = self._go_through(calls, done, publish, records, evaluations)
             self.tell(heartbeat.RESTS)
             with screen.stage("saving"):
                 self.checkpoints.wait()
@@ -409,6 +386,38 @@ class Loop:
         if writes:  # the other processes wait for this one
             self.stop.look(done)
         return self.progress
+
+    def _go_through(
+        self, calls: Iterable[tuple[Progress, int, Any]], done: int, publish: publishing.Tell, records: Records,
+        evaluations: Evaluations,
+    ) -> tuple[int, bool]:  # fmt: skip
+        """(finished updates, flag that the run stops here), after `calls`: each is recorded, and after it the policy is
+        evaluated and the progress saved when that is due. `done` updates were finished before."""
+        run, ask, writes = self.run, meshes.asking(self.assembly.mesh, late=True), process_group.index() == 0
+        updates, stopping, saved_at = self.assembly.updates, False, time.perf_counter()
+        for self.progress, n, rows in calls:
+            done += n
+            publish(done, n, self.progress.state)
+            records.add(done, n, rows)
+            due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
+            if due:  # all processes learn of it, with several one call later
+                saved_at = time.perf_counter()
+            due, stopping = ask(due, self.stop.requested)
+            if run.save_interval is not None:
+                due = done // run.save_interval > (done - n) // run.save_interval
+            if evaluations.due(done, n) and not stopping and done < updates:
+                records.flush()
+                self._evaluate(evaluations, done)
+            if due or stopping or done == updates:
+                records.flush()
+                self._save(done, last=stopping or done == updates)
+            if stopping:
+                break
+        if done < updates and not stopping:  # actors were left alone at their work
+            stopping = True
+            if records.flush():
+                self._save(done, last=True)
+        return done, stopping
 
     def _program(self, precompilation: compilation.Precompilation | None) -> compilation.Program:
         """Program of the run's topology, reported with its seconds and its memory. Raises RunError if it cannot fit."""
