@@ -88,6 +88,7 @@ ELSEWHERE = {
     "training/offline_data.py": "algorithms/test_bc.py",
     "training/run_dir.py": "config/test_resolve.py",
     "training/serving/actions.py": "training/serving/test_http.py",
+    "training/serving/batch_programs.py": "training/serving/test_http.py",
     "training/serving/completions.py": "training/serving/test_http.py",
     "training/serving/live_weights.py": "training/serving/test_http.py",
     "training/serving/metrics.py": "training/serving/test_http.py",

@@ -23,7 +23,7 @@ from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.training.api import Policy
 from longhaul.training.data import spec
-from longhaul.training.serving import actions, completions, http, live_weights, metrics
+from longhaul.training.serving import actions, batch_programs, http, live_weights, metrics
 from longhaul.training.serving.completions import Engine, Job, Limits, QueueFull
 from longhaul.weight_sync.producer import named
 from tests.helpers import shared_programs
@@ -137,10 +137,10 @@ def test_a_rollout_is_asked_for_and_read_as_a_run_does(asked: Any) -> None:
 def test_a_draw_of_top_p_is_from_the_smallest_set_that_has_it() -> None:
     logits = np.random.default_rng(0).normal(size=CONFIG.vocabulary).astype(np.float32) * 2
     keys = np.stack([np.full(64, 7), np.arange(64)], 1).astype(np.uint32)
-    progress = completions.idle(64, 16)._replace(
+    progress = batch_programs.idle(64, 16)._replace(
         key=keys, top_p=np.full(64, 0.6, np.float32), active=np.ones(64, bool), wanted=np.ones(64, bool)
     )
-    token, log_prob, top, _ = quick(lambda x, p: completions.draw(x, p, 0, 5))(
+    token, log_prob, top, _ = quick(lambda x, p: batch_programs.draw(x, p, 0, 5))(
         np.repeat(logits[:, None], 64, 1), progress
     )
     share = np.exp(logits[1:]) / np.exp(logits[1:]).sum()
@@ -216,12 +216,12 @@ def test_programs_of_whatever_sizes_are_few_and_the_others_are_given_up(monkeypa
         return len(backend.live_executables())
 
     most, sizes = 4, [(64, 1), (64, 2), (128, 1), (64, 1)]
-    programs = completions.Programs(CONFIG, 128, WORDS.ends, WORDS.pad, most)
+    programs = batch_programs.Programs(CONFIG, 128, WORDS.ends, WORDS.pad, most)
     kernels = programs.prepare(weights())
     found, before, counts = [], there(), []
     for slots, rows in sizes:
         state = programs.blank(slots, rows)
-        progress = completions.idle(rows, 16)
+        progress = batch_programs.idle(rows, 16)
         chunks, logits = programs.read(weights(), np.full((1, 16), 3, np.int32), np.full(1, 16, np.int32))
         progress.lengths[0] = progress.own[0] = 16
         progress.most[0], progress.active[0], progress.temperature[0] = 8, True, 0.0
