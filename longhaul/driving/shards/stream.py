@@ -37,6 +37,7 @@ from longhaul.driving.scenario.bank import Extents
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.scenario_source import agrees, cut, disagreement
 from longhaul.driving.shards import shard as shards
+from longhaul.runtime import splitmix
 
 Batch = TypeVar("Batch")
 
@@ -124,17 +125,10 @@ def permute(place: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     while len(outside):  # at most four times as many values as places: it ends soon, and never leaves the cycle
         left, right = value[outside] >> half, value[outside] & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (splitmix.mix(right ^ key) & mask)
         value[outside] = left << half | right
         outside = outside[value[outside] >= count]
     return value.astype(np.int64).reshape(np.shape(place))
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A 64-bit finaliser: every input bit changes every output bit with probability near one half."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Share(NamedTuple):

@@ -1,7 +1,7 @@
 """CartPole-v1 in NumPy, many at once: an environment for actors that start without JAX and go on exactly.
 
 The dynamics are Gymnasium's (Barto, Sutton and Anderson 1983), in float64 as there. Where we differ: starts are a hash
-of (seed, world, episode), so that they depend on nothing that happened before (SplitMix64, Steele, Lea and Flood 2014).
+of (seed, world, episode), so that they depend on nothing that happened before (runtime/splitmix.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from longhaul.envs.host.vector import HostSpec
+from longhaul.runtime.splitmix import GOLDEN, mix
 from longhaul.spaces import Discrete, Leaf, Tree
 
 GRAVITY, CART_MASS, POLE_MASS, POLE_HALF, PUSH, DT = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
@@ -20,22 +21,14 @@ PUSHES = np.array([-PUSH, PUSH])  # by action
 BOUNDS = np.array([[TRACK], [TILT]])
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, uint64 of any shape."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def uniform(seed: int, world: np.ndarray, episode: np.ndarray, size: int) -> np.ndarray:
     """float64 [n, size] in [0, 1) for worlds and episodes int [n]: a function of these three numbers alone."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        key = _mix(np.full(len(world), seed % 2**64, np.uint64) + golden)
-        key = _mix(key + golden * (world.astype(np.uint64) + np.uint64(1)))
-        key = _mix(key + golden * (episode.astype(np.uint64) + np.uint64(1)))
-        place: np.ndarray = golden * (np.arange(size, dtype=np.uint64) + np.uint64(1))
-        bits = _mix(key[:, None] + place)
+        key = mix(np.full(len(world), seed % 2**64, np.uint64) + GOLDEN)
+        key = mix(key + GOLDEN * (world.astype(np.uint64) + np.uint64(1)))
+        key = mix(key + GOLDEN * (episode.astype(np.uint64) + np.uint64(1)))
+        place: np.ndarray = GOLDEN * (np.arange(size, dtype=np.uint64) + np.uint64(1))
+        bits = mix(key[:, None] + place)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
