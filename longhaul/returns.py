@@ -29,15 +29,18 @@ def gae(
     """
     bootstrap = jnp.where(terminated, 0.0, gamma * successor_value)
     delta = reward + bootstrap - value
-    trace = jnp.where(terminated | truncated, 0.0, gamma * lam)
+    return _backward_sums(delta, jnp.where(terminated | truncated, 0.0, gamma * lam))
 
-    def backward(advantage: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        delta_t, trace_t = step
-        advantage = delta_t + trace_t * advantage
-        return advantage, advantage
 
-    start = jnp.zeros_like(delta[0])
-    return jax.lax.scan(backward, start, (delta, trace), reverse=True, unroll=16)[1]
+def _backward_sums(term: jax.Array, factor: jax.Array) -> jax.Array:
+    """x_t = term_t + factor_t x_{t+1}, 0 behind the end of the stream."""
+
+    def backward(following: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        term_t, factor_t = step
+        total = term_t + factor_t * following
+        return total, total
+
+    return jax.lax.scan(backward, jnp.zeros_like(term[0]), (term, factor), reverse=True, unroll=16)[1]
 
 
 def q_lambda(
@@ -114,13 +117,7 @@ def vtrace(
     discount = jnp.where(terminated, 0.0, gamma)
     delta = jnp.minimum(rho_clip, ratio) * (reward + discount * successor_value - value)
     trace = jnp.where(ended, 0.0, gamma * lam * jnp.minimum(c_clip, ratio))
-
-    def backward(correction: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        delta_t, trace_t = step
-        correction = delta_t + trace_t * correction  # v_s - V(x_s)
-        return correction, correction
-
-    correction = jax.lax.scan(backward, jnp.zeros_like(delta[0]), (delta, trace), reverse=True, unroll=16)[1]
+    correction = _backward_sums(delta, trace)  # v_s - V(x_s)
     following = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])])
     next_target = successor_value + jnp.where(ended, 0.0, following)
     advantage = jnp.minimum(pg_rho_clip, ratio) * (reward + discount * next_target - value)
