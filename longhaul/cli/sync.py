@@ -81,11 +81,17 @@ def serve(argv: Sequence[str]) -> int:
             lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say, budget=_budget(values)
         ) as relay,
     ):
-        for transport in opened:
-            print(transport.address, flush=True)
+        tables.progress(
+            f"waits for a version from {tables.clean(source_address)}; addresses are printed once it listens"
+        )
+        listens = False
         while not stop.wait(LOOK):
             if relay.failed is not None:
                 return tables.say(str(relay.failed), FAILED)
+            if not listens and relay.publisher is not None:
+                listens = True
+                for transport in opened:
+                    print(transport.address, flush=True)
     return 0
 
 

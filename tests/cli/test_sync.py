@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,8 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         guard = threading.Timer(60, server.kill)  # so that a server that says nothing fails the test
         guard.start()
         address = server.stdout.readline().strip()
+        where = f"folder:{tmp_path / 'from'}"
+        assert server.stderr.readline() == f"waits for a version from {where}; addresses are printed once it listens\n"
         assert server.stderr.readline() == "version 7 is served\n"
         words = ["sync", "pull", address, "--out", str(tmp_path / "to"), "--token-file", str(token)]
         for _ in range(2):  # what is there already is not fetched again
@@ -183,31 +187,33 @@ def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.
     assert f"{tmp_path / 'theirs'} can't take what folder:{tmp_path / 'mine'} serves: " in capsys.readouterr().err
 
 
-def test_of_two_servers_at_one_port_the_second_ends(tmp_path: Path) -> None:
+def test_an_address_is_printed_when_it_listens_and_of_two_servers_at_one_port_one_ends(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()  # while there is no version, nobody listens, and both can be bound
-    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port"]
-
-    def start(port: str) -> subprocess.Popen[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-        return subprocess.Popen([*command, port], **pipes)
-
-    with start("0") as first:
-        assert first.stdout is not None
-        address = first.stdout.readline().strip()
-        with start(address.rpartition(":")[2]) as second:
-            assert second.stdout is not None and second.stdout.readline().strip() == address
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port", str(port)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        servers: tuple[Any, ...] = (first, second)
+        try:
+            for server in servers:
+                assert server.stderr.readline().startswith("waits for a version from folder:")
+            time.sleep(3 * sync.LOOK)
+            assert not select.select([server.stdout for server in servers], [], [], 0.0)[0]
             with Publisher("run", epoch=3, transports=[FolderTransport(tmp_path / "from")]) as sender:
                 sender.publish(7, tensors(7))
                 assert sender.wait(7, 20)
-            servers = (first, second)
-            try:
-                until(lambda: any(server.poll() is not None for server in servers))
-                (ended,) = (server for server in servers if server.poll() is not None)
-            finally:
-                for server in servers:
-                    server.terminate()
-            assert ended.returncode == 1 and ended.stderr is not None
-            assert f"{address} can't be served: Address already in use; give another one" in ended.stderr.read()
+            until(lambda: any(server.poll() is not None for server in servers))
+            (ended,) = (server for server in servers if server.poll() is not None)
+            (serving,) = (server for server in servers if server is not ended)
+            address = f"tcp:127.0.0.1:{port}"
+            assert serving.stdout.readline().strip() == address
+            socket.create_connection(("127.0.0.1", port), 10).close()
+        finally:
+            for server in servers:
+                server.terminate()
+        assert ended.returncode == 1 and not ended.stdout.read()
+        assert f"{address} can't be served: Address already in use; give another one" in ended.stderr.read()
 
 
 def test_other_libraries_are_measured_by_a_program_of_the_clone(
