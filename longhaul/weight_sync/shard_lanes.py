@@ -3,9 +3,9 @@
 Each move is cut into pieces. Through shared memory a sender maps a span of a few receivers' memories at a time, and
 copies each piece from its shard to its place; a compiled loop digests what it copies, so that each byte is read once
 and written once (`xxh3_kernels`). It goes through its shard in order, whoever the pieces are for, with parts of a row
-and copies for replicas in step: all are then read from memory once. Into a stream it writes pieces that a cache holds,
-and packs those that are not contiguous. So neither side needs memory beyond its own shard and the spans or a piece.
-Both sides digest the pieces in the plan's order.
+and copies for replicas in step: all are then read from memory once. Into a stream it writes batches of pieces; those
+that are not contiguous are packed. So neither side needs memory beyond its own shard and the spans or a batch. Both
+sides digest the pieces in the plan's order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from longhaul.weight_sync import resharding
 from longhaul.weight_sync.delta import tensor_delta
 from longhaul.weight_sync.digest import LEAST_ROW, Row, hasher
 from longhaul.weight_sync.resharding import Box, Layout, Move, Runs
-from longhaul.weight_sync.transports.sockets import Wire
 from longhaul.weight_sync.transports.tcp import NEAR, is_near
 
 PIECE = 1 << 20
-"""Bytes of a stream that are packed, digested and sent together: they fit in a cache, and calls are few."""
+"""Bytes of a piece of a stream, at most: it is digested while a cache of one core has most of it."""
+
+BATCH = 4 << 20
+"""Bytes of the pieces of a stream that are sent together, at most: a cache holds them, and calls are few."""
 
 COPIED_PIECE = 1 << 20
 """Bytes that are copied into shared memory under one digest, at most."""
@@ -52,6 +54,9 @@ RUN = 4096
 
 CHANGED_PIECE = 1 << 22
 """Bytes of a tensor whose changes are one frame, at most."""
+
+MOST_BUFFERS = 512
+"""Memories that one call sends or fills, at most; Linux takes 1024."""
 
 LENGTH = struct.Struct("<I")
 
@@ -124,20 +129,14 @@ def _cut(box: Box, held: Box, needed: Box, itemsize: int, most: int) -> tuple[tu
     )
 
 
-def pieces(
-    moves: Iterator[Move], source: Layout, destination: Layout, most: int = PIECE, reach: int = 0, whole: bool = False
-) -> Iterator[Piece]:
+def pieces(moves: Iterator[Move], source: Layout, destination: Layout, most: int, reach: int = 0) -> Iterator[Piece]:
     """Pieces of moves, of at most `most` bytes each, in order.
 
-    With `reach`, the runs of a piece lie within about so many bytes of the destination's part. With `whole`, what is
-    contiguous there is one piece.
+    With `reach`, the runs of a piece lie within about so many bytes of the destination's part.
     """
     held, needed = ({t.name: (dict(t.boxes), t) for t in layout.tensors} for layout in (source, destination))
     for move in moves:
         boxes, tensor = held[move.name]
-        if whole and not move.put.axes:
-            yield Piece(move.name, tensor.dtype, move.nbytes, move.taken, move.put)
-            continue
         theirs = needed[move.name][0][move.destination]
         size = min(most, reach * move.nbytes // (move.put.end - move.put.offset)) if reach else most
         for nbytes, taken, put in _cut(move.box, boxes[move.source], theirs, tensor.itemsize, size):
@@ -150,16 +149,10 @@ def between(plan: resharding.Plan, source: int, destination: int) -> Iterator[Mo
 
 
 def stream(
-    plan: resharding.Plan,
-    source: Layout,
-    destination: Layout,
-    sender: int,
-    receiver: int,
-    most: int,
-    whole: bool = False,
+    plan: resharding.Plan, source: Layout, destination: Layout, sender: int, receiver: int, most: int
 ) -> tuple[Piece, ...]:
     """Pieces of all moves from one rank to another."""
-    return tuple(pieces(between(plan, sender, receiver), source, destination, most, whole=whole))
+    return tuple(pieces(between(plan, sender, receiver), source, destination, most))
 
 
 def _view(part: np.ndarray, runs: Runs) -> np.ndarray:
@@ -175,17 +168,22 @@ class Packed:
         self._buffer = np.empty(PIECE, np.uint8)
 
     def of(self, part: np.ndarray, runs: Runs, nbytes: int) -> np.ndarray:
-        if not runs.axes:
-            return part[runs.offset : runs.offset + nbytes]
-        view, out = _view(part, runs), self.room(nbytes)
-        np.copyto(out.reshape(view.shape), view)
-        return out
+        return packed_into(self.room(nbytes), part, runs)
 
     def room(self, nbytes: int) -> np.ndarray:
         """Memory of so many bytes, whose content is not needed."""
         if nbytes > self._buffer.size:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
+
+
+def packed_into(room: np.ndarray, part: np.ndarray, runs: Runs) -> np.ndarray:
+    """Bytes of runs, uint8 [room's size]: a view of the part where they are contiguous, else the room."""
+    if not runs.axes:
+        return part[runs.offset : runs.offset + room.size]
+    view = _view(part, runs)
+    np.copyto(room.reshape(view.shape), view)
+    return room
 
 
 def unpack(data: np.ndarray, part: np.ndarray, runs: Runs) -> None:
@@ -431,35 +429,89 @@ def connected(host: str, port: int, seconds: float) -> socket.socket:
     return sock
 
 
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in lists of at most BATCH bytes, or of one piece."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + piece.nbytes > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.nbytes
+    if batch:
+        yield batch
+
+
 def pour(pieces: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Sends pieces as one stream; -> their digest. TimeoutError, ConnectionError."""
-    packed, running, wire = Packed(), hasher()(), Wire(sock)
-    for piece in pieces:
-        data = packed.of(parts[piece.name], piece.taken, piece.nbytes)
-        running.update(data)
-        wire.pour(data.data, _left(until))
+    packed, running = Packed(), hasher()()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for batch in _batches(pieces):
+        views = []
+        for piece, room in zip(batch, _rooms(batch, packed), strict=True):
+            views.append(packed_into(room, parts[piece.name], piece.taken))
+            running.update(views[-1])
+        _moved(sock, views, until, socket.SO_SNDTIMEO, socket.socket.sendmsg)
     return bytes(running.digest())
 
 
 def draw(pieces: Iterable[Piece], parts: Parts, sock: socket.socket, until: float) -> bytes:
     """Receives pieces into their places; -> their digest. TimeoutError, ConnectionError."""
-    packed, running, wire = Packed(), hasher()(), Wire(sock)
+    packed, running = Packed(), hasher()()
     if is_near(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
-    for piece in pieces:
-        part, done = parts[piece.name], 0
-        contiguous = not piece.put.axes
-        data = part[piece.put.offset : piece.put.end] if contiguous else packed.room(piece.nbytes)
-
-        def arrived(count: int, data: np.ndarray = data) -> None:
-            nonlocal done
-            running.update(data[done:count])
-            done = count
-
-        wire.draw(data.data, until, arrived)
-        if not contiguous:
-            unpack(data, part, piece.put)
+    for batch in _batches(pieces):
+        views = [
+            room if piece.put.axes else parts[piece.name][piece.put.offset : piece.put.end]
+            for piece, room in zip(batch, _rooms(batch, packed), strict=True)
+        ]
+        _moved(sock, views, until, socket.SO_RCVTIMEO, _received)
+        for piece, data in zip(batch, views, strict=True):
+            running.update(data)
+            if piece.put.axes:
+                unpack(data, parts[piece.name], piece.put)
     return bytes(running.digest())
+
+
+def _rooms(batch: Sequence[Piece], packed: Packed) -> list[np.ndarray]:
+    """Memory for each piece of a batch."""
+    ends = np.cumsum([piece.nbytes for piece in batch]).tolist()
+    room = packed.room(ends[-1])
+    return [room[end - piece.nbytes : end] for piece, end in zip(batch, ends, strict=True)]
+
+
+def _received(sock: socket.socket, views: list[memoryview]) -> int:
+    count = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+    if not count:
+        raise ConnectionResetError("the sender has closed the stream")
+    return count
+
+
+def _moved(
+    sock: socket.socket,
+    memories: Iterable[np.ndarray],
+    until: float,
+    timeout: int,
+    call: Callable[[socket.socket, list[memoryview]], int],
+) -> None:
+    """Sends or fills memories by calls for many of them. The kernel waits, not Python: that takes fewer calls."""
+    left = [each.data for each in memories if each.size]
+    sock.settimeout(None)
+    while left:
+        seconds = _left(until)
+        sock.setsockopt(socket.SOL_SOCKET, timeout, struct.pack("@ll", int(seconds), int(1e6 * (seconds % 1.0)) or 1))
+        try:
+            count = call(sock, left[:MOST_BUFFERS])
+        except BlockingIOError:
+            raise TimeoutError("the transfer's deadline has passed") from None
+        done = 0
+        while done < len(left) and count >= len(left[done]):
+            count -= len(left[done])
+            done += 1
+        left = left[done:]
+        if count:
+            left[0] = left[0][count:]
 
 
 def pour_changes(
@@ -487,13 +539,13 @@ def draw_changes(pieces: Iterable[Piece], base: Parts, parts: Parts, sock: socke
     """
     before, after, running = Packed(), Packed(), hasher()()
     for piece in pieces:
-        head = bytearray(LENGTH.size)
-        _filled(sock, memoryview(head), until)
-        (length,) = LENGTH.unpack(head)
+        head = np.empty(LENGTH.size, np.uint8)
+        _moved(sock, [head], until, socket.SO_RCVTIMEO, _received)
+        (length,) = LENGTH.unpack(head.tobytes())
         if length > piece.nbytes + piece.nbytes // 8 + 4096:
             raise ValueError(f"changes of {length} bytes to {piece.nbytes}")
-        frame = bytearray(length)
-        _filled(sock, memoryview(frame), until)
+        frame = np.empty(length, np.uint8)
+        _moved(sock, [frame], until, socket.SO_RCVTIMEO, _received)
         running.update(frame)
         old = _aligned(before.of(base[piece.name], piece.put, piece.nbytes))
         new = after.room(piece.nbytes)
@@ -505,15 +557,6 @@ def draw_changes(pieces: Iterable[Piece], base: Parts, parts: Parts, sock: socke
 def _aligned(data: np.ndarray) -> np.ndarray:
     """Bytes at an address that any element may have; copied where they are not."""
     return data if data.ctypes.data % 8 == 0 else data.copy()
-
-
-def _filled(sock: socket.socket, into: memoryview, until: float) -> None:
-    while into:
-        sock.settimeout(_left(until))
-        got = sock.recv_into(into)
-        if not got:
-            raise ConnectionResetError("the sender has closed the stream")
-        into = into[got:]
 
 
 def _left(until: float) -> float:

@@ -611,7 +611,7 @@ class Receiver:
         # Without `self`: else the memory of a receiver that nobody has any more would wait for a garbage collection.
         self._routes = functools.cache(lambda sender: shard_lanes.route(plan, source, destination, sender, (rank,)))
         self._streams = functools.cache(
-            lambda sender, most, whole: shard_lanes.stream(plan, source, destination, sender, rank, most, whole)
+            lambda sender, most: shard_lanes.stream(plan, source, destination, sender, rank, most)
         )
         self._held: Held | None = None
         self._hands_over = hands_over
@@ -872,11 +872,11 @@ class Receiver:
         parts, until = self._shard.parts(made.image.array), time.monotonic() + self._seconds
         try:
             if made.base < 0:
-                digest = shard_lanes.draw(self._streams(sender, shard_lanes.PIECE, True), parts, sock, until)
+                digest = shard_lanes.draw(self._streams(sender, shard_lanes.PIECE), parts, sock, until)
             else:
                 if held is None or held.version != made.base:
                     raise ValueError(f"the changes are to version {made.base}, which is not held")
-                pieces = self._streams(sender, shard_lanes.CHANGED_PIECE, False)
+                pieces = self._streams(sender, shard_lanes.CHANGED_PIECE)
                 base = self._shard.parts(held.image.array)
                 digest = shard_lanes.draw_changes(pieces, base, parts, sock, until)
             with made.arrived:

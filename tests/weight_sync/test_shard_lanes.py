@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +171,75 @@ def test_a_byte_that_changed_after_it_was_copied_changes_the_digest(loops: str) 
     assert shard_lanes.digest(way, blocks[1]) == found
     for each in memories:
         os.close(each)
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+        server.accept()[0] as far,
+    ):
+        yield near, far
+
+
+def streamed(
+    pieces: tuple[shard_lanes.Piece, ...], parts: dict[str, np.ndarray], target: dict[str, np.ndarray]
+) -> list[bytes]:
+    """Digests of both sides of a stream."""
+    until = time.monotonic() + 60.0
+    with connected() as (near, far), ThreadPoolExecutor(1) as pool:
+        came = pool.submit(shard_lanes.draw, pieces, target, far, until)
+        return [shard_lanes.pour(pieces, parts, near, until), came.result()]
+
+
+@pytest.mark.parametrize("most", [600, 1 << 22])
+@pytest.mark.parametrize(("source", "destination"), PAIRS.values(), ids=PAIRS)
+def test_streamed_shards_are_those_that_numpy_slices_with_equal_digests(
+    source: Layout, destination: Layout, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lanes, "BATCH", most)
+    monkeypatch.setattr(shard_lanes, "MOST_BUFFERS", 3)
+    plan = resharding.plan(source, destination)
+    blocks = {rank: np.zeros(shard_lanes.shard(destination, rank).size, np.uint8) for rank in destination.ranks}
+    for sender, rank in sorted({(move.source, move.destination) for move in plan.moves}):
+        pieces = shard_lanes.stream(plan, source, destination, sender, rank, 4096)
+        target = shard_lanes.shard(destination, rank).parts(blocks[rank])
+        ours, theirs = streamed(pieces, parts_of(source, sender), target)
+        sent = b"".join(target[each.name][each.put.starts()[:, None] + np.arange(each.put.length)].tobytes()
+                        for each in pieces)  # fmt: skip
+        assert ours == theirs == digest.digest(sent)
+    for rank, block in blocks.items():
+        parts = shard_lanes.shard(destination, rank).parts(block)
+        for name, wanted in parts_of(destination, rank).items():
+            assert parts[name].tobytes() == wanted.tobytes(), name
+
+
+@pytest.mark.parametrize(("seconds", "ends", "error"), [(0.3, False, TimeoutError), (60.0, True, ConnectionResetError)])
+def test_a_stream_that_stops_is_left_at_its_deadline_and_one_that_ends_at_once(
+    seconds: float, ends: bool, error: type[Exception]
+) -> None:
+    pieces = shard_lanes.stream(resharding.plan(FIRST, LAST), FIRST, LAST, 2, 1, 4096)
+    with connected() as (near, far):
+        near.sendall(b"x" * 1000)
+        if ends:
+            near.shutdown(socket.SHUT_WR)
+        began = time.monotonic()
+        with pytest.raises(error):
+            shard_lanes.draw(pieces, parts_of(LAST, 1), far, began + seconds)
+        assert time.monotonic() - began < 10.0
+
+
+def test_a_receiver_that_takes_nothing_is_left_at_the_deadline() -> None:
+    shapes = {"a": ((1 << 23,), "uint8")}
+    layout = resharding.replicated(shapes, 1)
+    pieces = shard_lanes.stream(resharding.plan(layout, layout), layout, layout, 0, 0, 1 << 20)
+    with connected() as (near, _):
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            shard_lanes.pour(pieces, {"a": np.ones(1 << 23, np.uint8)}, near, began + 0.3)
+        assert time.monotonic() - began < 10.0
 
 
 def test_a_deadline_ends_a_transfer() -> None:

@@ -134,6 +134,7 @@ def test_shards_arrive_as_sent_whole_and_as_changes(
     source: Layout, destination: Layout, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_lanes, "PIECE", 512)
+    monkeypatch.setattr(shard_lanes, "BATCH", 1024)
     monkeypatch.setattr(shard_lanes, "COPIED_PIECE", 512)
     first, second = values(1), values(1)
     second["a"][3, 5] += 1
