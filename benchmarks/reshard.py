@@ -9,6 +9,8 @@ split). Nobody has the whole model. The receivers compare what came with what it
     limit_ratio   median of seconds / limit, each pair measured one after the other
     work          seconds in which they copy as many bytes, digest them on the way, and digest the copy: a transfer
                   that is verified does that; `work_ratio` is the median of seconds / work
+    lane_limit    by `tcp` alone: seconds in which bare sockets move as many bytes between the same processes, without
+                  packing or digests (`stream`); `lane_ratio` is the median of seconds / lane_limit
     model_error   of `cost_model.sharded`: the median of its forecasts over that of the rounds, - 1. A forecast is made
                   right before each round (`model_errors`: over that round), from rounds of a part of the plan between
                   the same processes (`resharding.sample`), whose memory is not in `rss_ratio`
@@ -31,7 +33,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +47,7 @@ from longhaul.runtime import shared_memory
 from longhaul.runtime.provenance import provenance
 from longhaul.weight_sync import cost_model, digest, model_shapes, resharding, shard_lanes, sharded
 from longhaul.weight_sync.resharding import Box, Layout
+from longhaul.weight_sync.transports.tcp import NEAR
 
 SENDERS = 4
 
@@ -59,6 +64,9 @@ REHEARSALS = 5
 """Rounds of a forecast of each kind: of that share, and of next to nothing."""
 
 DEADLINE = 120.0
+
+DRAWN = 1 << 20
+"""Bytes that a bare socket receives at once, at most."""
 
 
 def shapes(model: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -205,6 +213,39 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
                     left -= len(each)
             del parts, each, data  # else the next version's peak would count this one
             say([time.perf_counter() - began, cpu() - used])
+        elif word == "stream":
+            say(poured(list(shards[int(rest[0])].values()), [tuple(map(int, each.split(":"))) for each in rest[1:]]))
+
+
+def poured(arrays: Sequence[np.ndarray], ways: Sequence[tuple[int, int]]) -> list[float]:
+    """Sends arrays' bytes by a bare socket to each (port, bytes); [when it began, CPU-seconds]."""
+    began, used = time.perf_counter(), cpu()
+    for port, left in ways:
+        with shard_lanes.connected("127.0.0.1", port, DEADLINE) as sock:
+            for part in itertools.cycle(map(shard_lanes.raw, arrays)):
+                sock.sendall(part[:left].data)
+                left -= min(left, len(part))
+                if not left:
+                    break
+    return [began, cpu() - used]
+
+
+def drawn(server: socket.socket, count: int, scratch: np.ndarray) -> list[float]:
+    """Receives all that comes by so many connections, at once, into memory; [when it ended, CPU-seconds]."""
+    used = cpu()
+
+    def draw(sock: socket.socket, room: memoryview) -> None:
+        with sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
+            at = 0
+            while got := sock.recv_into(room[at : at + DRAWN]):
+                at = (at + got) % len(room)
+
+    with server, ThreadPoolExecutor(count) as pool:
+        room = len(scratch) // count
+        for number in range(count):
+            pool.submit(draw, server.accept()[0], scratch[number * room : (number + 1) * room].data)
+    return [time.perf_counter(), cpu() - used]
 
 
 def pushed_part(
@@ -230,6 +271,8 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
     """`gives`: each version is handed over, as to an accelerator."""
     held, needed = source(model), destination(model, to)
     digest.compiled()  # what it imports is none of the transfer's
+    shard_bytes = shard_lanes.shard(needed, rank).size
+    scratch = np.ones(min(SCRATCH, shard_bytes), np.uint8)
     before = memory("VmRSS")
     forget_peak()
     peaks: list[int] = []  # at the end of each round: after the first one a second block is allocated
@@ -243,7 +286,6 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
         hands_over=bool(gives),
         at=lambda stage: decided.get(stage, lambda: None)(),
     )
-    shard_bytes = shard_lanes.shard(needed, rank).size
     boxes = shard_lanes.shard(needed, rank).boxes
     parts_of: list[sharded.Receiver] = []
     say("here")
@@ -278,6 +320,10 @@ def receiver(rank: int, where: str, model: str, to: str, gives: str = "") -> Non
             say({"right": right, "rss": peak, "shard": shard_bytes, "errors": endpoint.errors})
         elif word == "cpu":
             say(cpu())
+        elif word == "stream":
+            server = socket.create_server(("127.0.0.1", 0))
+            say(server.getsockname()[1])
+            say(drawn(server, int(rest[0]), scratch))
 
 
 class Rank:
@@ -310,6 +356,24 @@ def together(ranks: Sequence[Rank], line: str) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def streamed(
+    senders: Sequence[Rank], receivers: Sequence[Rank], plan: resharding.Plan, version: int
+) -> tuple[float, float]:
+    """(seconds, CPU-seconds of all) in which bare sockets move as many bytes between the ranks as a plan."""
+    nbytes: Counter[tuple[int, int]] = Counter()
+    for move in plan.moves:
+        nbytes[move.source, move.destination] += move.nbytes
+    for rank, each in enumerate(receivers):
+        each.say(f"stream {sum(to == rank for _, to in nbytes)}")
+    ports = [each.answer() for each in receivers]
+    for rank, each in enumerate(senders):  # as `Sender`: not all begin with the same receiver
+        order = (*range(rank % len(ports), len(ports)), *range(rank % len(ports)))
+        ways = [f"{ports[to]}:{nbytes[rank, to]}" for to in order if nbytes[rank, to]]
+        each.say(f"stream {version} {' '.join(ways)}")
+    began, ended = (np.array([each.answer() for each in side]) for side in (senders, receivers))
+    return float(ended[:, 0].max() - began[:, 0].min()), float(ended[:, 1].sum() + began[:, 1].sum())
 
 
 class Group(NamedTuple):
@@ -366,6 +430,8 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives:
         assert {each.answer() for each in (*senders, *receivers)} == {"here"}
         seconds, rss = [], []
         compared: dict[str, list[tuple[float, float]]] = {"copy": [], "work": []}  # (seconds, of all CPUs)
+        if lane == "tcp":
+            compared["stream"] = []
         used: list[float] = []
         stages: list[list[float]] = []
         forecasts: list[cost_model.Cost] = []
@@ -378,6 +444,8 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives:
                 took = np.array([each.answer() for each in senders])
                 compared[word].append((took[:, 0].max(), took[:, 1].sum()))
             forecasts.append(rehearsed(senders, receivers, group, version, base))
+            if lane == "tcp":
+                compared["stream"].append(streamed(senders, receivers, plan, version))
             cpu_before = sum(together(receivers, "cpu 0"))
             pushed = together(senders, f"push {version} {base}")
             assert all(each["committed"] for each in pushed), pushed
@@ -418,6 +486,9 @@ def measured(model: str, to: str, lane: str, repeats: int, changes: bool, gives:
         "work": middle["work"][0],
         "work_cpu_seconds": middle["work"][1],
         "work_ratio": statistics.median(ratios["work"][later]),
+        **({"lane_limit": middle["stream"][0], "lane_limit_cpu_seconds": middle["stream"][1],
+            "lane_ratio": statistics.median(ratios["stream"][later]),
+            "all_lane_limits": [took for took, _ in compared["stream"]]} if lane == "tcp" else {}),
         "all_seconds": seconds,
         "all_limits": [took for took, _ in compared["copy"]],
         "rss_ratio": {"senders": max(each[0] for each in rss), "receivers": rss[0][1]},
