@@ -53,6 +53,8 @@ COMPILATION = 600.0
 WEIGHT = 64
 """Bytes of memory that the document of a request may take, for each byte that its body may have."""
 
+LATE = "its deadline is over; ask for less at once, or start the server with a larger --deadline"
+
 MOST_STOPS, LONGEST_STOP = 16, 256
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -130,7 +132,9 @@ def _check_names(body: Mapping[str, Any], known: frozenset[str]) -> None:
         if name in known or name in IGNORED:
             continue
         if name not in NEUTRAL:
-            raise Refused(400, f"there is no field {_short(name)}; there are {', '.join(sorted(known))}")
+            raise Refused(
+                400, f"there is no field {_short(name)}; leave it out, or give one of {', '.join(sorted(known))}"
+            )
         if value not in NEUTRAL[name]:
             raise Refused(400, f"{name} is {_short(value)}, which is not supported; leave it out")
 
@@ -187,17 +191,18 @@ class Texts:
         most = self.engine.limits.prompt_tokens
         if isinstance(value, str):
             if len(value) > 64 * most:
-                raise Refused(400, f"the prompt has {len(value):,} letters; at most {most} tokens are possible")
+                why = f"at most {64 * most:,}, and {most} tokens, are possible; shorten it"
+                raise Refused(400, f"the prompt has {len(value):,} letters; {why}")
             try:
                 value = self._tokeniser.encode(value)
             except ValueError as error:
-                raise Refused(400, f"the prompt can't be read: {error}") from error
+                raise Refused(400, f"the prompt {_short(value)} can't be read: {error}") from error
         size = self.engine.config.vocabulary
         right = isinstance(value, list) and all(type(each) is int and 0 <= each < size for each in value[: most + 1])
         if not right:
             raise Refused(400, f"the prompt is {_short(value)}; it must be a text, or token ids from 0 to {size - 1}")
         if not 0 < len(value) <= most:
-            raise Refused(400, f"the prompt has {len(value):,} tokens; it must have 1 to {most}")
+            raise Refused(400, f"the prompt has {len(value):,} tokens; give it 1 to {most}")
         return list(value)
 
     async def _conversation(self, request: Request, turns: Any) -> list[int]:
@@ -207,8 +212,9 @@ class Texts:
         if not isinstance(turns, list) or not 0 < len(turns) <= 1000:
             raise Refused(400, f"messages is {_short(turns)}; it must be a list of 1 to 1000 turns")
         plain = [_turn(each) for each in turns]
-        if sum(len(each["content"]) for each in plain) > 64 * self.engine.limits.prompt_tokens:
-            raise Refused(400, f"messages have more than {self.engine.limits.prompt_tokens} tokens")
+        letters, most = sum(len(each["content"]) for each in plain), 64 * self.engine.limits.prompt_tokens
+        if letters > most:
+            raise Refused(400, f"messages have {letters:,} letters; at most {most:,} are possible; leave old turns out")
         async with self._template:  # one process fills in templates, for those who still wait
             if await request.is_disconnected():
                 raise Refused(499, "the client left")
@@ -232,7 +238,8 @@ class Texts:
             tops = number(body, "logprobs", 0, 0, TOPS, whole=True)
         n = number(body, "n", 1, 1, MOST_ROWS, whole=True)
         if n * len(prompts) > MOST_ROWS:
-            raise Refused(400, f"n is {n} for {len(prompts)} prompts; at most {MOST_ROWS} completions are possible")
+            why = f"at most {MOST_ROWS} completions are possible; ask in several requests"
+            raise Refused(400, f"n is {n} for {len(prompts)} prompts; {why}")
         temperature = float(number(body, "temperature", 1.0, 0.0, MOST_TEMPERATURE, whole=False))
         if 0.0 < temperature < LEAST_TEMPERATURE:
             raise Refused(400, f"temperature is {temperature:g}; it must be 0, or at least {LEAST_TEMPERATURE:g}")
@@ -360,16 +367,18 @@ class Actions:
         body = await read(request, self._bounds)
         _check_names(body, frozenset({"observation", "memory", "deterministic", "seed"}))
         if "observation" not in body:
-            raise Refused(400, "observation is missing")
+            wanted = ", ".join(f"{name} {list(x.shape)}" for name, x in self._observation.items())
+            raise Refused(400, f"observation is missing; give {wanted}, or a batch of at most {self.engine.rows}")
         forms = {name: (x.shape, x.dtype) for name, x in self._observation.items()}
         observation, count, single = arrays("observation", body["observation"], forms, self.engine.rows)
         if self._memory and body.get("memory") is not None:
             forms = {name: (x.shape[1:], x.dtype) for name, x in self._memory.items()}
             memory, held, _ = arrays("memory", body["memory"], forms, self.engine.rows)
             if held != count:
-                raise Refused(400, f"memory is of {held}, and observation of {count}; give one for each")
+                raise Refused(400, f"memory is a batch of {held}, and observation of {count}; give one memory for each "
+                              "observation")  # fmt: skip
         elif body.get("memory") is not None:
-            raise Refused(400, "this policy has no memory; leave memory out")
+            raise Refused(400, f"memory is {_short(body['memory'])}, and this policy has none; leave it out")
         else:
             memory = {name: np.repeat(x, count, axis=0) for name, x in self._start.items()}
         deterministic = _flag(body, "deterministic", default=True)
@@ -409,23 +418,30 @@ def arrays(
         kinds = {"i": "iu", "u": "iu", "b": "b"}.get(kind, "fiu")
         fits = array.dtype.kind in kinds and (array.shape == shape or (array.shape[1:] == shape and array.shape[0] > 0))
         if not fits:
-            raise Refused(400, f"{part} is no array {list(shape)} of {np.dtype(dtype).name}, or a batch of such")
+            given = f"of {list(array.shape)}" if array.shape and array.dtype.kind in "iufb" else _short(value[name])
+            wanted = f"an array {list(shape)} of {np.dtype(dtype).name}, or a batch of such"
+            raise Refused(400, f"{part} is {given}; it must be {wanted}")
         if kind in "iu":
             bounds = np.iinfo(dtype)
             if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
-                raise Refused(400, f"{part} has numbers beyond {np.dtype(dtype).name}")
+                wanted = f"{bounds.min} to {bounds.max}, as {np.dtype(dtype).name} holds them"
+                raise Refused(
+                    400, f"{part} has numbers from {array.min()} to {array.max()}; give numbers from {wanted}"
+                )
         sizes.add(None if array.shape == shape else len(array))
         with np.errstate(over="ignore"):
             parsed[name] = array.astype(dtype)
-        if kind not in "iub" and not np.isfinite(parsed[name].astype(np.float64)).all():
-            raise Refused(400, f"{part} has numbers that are not finite")
+        if kind not in "iub" and not (finite := np.isfinite(parsed[name].astype(np.float64))).all():
+            odd = f"{part} has {array[~finite][0]}, which is not finite as {np.dtype(dtype).name}"
+            raise Refused(400, f"{odd}; give finite numbers")
     if len(sizes) > 1:
-        raise Refused(400, f"{label} has parts of different batches")
+        batches = ", ".join(sorted("one" if size is None else f"a batch of {size}" for size in sizes))
+        raise Refused(400, f"{label} has parts that are {batches}; give all of them one batch")
     (count,) = sizes
     if count is None:
         return {name: array[None] for name, array in parsed.items()}, 1, True
     if count > most:
-        raise Refused(400, f"{label} is a batch of {count}; at most {most} are possible")
+        raise Refused(400, f"{label} is a batch of {count}; at most {most} are possible; ask in several requests")
     return parsed, count, False
 
 
@@ -444,7 +460,7 @@ def _turn(value: Any) -> dict[str, str]:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise Refused(400, f"messages can't be read: {error}") from error
+        raise Refused(400, f"messages has {_short(content)}, which is no text: {error}") from error
     return {"role": role, "content": content}
 
 
@@ -464,19 +480,21 @@ async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(415, "the body must be JSON, with content-type: application/json")
+        raise Refused(415, f"content-type is {_short(kind)}; send JSON with content-type: application/json")
     length = request.headers.get("content-length", "")
     if length.isdigit() and len(length) < 20 and int(length) > bounds.body:
-        raise Refused(413, f"the body has {int(length):,} bytes; at most {bounds.body:,} are possible")
+        raise Refused(413, _too_long(f"{int(length):,}", bounds))
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 data += part
                 if len(data) > bounds.body:
-                    raise Refused(413, f"the body has more than {bounds.body:,} bytes")
+                    raise Refused(413, _too_long(f"{len(data):,} or more", bounds))
     except TimeoutError:
-        raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise Refused(
+            408, f"{len(data):,} bytes of the body came within {BODY_SECONDS:g} s; send all of it by then"
+        ) from None
     except ClientDisconnect:
         raise Refused(499, "the client left") from None
     try:
@@ -488,12 +506,17 @@ async def read(request: Request, bounds: Bounds) -> dict[str, Any]:
     return body
 
 
+def _too_long(count: str, bounds: Bounds) -> str:
+    most = f"at most {bounds.body:,} are possible"
+    return f"the body has {count} bytes; {most}; shorten it, or start the server with a larger --body-kb"
+
+
 def submit(engine: Any, work: Job | Question) -> None:
     """Gives work to an engine. Raises Refused where its queue is full, or it ends."""
     try:
         engine.submit(work)
     except QueueFull as error:
-        raise Refused(429, str(error)) from error
+        raise Refused(429, f"{error}; ask for fewer, or again later") from error
     except RuntimeError as error:
         raise Refused(503, str(error)) from error
 
@@ -508,7 +531,7 @@ async def finished(request: Request, work: Job | Question) -> None:
         while not (left.done() or waits.done()) and (over := work.deadline + 1.0 - time.monotonic()) > 0.0:
             await asyncio.wait((left, waits), timeout=over, return_when=asyncio.FIRST_COMPLETED)
         if not work.done.done():
-            raise Refused(499, "the client left") if left.done() else Refused(504, "its deadline is over")
+            raise Refused(499, "the client left") if left.done() else Refused(504, LATE)
         if (error := work.done.exception()) is not None:
             raise Refused(*_failure(error)) from error
     finally:
@@ -519,7 +542,7 @@ async def finished(request: Request, work: Job | Question) -> None:
 
 def _failure(error: BaseException) -> tuple[int, str]:
     if isinstance(error, TimeoutError):
-        return 504, str(error)
+        return 504, LATE
     return 500, f"the model failed: {(str(error).splitlines() or [''])[0][:200] or type(error).__name__}"
 
 
@@ -638,11 +661,11 @@ def _refusal(
     host = headers.get("host", "")
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     if hosts and name.strip("[]") not in hosts:
-        return 421, "this server answers on this machine's loopback names only"
+        return 421, f"the host is {_short(host)}; this server answers as {', '.join(hosts)} alone"
     if "origin" in headers and headers["origin"] not in (f"http://{host}", f"https://{host}"):
-        return 403, "this server answers no web page of another origin"
+        return 403, f"the origin is {_short(headers['origin'])}; only pages of {_short(host)} itself are answered"
     if token is not None and scope["path"] != "/health":
         sent = headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(sent.encode(), token.encode()):
-            return 401, "give the server's token, as authorization: Bearer TOKEN"
+            return 401, "the token is missing, or another one; give the server's, as authorization: Bearer TOKEN"
     return None

@@ -336,17 +336,25 @@ def test_a_stream_has_the_same_text_in_pieces(asked: Any) -> None:
     ("body", "status", "words"),
     [
         ({}, 400, "prompt is None; it must be a text, token ids, or a list"),
-        ({"prompt": ""}, 400, "the prompt has 0 tokens; it must have 1 to 16"),
-        ({"prompt": "1" * 17}, 400, "the prompt has 17 tokens; it must have 1 to 16"),
-        ({"prompt": "1" * 3000}, 400, "the prompt has 3,000 letters"),
+        ({"prompt": ""}, 400, "the prompt has 0 tokens; give it 1 to 16"),
+        ({"prompt": "1" * 17}, 400, "the prompt has 17 tokens; give it 1 to 16"),
+        (
+            {"prompt": "1" * 3000},
+            400,
+            "the prompt has 3,000 letters; at most 1,024, and 16 tokens, are possible; shorten it",
+        ),
         ({"prompt": "hello"}, 400, "'h' is no character of the vocabulary"),
-        ({"prompt": "\ud800"}, 400, "is no character of the vocabulary"),
+        ({"prompt": "\ud800"}, 400, "the prompt '\\ud800' can't be read: "),
         ({"prompt": [23]}, 400, "token ids from 0 to 22"),
         ({"prompt": [1, True]}, 400, "token ids from 0 to 22"),
         ({"prompt": ["1", 2]}, 400, "it must be a text, or token ids"),
         ({"prompt": "1", "n": 0}, 400, "n is 0; it must be a whole number from 1 to 128"),
-        ({"prompt": ["1"] * 20, "n": 20}, 400, "n is 20 for 20 prompts; at most 128 completions"),
-        ({"prompt": "1", "n": 65}, 429, "at most 64 may"),
+        (
+            {"prompt": ["1"] * 20, "n": 20},
+            400,
+            "n is 20 for 20 prompts; at most 128 completions are possible; ask in several",
+        ),
+        ({"prompt": "1", "n": 65}, 429, "0 completions wait; at most 64 may; ask for fewer, or again later"),
         ({"prompt": "1", "max_tokens": 41}, 400, "max_tokens is 41; it must be a whole number from 1 to 40"),
         ({"prompt": "1", "max_tokens": 1.5}, 400, "max_tokens is 1.5; it must be a whole number"),
         ({"prompt": "1", "temperature": -1}, 400, "temperature is -1; it must be a number from 0 to 100"),
@@ -357,7 +365,7 @@ def test_a_stream_has_the_same_text_in_pieces(asked: Any) -> None:
         ({"prompt": "1", "stop": [""]}, 400, "stop is ['']"),
         ({"prompt": "1", "stream": 1}, 400, "stream is 1; it must be true or false"),
         ({"prompt": "1", "echo": True}, 400, "echo is True, which is not supported"),
-        ({"prompt": "1", "tempreature": 1}, 400, "there is no field 'tempreature'; there are"),
+        ({"prompt": "1", "tempreature": 1}, 400, "there is no field 'tempreature'; leave it out, or give one of"),
         ([1], 400, "the body is [1]; it must be an object"),
     ],
 )
@@ -370,22 +378,27 @@ def test_requests_that_cannot_be_answered_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("given", "status", "words"),
     [
-        ({"content": b"{"}, 400),
-        ({"content": b'{"prompt": "1", "temperature": NaN}'}, 400),
-        ({"content": b"[" * 4000}, 400),
-        ({"content": b"1" * 4000}, 400),
-        ({"content": b"\xff\xfe"}, 400),
-        ({"content": b" " * 5000}, 413),
-        ({"content": (b" " for _ in range(5000))}, 413),
-        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415),
-        ({"content": b"{}", "headers": {"content-type": "application/json", "origin": "http://elsewhere"}}, 403),
+        ({"content": b"{"}, 400, "it is no JSON from character 1 on"),
+        ({"content": b'{"prompt": "1", "temperature": NaN}'}, 400, "temperature is nan; it must be a number from 0"),
+        ({"content": b"[" * 4000}, 400, "no usable JSON"),
+        ({"content": b"1" * 4000}, 400, "the body is 1111"),
+        ({"content": b"\xff\xfe"}, 400, "no usable JSON"),
+        ({"content": b" " * 5000}, 413, "the body has 5,000 bytes; at most 4,096 are possible; shorten it, or start"),
+        ({"content": (b" " for _ in range(5000))}, 413, "or more bytes; at most 4,096 are possible; shorten it"),
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, "content-type is 'text/plain'; send JSON"),
+        (
+            {"content": b"{}", "headers": {"content-type": "application/json", "origin": "http://elsewhere"}},
+            403,
+            "the origin is 'http://elsewhere'; only pages of '127.0.0.1' itself are answered",
+        ),
     ],
 )
-def test_a_body_that_is_no_request_is_refused(asked: Any, given: dict[str, Any], status: int) -> None:
+def test_a_body_that_is_no_request_is_refused(asked: Any, given: dict[str, Any], status: int, words: str) -> None:
     found = asked.post("/v1/completions", **{"headers": {"content-type": "application/json"}} | given)
     assert found.status_code == status, found.text
+    assert words in found.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(answers: http.Texts) -> None:
@@ -420,7 +433,9 @@ def test_a_conversation_without_a_template_or_with_odd_turns_is_refused(engine: 
 
 
 def test_a_token_a_foreign_host_and_the_metrics(answers: http.Texts, asked: Any) -> None:
-    assert client(answers, host="rebound.example").get("/health").status_code == 421
+    foreign = client(answers, host="rebound.example").get("/health")
+    assert foreign.status_code == 421
+    assert "the host is 'rebound.example'; this server answers as 127.0.0.1" in foreign.json()["error"]["message"]
     known = client(answers, TOKEN, "10.0.0.5")
     assert known.get("/health").json() == {"status": "ok", "weight_version": "3", "queue": 0, "model": "tiny"}
     assert known.get("/metrics").status_code == known.post("/v1/completions", json={}).status_code == 401
@@ -472,17 +487,17 @@ def test_actions_are_the_policys_for_one_and_for_many(acting: http.Actions) -> N
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({}, "observation is missing"),
-        ({"observation": [1, 2, 3]}, "observation is no array [4] of float32, or a batch of such"),
-        ({"observation": [[1, 2, 3, 4], [1]]}, "is no array [4]"),
-        ({"observation": [[[1, 2, 3, 4]]]}, "is no array [4]"),
-        ({"observation": []}, "is no array [4]"),
-        ({"observation": [1, 2, 3, "x"]}, "is no array [4]"),
-        ({"observation": [1, 2, 3, 1e39]}, "has numbers that are not finite"),
-        ({"observation": [1, 2, 3, 10**400]}, "is no array [4]"),
+        ({}, "observation is missing; give observation [4], or a batch of at most 8"),
+        ({"observation": [1, 2, 3]}, "observation is of [3]; it must be an array [4] of float32, or a batch of such"),
+        ({"observation": [[1, 2, 3, 4], [1]]}, "observation is [[1, 2, 3, 4], [1]]; it must be an array [4]"),
+        ({"observation": [[[1, 2, 3, 4]]]}, "is of [1, 1, 4]; it must be an array [4]"),
+        ({"observation": []}, "is of [0]; it must be an array [4]"),
+        ({"observation": [1, 2, 3, "x"]}, "is [1, 2, 3, 'x']; it must be an array [4]"),
+        ({"observation": [1, 2, 3, 1e39]}, "has 1e+39, which is not finite as float32; give finite numbers"),
+        ({"observation": [1, 2, 3, 10**400]}, "is [1, 2, 3, 100000000000000000000000000000; it must be an array [4]"),
         ({"observation": {"x": [1]}}, "observation has x; it must have observation"),
-        ({"observation": [[0, 0, 0, 0]] * 9}, "a batch of 9; at most 8 are possible"),
-        ({"observation": [0, 0, 0, 0], "memory": [1]}, "this policy has no memory"),
+        ({"observation": [[0, 0, 0, 0]] * 9}, "a batch of 9; at most 8 are possible; ask in several requests"),
+        ({"observation": [0, 0, 0, 0], "memory": [1]}, "memory is [1], and this policy has none; leave it out"),
         ({"observation": [0, 0, 0, 0], "deterministic": 0}, "deterministic is 0; it must be true or false"),
     ],
 )
