@@ -7,11 +7,13 @@ swerving that is harder than that of who reacts, and always alike. A vehicle tha
 trusted again. Who reacts does none of them, so evasion costs nothing beside others: a driver who sees the agent brakes,
 steers, or at least wavers. Nor does a vehicle that was measured: its velocities are noisy.
 
-Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, the
-best of a few plans is driven instead: an acceleration and an offset from the route, rolled forward as the vehicle would
-drive them, and chosen anew in each step. Plans keep clear of everybody, of the road's edge and of red lights. Those
-who do not react are taken to go on as they do now; the others as the check takes them. Nobody knows what a wild
-vehicle will do: each plan is held against several of its futures, and the plan of the least risk is driven.
+Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, or
+leads over the road's edge, the best of a few plans is driven instead: an acceleration and an offset from the route,
+rolled forward as the vehicle would drive them, and chosen anew in each step. Plans keep clear of everybody, of the
+road's edge and of red lights; where none does so with the usual room, with little room. Those who do not react are
+taken to go on as they do now, and so is everybody else who keeps the velocity: who is asleep is seldom alone. The
+others move as the check takes them. Nobody knows what a wild vehicle will do: each plan is held against several of its
+futures, and the plan of the least risk is driven.
 
 Few agents evade, so plans are made in a loop over those who need one (`only_where`).
 """
@@ -165,6 +167,9 @@ LOOKED = 16
 EDGE, ROOM, GAP = 0.2, 0.3, 0.05
 """m to be kept of the road's edge, of those who do not react, and of all others; less where they are nearer already."""
 
+TIGHT = 0.02
+"""m to be kept of anybody and of the road's edge where no plan keeps more."""
+
 REACH = 2.5, PURSUIT[1]
 """m and s: how far ahead on the route is steered to, the larger of both: for who is slow, nearer than in `safety`."""
 
@@ -228,7 +233,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     features = view.features
     strange = wildest(view, habits.wild)
     beside_wild = jnp.any(strange[1])
-    view, blind, behind = around(view, habits.blind, habits.wild)
+    view, blind, behind = around(view, habits)
     there = view.others[1]
     count = len(PLANS[0])
     ways, curvature = roll(view, drive)
@@ -241,22 +246,26 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
     x, y, cos, sin = (value[..., None] for value in ways[:4])
     gap = gaps((x, y, cos, sin), own, boxes)  # [P, T, K]
-    room_kept = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
-    met, missing = gap < room_kept[None, None], blind[None, None]
-    unharmed = seconds(jnp.any(met & missing, axis=-1))[count:]
+    # with the usual room, and with little
+    usual = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
+    met = gap[None] < jnp.stack([usual, jnp.minimum(usual, TIGHT)])[:, None, None]  # [2, P, T, K]
+    missing, barred = blind[None, None], forbidden(view, ways)
+    unharmed = seconds(jnp.any(met & missing[None], axis=-1) | barred)[:, count:]
     risk = if_any(risks)(beside_wild, view, habits, strange, (x, y, cos, sin), own)
     push, side = (jnp.asarray(values) for values in PLANS)
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
-    free = seconds(jnp.any(met[:count] & counts[:, None], axis=-1) | forbidden(view, ways)[:count])
+    free = seconds(jnp.any(met[:, :count] & counts[None, :, None], axis=-1) | barred[:, :count])
     room = jnp.min(jnp.where(missing, gap, FREE), axis=(1, 2))[:count]
     cost = 0.5 * jnp.abs(push - drive.acceleration) + jnp.abs(side) + LEAVING * leaves
     cost = cost + NEAR * jnp.clip(1.0 - room, 0.0, 1.0)
-    best = jnp.argmax(jnp.where(free >= HORIZON, -cost, -1e3 + 10.0 * free - 0.1 * cost))
-    longest = jnp.max(unharmed)
-    evades = (longest < HORIZON) & (free[best] > longest + BETTER)
+    roomy, tight = jnp.any(free >= HORIZON, axis=1)
+    which = (tight & ~roomy).astype(jnp.int32)
+    lasts, longest = free[which], jnp.max(unharmed[which])
+    best = jnp.argmax(jnp.where(lasts >= HORIZON, -cost, -1e3 + 10.0 * lasts - 0.1 * cost))
+    evades = lasts[best] > longest + BETTER
     # beside wild vehicles, of which only risks are known, the plan of least risk and cost
-    risk_of_command, risk_of_plan = jnp.min(harm(unharmed) + risk[count:]), harm(free) + risk[:count]
+    risk_of_command, risk_of_plan = jnp.min(harm(unharmed[0]) + risk[count:]), harm(free[0]) + risk[:count]
     safest = jnp.argmin(RISK * risk_of_plan + cost)
     safer = (risk_of_command > NOTICED) & (risk_of_plan[safest] < risk_of_command - SAFER)
     best, evades = jnp.where(beside_wild, safest, best), jnp.where(beside_wild, safer, evades)
@@ -275,19 +284,19 @@ def harm(time: jax.Array) -> jax.Array:
     return jnp.where(time >= HORIZON, 0.0, jnp.exp(-time / FADES))
 
 
-def around(view: View, blind: jax.Array, wild: jax.Array) -> tuple[View, jax.Array, jax.Array]:
-    """The view of the nearest others on all sides but those who are `wild`, those who are `blind` first; who of them
-    is, and who follows, bool [K]."""
+def around(view: View, habits: Habits) -> tuple[View, jax.Array, jax.Array]:
+    """The view of the nearest others on all sides but those who are wild, those who are blind first; who of them is
+    taken to go on as now, and who follows, bool [K]."""
     features, others = view.features, view.features.others
     now, then = nearness(others)
-    counts = features.seen & (now < RANGE) & ~wild
-    rank = jnp.where(blind, 0.0, jnp.minimum(now + then, features.blocks))
+    counts = features.seen & (now < RANGE) & ~habits.wild
+    rank = jnp.where(habits.blind, 0.0, jnp.minimum(now + then, features.blocks))
     chosen = nearest(jnp.where(counts, rank, FREE), LOOKED)
     length, width = others.half
     behind = others.x + length * jnp.abs(others.cos) + width * jnp.abs(others.sin) < -others.own[0]
     behind = behind & (others.cos > 0.7)
-    there = pick(counts, chosen)
-    return view._replace(others=(chosen, there)), pick(blind, chosen) & there, pick(behind, chosen)
+    there, blind = pick(counts, chosen), pick(habits.blind | (habits.kept > KEPT - 1e-3), chosen)
+    return view._replace(others=(chosen, there)), blind & there, pick(behind, chosen)
 
 
 def wildest(view: View, wild: jax.Array) -> Others:
@@ -354,17 +363,19 @@ def unchanged(view: View, habits: Habits, boxes: Boxes, blind: jax.Array) -> Box
 
 
 def forbidden(view: View, ways: Ways) -> jax.Array:
-    """bool [P, T]: the agent is over the road's edge, or past a red light before which it could stop."""
+    """bool [2, P, T]: the agent is nearer to the road's edge than EDGE, and than TIGHT; or past a red light before
+    which it could stop."""
     features, speed = view.features, view.agent.drive.motion.speed
     x, y, cos, sin = (value[:, ::2, None] for value in ways[:4])  # the edge is looked up at every second step
     box_x, box_y = (value[None, None] for value in corners(*features.others.own))
     dx, dy = out_of(box_x, box_y, cos, sin)
-    over = jnp.max(clearance(view.road, x + dx, y + dy), axis=-1) + EDGE
-    off = over > jnp.maximum(jnp.max(features.corner_clearance) + EDGE, 0.0)
-    off = jnp.repeat(off, 2, axis=1)[:, : ways.x.shape[1]] & (features.kind != PEDESTRIAN)
+    over = jnp.max(clearance(view.road, x + dx, y + dy), axis=-1)
+    now, kept = jnp.max(features.corner_clearance), np.array([EDGE, TIGHT], np.float32)[:, None, None]
+    off = over[None] + kept > jnp.maximum(now + kept, 0.0)
+    off = jnp.repeat(off, 2, axis=2)[:, :, : ways.x.shape[1]] & (features.kind != PEDESTRIAN)
     stop = features.light_distance
     red = (features.light_state == RED) & (jnp.square(speed) < 2.0 * view.limits.braking * stop)
-    return off | (red & (ways.ridden > jnp.maximum(stop - LINE, 0.0)))
+    return off | (red & (ways.ridden > jnp.maximum(stop - LINE, 0.0)))[None]
 
 
 def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:

@@ -11,7 +11,8 @@ from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim import evasion
 from longhaul.driving.sim.features import Features
-from longhaul.driving.sim.geometry import Relative
+from longhaul.driving.sim.geometry import FREE, Relative
+from longhaul.driving.sim.safety import View
 from longhaul.driving.sim.traffic import Scene
 from tests.driving.sim.test_safety import CHECKED, SPEED, T, both
 from tests.helpers.driving_scenarios import DT, line, scenario, trip
@@ -121,6 +122,31 @@ def test_who_stands_gets_out_of_the_way_of_somebody_who_does_not_react(others: l
     free, checked = both(scenario([STANDS, *others], road=wide))
     assert (free.metrics["collision"][0], checked.metrics["collision"][0]) == (1.0, 0.0)
     assert checked.metrics["offroad"][0] == 0.0
+
+
+def test_near_who_is_asleep_everybody_who_keeps_the_velocity_is_expected_to_keep_it() -> None:
+    unknown, never, ones = jnp.zeros(3), jnp.zeros(3, bool), jnp.ones(3)
+    half = jnp.full(1, 2.0), jnp.full(1, 1.0)
+    others = Relative(
+        jnp.array([-20.0, 3.0, 9.0]), 3.0 * ones, ones, unknown, half, (2.0 * ones, ones), unknown, unknown
+    )
+    features = Features(*[None] * len(Features._fields))._replace(  # type: ignore[arg-type]
+        others=others, seen=~never, blocks=jnp.full(3, FREE)
+    )
+    habits = evasion.Habits(
+        unknown, unknown, unknown, unknown, jnp.array([0.6, 0.6, 0.2]), unknown, unknown, never, never.at[0].set(True)
+    )
+    view = View(*[None] * len(View._fields))._replace(features=features)  # type: ignore[arg-type]
+    view, kept, _ = evasion.around(view, habits)
+    index, there = view.others
+    assert {int(i): bool(k) for i, k, t in zip(index, kept, there, strict=True) if t} == {0: True, 1: True, 2: False}
+
+
+def test_where_no_way_out_has_the_usual_room_one_with_little_room_is_taken() -> None:
+    """For an agent 2 m wide there are 2.8 m between the other's way and the road's edge."""
+    others = [line((-40, 0), (8, 0), T), line((13, 0), (0, 0), T)]
+    checked = trip(scenario([STANDS, *others], road=lambda x, y: np.maximum(y - 3.8, -1.6 - y)), **CHECKED)
+    assert (checked.metrics["collision"][0], checked.metrics["offroad"][0]) == (0.0, 0.0)
 
 
 def driven(start: tuple[float, float], heading: float, speed: float, *parts: tuple[float, float, float]) -> np.ndarray:
