@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -207,10 +208,42 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     return whole._replace(successors=Successors(last, whole.successors), memory=memory, version=oldest)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MeasureTable:
+    """Measures of one shape, a column each. A program keeps or records such a table by two kernels; of separate
+    arrays it compiles and runs two for each."""
+
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    values: Any  # float32 [..., M]
+    valid: Any  # bool [..., M]
+
+    @classmethod
+    def of(cls, measures: Mapping[str, Measure], shape: tuple[int, ...]) -> MeasureTable:
+        """Table of `measures` of `shape`, by their names in order."""
+        names = tuple(sorted(measures))
+        if not names:
+            return cls((), jnp.zeros((*shape, 0), jnp.float32), jnp.zeros((*shape, 0), bool))
+        values, valid = (
+            jnp.stack([part.reshape(shape) for part in column], -1)
+            for column in zip(*(measures[name] for name in names), strict=True)
+        )
+        return cls(names, values, valid)
+
+    def beside(self, other: MeasureTable) -> MeasureTable:
+        """Table with the columns of both."""
+        pairs = ((self.values, other.values), (self.valid, other.valid))
+        return MeasureTable(self.names + other.names, *(jnp.concatenate(pair, -1) for pair in pairs))
+
+    def measures(self) -> dict[str, Measure]:
+        """Measures by their names; their arrays are views where the table's are NumPy's."""
+        return {name: Measure(self.values[..., i], self.valid[..., i]) for i, name in enumerate(self.names)}
+
+
 class Episodes(NamedTuple):
     """Scores of whole episodes, [E, A] each (A = 1 without agents)."""
 
-    scores: dict[str, Measure]
+    scores: MeasureTable
     valid: jax.Array  # bool [E, A]: the agent played at all; no score is valid elsewhere
     finished: jax.Array  # bool [E, A]: ended within `steps`
 
@@ -221,13 +254,13 @@ def play(
     memory: Callable[[int], PyTree],
     *,
     steps: int,
-    observe: Callable[[PyTree], PyTree] | None = None,
+    observe: Callable[[PyTree, MeasureTable], PyTree] | None = None,
 ) -> Callable[[Params, tuple[PyTree, PyTree], Key | None, Key], tuple[Episodes, PyTree]]:
     """Function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
 
     `starts` is (state, observation) with leaves [E, ...]. With `key` None the policy acts by its mode. Frames are
-    `observe(states)` of all [E, ...] states before each step and at the end, [T+1, ...]; () without `observe`. Nothing
-    is reset: an ended agent waits.
+    `observe(states, metrics)` of all [E, ...] states before each step and at the end, with the metrics until then, in
+    columns [E, A, M]: leaves [T+1, ...]; () without `observe`. Nothing is reset: an ended agent waits.
     """
     agents = environment.spec.agents
 
@@ -243,13 +276,22 @@ def play(
             return x.reshape(count, agents or 1, *x.shape[1:])
 
         present = jnp.ones((count, 1), bool) if agents is None else jax.vmap(environment.active)(state)
-        names = sorted(jax.eval_shape(jax.vmap(environment.metrics), state))
         nothing = jnp.zeros((count, agents or 1), jnp.float32)
-        scores = {name: Measure(nothing, present) for name in ["return", "length", *names]}
+
+        def measured(state: PyTree) -> MeasureTable:
+            return MeasureTable.of(jax.vmap(environment.metrics)(state), nothing.shape)
+
+        def scored(scores: MeasureTable, state: PyTree, played: jax.Array) -> MeasureTable:
+            """Scores with the metrics of `state`, of those who `played` [E, A] the step that led to it."""
+            return jax.tree.map(lambda new, old: jnp.where(played[..., None], new, old), measured(state), scores)
 
         def one_step(carried: Any, t: jax.Array) -> tuple[Any, PyTree]:
-            state, observation, remembered, playing, scores = carried
-            frame = () if observe is None else observe(state)
+            state, observation, remembered, played, playing, scores, returns, lengths = carried
+            # Metrics of the state that was carried, which lies in memory: a CPU would work out each of those of the
+            # following state from the whole step anew.
+            scores = scored(scores, state, played)
+            frame = () if observe is None else observe(state, scores)
+            live = playing & (t < steps)
             chosen = None if key is None else jax.random.fold_in(key, t)
             action, remembered, _ = act(params, remembered, flat(observation), chosen)
             action = action if agents is None else per_agent(action)
@@ -257,21 +299,18 @@ def play(
             following, led_to = jax.vmap(environment.step)(keys, state, action)
             ended = (led_to.terminated | led_to.truncated).reshape(count, -1)
             reward = led_to.reward.reshape(count, -1)
-            scored = jax.tree.map(lambda v: v.reshape(count, -1), jax.vmap(environment.metrics)(following))
-            scored["return"] = Measure(scores["return"].value + reward, present)
-            scored["length"] = Measure(scores["length"].value + 1.0, present)
-            scores = jax.tree.map(lambda new, old: jnp.where(playing, new, old), scored, scores)
-            still = playing & ~ended
+            returns, lengths = returns + jnp.where(live, reward, 0.0), lengths + live
             # A world that ended keeps its last state, for the pictures.
-            kept = _where_column(jnp.any(playing, axis=-1), following, state)
-            return (kept, led_to.observation, remembered, still, scores), frame
+            kept = _where_column(jnp.any(live, axis=-1), following, state)
+            still = playing & ~(live & ended)
+            return (kept, led_to.observation, remembered, live, still, scores, returns, lengths), frame
 
-        carried = (state, observation, memory(columns), present, scores)
-        carried, frames = jax.lax.scan(one_step, carried, jnp.arange(steps))
-        state, _, _, playing, scores = carried
-        if observe is not None:
-            last = observe(state)
-            frames = jax.tree.map(lambda all_, end: jnp.concatenate([all_, end[None]]), frames, last)
+        unscored = jax.tree.map(jnp.zeros_like, jax.eval_shape(measured, state))
+        begun = (state, observation, memory(columns), jnp.zeros_like(present), present, unscored, nothing, nothing)
+        # one step more, in which nobody plays any more: it only scores the last state, and draws it
+        (*_, playing, scores, returns, lengths), frames = jax.lax.scan(one_step, begun, jnp.arange(steps + 1))
+        sums = {"return": Measure(returns, present), "length": Measure(lengths, present)}
+        scores = MeasureTable.of(sums, nothing.shape).beside(scores)
         return Episodes(scores, present, ~playing), frames
 
     return run

@@ -163,7 +163,7 @@ def check_episodes(environment: Chaos, begun: Any, episodes: Any, frames: np.nda
         np.testing.assert_array_equal(episodes.valid[e], present)
         np.testing.assert_array_equal(episodes.finished[e], ~playing)
         for name, value in expected.items():
-            scored = episodes.scores[name]
+            scored = episodes.scores.measures()[name]
             np.testing.assert_allclose(np.asarray(scored.value[e])[present], value[present], err_msg=name)
             known = present & (value % 3 != 0) if name == "score" else present
             np.testing.assert_array_equal(np.asarray(scored.valid[e])[present], known[present], err_msg=name)
@@ -172,7 +172,7 @@ def check_episodes(environment: Chaos, begun: Any, episodes: Any, frames: np.nda
 @pytest.mark.parametrize("environment", [Chaos(), Chaos(agents=3)], ids=["alone", "agents"])
 def test_play_scores_whole_episodes_and_stops_at_their_ends(environment):
     begun = quick(lambda key: starts(environment, key, 16))(jax.random.key(3))
-    run = quick(play(environment, act, no_memory, steps=9, observe=lambda state: state.n))
+    run = quick(play(environment, act, no_memory, steps=9, observe=lambda state, metrics: state.n))
     episodes, frames = run((), begun, None, jax.random.key(5))
     check_episodes(environment, begun, episodes, np.asarray(frames))
     finished = np.asarray(episodes.finished)[np.asarray(episodes.valid)]
@@ -184,8 +184,9 @@ def test_play_without_observe_has_no_frames_and_samples_with_a_key():
     run = quick(play(Chaos(), act, no_memory, steps=9))
     (one, frames), (same, _), (other, _) = (run((), begun, jax.random.key(k), jax.random.key(5)) for k in (1, 1, 2))
     assert frames == ()
-    np.testing.assert_array_equal(one.scores["return"].value, same.scores["return"].value)
-    assert np.any(one.scores["return"].value != other.scores["return"].value)
+    first, again, differs = (episodes.scores.measures()["return"].value for episodes in (one, same, other))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != differs)
 
 
 def test_impossible_sizes_are_named():

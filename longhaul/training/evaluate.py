@@ -208,7 +208,7 @@ def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:
     valid = np.asarray(episodes.valid)
     metrics = {
         name: Measure(np.asarray(score.value, np.float64)[valid], np.asarray(score.valid)[valid])
-        for name, score in episodes.scores.items()
+        for name, score in episodes.scores.measures().items()
     }
     scenario, slot = np.nonzero(valid)
     return Scores(metrics, [names[i] for i in scenario.tolist()], None, slot)

@@ -32,6 +32,7 @@ from longhaul.driving.shards import stream
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.device_bank import DeviceBank
+from longhaul.rollout import MeasureTable
 from longhaul.runtime import each_device
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, on_cpu
@@ -170,9 +171,9 @@ class Drives(NamedTuple):
         def drive(policy: Params | None, tables: DeviceBank, selected: jax.Array) -> Any:
             environment = dataclasses.replace(shell, tables=tables)
 
-            def observe(state: Any) -> Any:
-                chosen = jax.tree.map(lambda leaf: leaf[selected], state)
-                return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
+            def observe(state: Any, metrics: MeasureTable) -> Any:
+                state, metrics = jax.tree.map(lambda leaf: leaf[selected], (state, metrics))
+                return jax.vmap(environment.frame)(state), jax.vmap(environment.active)(state), metrics
 
             through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
             starts = jax.vmap(environment.start)(jnp.arange(self.lanes))
@@ -237,7 +238,8 @@ class Drives(NamedTuple):
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
-        frame, active, metrics = jax.tree.map(lambda leaf: leaf[:, i], frames)
+        frame, active, table = jax.tree.map(lambda leaf: leaf[:, i], frames)
+        metrics = table.measures()
         scenario = self.scenarios[which]
         playing = np.any(active, axis=-1)
         end = len(playing) if playing.all() else int(np.argmin(playing)) + 1
@@ -321,7 +323,7 @@ def rows_of(by_device: Sequence[rollout.Episodes], batch: Batch) -> Scores:
     played = np.asarray(episodes.valid) & (batch.numbers >= 0)[..., None]
     metrics = {
         name: Measure(np.asarray(score.value, np.float64)[played], np.asarray(score.valid)[played])
-        for name, score in episodes.scores.items()
+        for name, score in episodes.scores.measures().items()
     }
     device, lane, slot = np.nonzero(played)
     return Scores(
@@ -417,7 +419,7 @@ def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLO
     def program(params: Params | None, tables: DeviceBank, which: jax.Array, key: jax.Array) -> Any:
         environment = dataclasses.replace(shell, tables=tables)
 
-        def observe(state: Any) -> Any:
+        def observe(state: Any, _: MeasureTable) -> Any:
             frame = jax.vmap(environment.frame)(state)
             return frame.pose, frame.present
 
