@@ -299,7 +299,7 @@ def driving() -> Run:
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, network=NetworkConfig(torso="deepset", hidden_dim=128),
         ),
-        total_steps=2_250_000,
+        total_steps=1_800_000,
         num_envs=256,
         num_steps=32,
         health=Bounds(solved=6.5),
