@@ -79,7 +79,14 @@ FLAGS = (
         least=0,
         most=MOST_SEED,
     ),
-    Flag("devices", INT, None, "devices that drive at once; no result depends on it", shown="as in the run", least=1),
+    Flag(
+        "devices",
+        INT,
+        None,
+        "devices that drive at once, at most; no result depends on it",
+        shown="as in the run",
+        least=1,
+    ),
     JSON,
     Flag(
         "cross-play",

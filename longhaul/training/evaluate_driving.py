@@ -50,6 +50,9 @@ memory: a scenario's lane follows from its number alone, whatever the number of 
 WIDE = 512
 """That number on an accelerator, whose step takes as long for few scenarios."""
 
+WORTH = 1024
+"""Driven agents by which another core of a CPU pays: it compiles a program of its own, which takes about a minute."""
+
 MARGIN = 1.5
 """Room in the padded tables by the need of the first batch: few later ones need more, which compiles again."""
 
@@ -154,8 +157,11 @@ class Drives(NamedTuple):
         return lambda: nullcontext(held)
 
     def devices(self) -> tuple[jax.Device, ...]:
-        """Devices of this process that drive: as many as there are batches for."""
-        return each_device.local(-(-len(self.scenarios) // self.lanes))
+        """Devices of this process that drive: as many as there are batches for, and on a CPU as many as pay."""
+        task, count = self.run.environment, len(self.scenarios)
+        assert isinstance(task, Driving)
+        batches = -(-count // self.lanes)
+        return each_device.local(min(batches, max(1, count * task.simulator.agents // WORTH)) if on_cpu() else batches)
 
     def player(self, driver: str, films: int = 0, **changes: Any) -> Player:
         """Player of the scenarios, which records `films` of them.

@@ -219,6 +219,7 @@ def test_scores_do_not_depend_on_batches_or_devices(monkeypatch: pytest.MonkeyPa
     acting = policy(drives.run, drives.shell("policy"))
     whole, _ = drives.play(acting, "policy")
     monkeypatch.setattr(evaluate_driving, "LANES", 2)
+    monkeypatch.setattr(evaluate_driving, "WORTH", 1)
     found = []
     for devices in (1, 4):
         monkeypatch.setattr(evaluate_driving.each_device, "local", lambda most, n=devices: _local(min(most, n)))
@@ -236,6 +237,16 @@ def test_scores_do_not_depend_on_batches_or_devices(monkeypatch: pytest.MonkeyPa
 
 
 _local = evaluate_driving.each_device.local
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "agents", "devices"), [(1, 1, 1), (128, 1, 1), (5000, 1, 4), (64, 16, 1), (128, 16, 2)]
+)
+def test_another_core_drives_where_it_saves_more_than_it_compiles(scenarios, agents, devices):
+    run = driving()
+    simulator = dataclasses.replace(run.environment.simulator, agents=agents)
+    run = dataclasses.replace(run, environment=dataclasses.replace(run.environment, simulator=simulator))
+    assert len(evaluate_driving.Drives(run, range(scenarios)).devices()) == devices
 
 
 # -------------------------------------------------------------------------------------------------------- intervals
