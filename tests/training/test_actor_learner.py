@@ -62,10 +62,10 @@ def test_no_less_is_announced_than_the_start_took(monkeypatch: pytest.MonkeyPatc
     need = device_memory.need(update)
     assert need is not None
     for staleness in (0, 1):
-        monkeypatch.setattr(device_memory, "at_most", lambda: 1000 * MB)
+        monkeypatch.setattr(device_memory, "peak", lambda: 1000 * MB)
         without, _ = beside(staleness)
         assert "the start" not in without
-        monkeypatch.setattr(device_memory, "at_most", lambda: 1500 * MB)
+        monkeypatch.setattr(device_memory, "peak", lambda: 1500 * MB)
         found, _ = beside(staleness)
         assert need.total + sum(found.values()) == 1500 * MB
         assert found.pop("the start") > 0 and found == without
