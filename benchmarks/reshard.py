@@ -198,7 +198,7 @@ def sender(rank: int, where: str, model: str, to: str, world: str) -> None:
             forget_peak()
             say("shut")
         elif word in ("copy", "work"):  # as many bytes as a push sends
-            parts = [shard_lanes.raw(each) for each in shards[int(rest[0])].values()]
+            parts = [resharding.raw(each) for each in shards[int(rest[0])].values()]
             left, began, used, at = int(rest[1]), time.perf_counter(), cpu(), 0
             while left > 0:
                 for each in parts:
@@ -222,7 +222,7 @@ def poured(arrays: Sequence[np.ndarray], ways: Sequence[tuple[int, int]]) -> lis
     began, used = time.perf_counter(), cpu()
     for port, left in ways:
         with shard_lanes.connected("127.0.0.1", port, DEADLINE) as sock:
-            for part in itertools.cycle(map(shard_lanes.raw, arrays)):
+            for part in itertools.cycle(map(resharding.raw, arrays)):
                 sock.sendall(part[:left].data)
                 left -= min(left, len(part))
                 if not left:

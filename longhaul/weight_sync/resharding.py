@@ -499,12 +499,13 @@ def _counted(buckets: list[tuple[Move, ...]], together: bool) -> Plan:
 def execute_numpy(plan: Plan, sources: Buffers, destinations: Buffers) -> None:
     """Executes a plan between arrays, run by run, into `destinations`. The reference for every other executor."""
     for move in plan.moves:
-        source = _raw(sources[move.source][move.name])
-        destination = _raw(destinations[move.destination][move.name])
+        source = raw(sources[move.source][move.name])
+        destination = raw(destinations[move.destination][move.name])
         destination[_offsets(move.put)] = source[_offsets(move.taken)]
 
 
-def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
+def raw(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Bytes of a contiguous array. ValueError for another."""
     if not array.flags.c_contiguous:
         raise ValueError("a rank's part of a tensor must be contiguous; take numpy.ascontiguousarray")
     return array.reshape(-1).view(np.uint8)

@@ -110,13 +110,6 @@ def shard(layout: Layout, rank: int) -> Shard:
     return Shard({name: region.offset for name, region in planned.regions.items()}, sizes, boxes, planned.size)
 
 
-def raw(array: np.ndarray) -> np.ndarray:
-    """Bytes of a contiguous array. ValueError for another."""
-    if not array.flags.c_contiguous:
-        raise ValueError("a rank's part of a tensor must be contiguous; take numpy.ascontiguousarray")
-    return array.reshape(-1).view(np.uint8)
-
-
 @functools.lru_cache(maxsize=1024)
 def _cut(box: Box, held: Box, needed: Box, itemsize: int, most: int) -> tuple[tuple[int, Runs, Runs], ...]:
     return tuple(

@@ -518,7 +518,7 @@ class Sender:
             if name not in shards or shards[name].nbytes != size:
                 given = f"{shards[name].nbytes} bytes" if name in shards else "missing"
                 raise ValueError(f"{name}: rank {self.rank} must have {size} bytes of it; they are {given}")
-        return {name: shard_lanes.raw(array) for name, array in shards.items()}
+        return {name: resharding.raw(array) for name, array in shards.items()}
 
     def _send_moves(self, fields: Mapping[str, Any], parts: Parts, base: Parts | None) -> dict[str, Any]:
         """Sends this rank's moves to each receiver; -> digests by rank, and the bytes that went."""
