@@ -79,13 +79,13 @@ def serve(argv: Sequence[str]) -> int:
         raise FlagError("which run? longhaul serve RUN")
     listener = bound(values["host"], values["port"])
     try:
-        name, answers, follow = _served(values)
+        bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
+        name, answers, follow = _served(values, bounds)
         with contextlib.ExitStack() as closed:
             closed.callback(answers.engine.close)
             if values["follow"] is not None:
                 closed.callback(follow(answers.engine.offer).close)
             hosts = board.LOOPBACK if known.token is None and credentials.is_loopback(values["host"]) else ()
-            bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
             app = http.application(answers, known.token, hosts, bounds, {"model": name})
             config = uvicorn.Config(
                 app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none",
@@ -120,23 +120,18 @@ def _credentials(values: Mapping[str, Any]) -> Credentials:
 Follow = Callable[[live_weights.Take], Any]
 
 
-def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, Follow]:
+def _served(values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts | http.Actions, Follow]:
     """(name, answers, function that begins to follow newer weights) of the run or model that is named."""
-    bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
     path = Path(values["RUN"])
     if language_model.is_model_folder(path):
         return _model_texts(path, values, bounds)
     folder = find_folder(Path(values["runs-dir"]), values["RUN"])
-    where, token = _weight_source(values, folder)
+    follow = _follower(values, folder)
     steps = files.checkpoint_steps(folder)
     version = str(steps[-1] if steps else 0) if values["step"] is None else str(values["step"])
     if values["follow"] is not None and (values["member"], values["step"]) != (None, None):
         raise FlagError("--follow serves the newest weights of a single run; leave --member and --step out")
     run, params, _ = restore_policy(folder, values["member"], values["step"])
-
-    def follow(convert: Callable[[Any], Any]) -> Follow:
-        return lambda take: live_weights.follow(where, token, convert, take, tables.progress)
-
     if not isinstance(run.environment, Reasoning):
         policy = Policy(run, params)
         engine = actions.Engine(policy, values["rows"], values["queue"], version)
@@ -148,11 +143,10 @@ def _served(values: Mapping[str, Any]) -> tuple[str, http.Texts | http.Actions, 
 
 def _model_texts(folder: Path, values: Mapping[str, Any], bounds: http.Bounds) -> tuple[str, http.Texts, Follow]:
     """Answers of a language model in Hugging Face's files, which belongs to no run."""
-    where, token = _weight_source(values, folder)
+    follow = _follower(values, folder)
     opened = language_model.of_files(folder)
     texts = _texts(opened, values, bounds, "0")
-    convert = live_weights.language_model(opened.config, opened.params)
-    return opened.name, texts, lambda take: live_weights.follow(where, token, convert, take, tables.progress)
+    return opened.name, texts, follow(live_weights.language_model(opened.config, opened.params))
 
 
 def _texts(opened: language_model.Opened, values: Mapping[str, Any], bounds: http.Bounds, version: str) -> http.Texts:
@@ -162,14 +156,14 @@ def _texts(opened: language_model.Opened, values: Mapping[str, Any], bounds: htt
     return http.Texts(engine, opened.tokeniser, opened.name, bounds, stop=opened.stop, chat=opened.chat)
 
 
-def _weight_source(values: Mapping[str, Any], folder: Path) -> tuple[str, str | None]:
-    """(address that weights come from, its token)."""
-    if values["follow"] is None:
-        return "", None
-    token = credentials.load(token_file=values["follow-token-file"], environment=True).token
-    where = live_weights.address(values["follow"], folder)
-    live_weights.check_reachable(where, token)
-    return where, token
+def _follower(values: Mapping[str, Any], folder: Path) -> Callable[[Callable[[Any], Any]], Follow]:
+    """Function from the conversion of weights to the one that begins to follow newer weights, of --follow's address."""
+    where, token = "", None
+    if values["follow"] is not None:
+        token = credentials.load(token_file=values["follow-token-file"], environment=True).token
+        where = live_weights.address(values["follow"], folder)
+        live_weights.check_reachable(where, token)
+    return lambda convert: lambda take: live_weights.follow(where, token, convert, take, tables.progress)
 
 
 def _limits(values: Mapping[str, Any], context: int, length: int | None) -> Limits:
