@@ -1,6 +1,6 @@
 """ScenarioNet's pickles (MetaDrive's ScenarioDescription; also of ScenarioMax): one scenario a file -> `Log`.
 
-Source: the ScenarioNet documentation and example files; `plain_pickle` reads them without running them. ids of tracks
+Source: the ScenarioNet documentation and example files; `safe_pickle` reads them without running them. ids of tracks
 and map features are strings: numeric ones are kept; if one is not, the map's features are numbered in order. Sizes
 and valid flags come in several shapes and types; polylines have two or three coordinates, a missing height is 0.
 """

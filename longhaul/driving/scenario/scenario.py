@@ -27,7 +27,7 @@ ONWARD, ONWARD_SPACING = 16, 2.5
 
 class Road(NamedTuple):
     """The road around the routes as M directed segments (rows), those of its W lanes first, and a grid of G blocks
-    along the routes that says which rows are near; made by `lanes.make_road`. The last two columns follow from the
+    along the routes that says which rows are near; made by `lane_graph.make_road`. The last two columns follow from the
     others."""
 
     origin: np.ndarray  # float32 [2]: x, y from which places count
