@@ -132,6 +132,33 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def broken_rows(text: str) -> list[str]:
+    """Lines outside code that hold a bar in running text, and rows with other cells than the row above them."""
+    prose = re.sub(r"^( *)```[\s\S]*?^\1```$|^    .*$", "", text, flags=re.MULTILINE)
+    prose = re.sub(r"`(?:(?!\n\n)[^`])*`", "`code`", prose)
+    broken, above = [], 0
+    for line in map(str.strip, prose.splitlines()):
+        bars = len(re.findall(r"(?<!\\)\|", line))
+        row = line.startswith("|") and line.endswith("|")
+        if bars and (not row or above not in (0, bars) or "|--" in line[1:] and not set(line) <= set("|-: ")):
+            broken.append(line)
+        above = bars if row else 0
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_row_of_a_table_is_a_line_of_its_own(page: Path) -> None:
+    assert broken_rows(page.read_text()) == []
+
+
+def test_a_table_that_was_wrapped_as_running_text_is_found() -> None:
+    table = "| a | b |\n|---|---|\n| `x|y` | 1 |\n| | 2 |"
+    assert broken_rows(f"text\n\n{table}\n\n```\na | b\n```\n\n    ls | wc\n") == []
+    assert broken_rows(table.replace("\n", " ")) == [table.replace("\n", " ").replace("`x|y`", "`code`")]
+    assert broken_rows("| a | b | |---|---| | x |\n1 | | y | 2 |") == ["| a | b | |---|---| | x |", "1 | | y | 2 |"]
+    assert broken_rows("| a | b |\n|---|---|\n| x |") == ["| x |"]
+
+
 def test_the_page_on_installing_lists_every_extra() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
