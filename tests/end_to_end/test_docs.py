@@ -140,7 +140,7 @@ def broken_rows(text: str) -> list[str]:
     for line in map(str.strip, prose.splitlines()):
         bars = len(re.findall(r"(?<!\\)\|", line))
         row = line.startswith("|") and line.endswith("|")
-        if bars and (not row or above not in (0, bars) or "|--" in line[1:] and not set(line) <= set("|-: ")):
+        if bars and (not row or above not in (0, bars) or ("|--" in line[1:] and not set(line) <= set("|-: "))):
             broken.append(line)
         above = bars if row else 0
     return broken
