@@ -31,7 +31,7 @@ from longhaul.diagnostics.compiled_run import compiled
 from longhaul.runtime import device_memory, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, last_line
 from longhaul.runtime.launch import local
 from longhaul.types import PyTree
 
@@ -122,8 +122,7 @@ def ask(
                 child.wait()
         if any(failed):
             err.seek(0)
-            lines = err.read().strip().splitlines() or ["it said nothing"]
-            raise RunError(f"a run of {processes} process(es) failed: {lines[-1][:200]}")
+            raise RunError(f"a run of {processes} process(es) failed: {last_line(err.read())}")
     return json.loads(output.splitlines()[-1])
 
 

@@ -31,7 +31,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import overlap, partition
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, last_line
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
 from longhaul.training.assemble import Assembly, assemble, check_room
@@ -170,8 +170,7 @@ def ask(run: Run, module: str, name: str, *words: str, variables: Mapping[str, s
         [sys.executable, "-c", program], input=stdin, capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RunError(f"{devices} CPU devices failed: {last[:200]}")
+        raise RunError(f"{devices} CPU devices failed: {last_line(done.stderr)}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -5,6 +5,7 @@ No JAX here: limits are those of a whole process, and JAX's threads would fail w
 
 from __future__ import annotations
 
+from longhaul.runtime.errors import first_line
 from longhaul.runtime.worker_pool import OutOfTime, bounded
 
 MEMORY, SECONDS = 1 << 29, 2.0
@@ -27,4 +28,4 @@ def fill(source: str, names: dict[str, str], turns: list[dict[str, str]]) -> str
     except (MemoryError, OutOfTime) as error:
         raise ValueError(f"it takes more than {MEMORY >> 20} MB or {SECONDS:g} s") from error
     except Exception as error:  # any that it makes by what it computes
-        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error
+        raise ValueError(first_line(error)) from error

@@ -26,6 +26,7 @@ from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
 from longhaul.reasoning.transformer import ADAPTED, ALPHA, check, merged, shapes, size
 from longhaul.runtime import bounded_json, worker_pool
+from longhaul.runtime.errors import first_line
 from longhaul.runtime.files import apply_umask
 from longhaul.types import Params
 
@@ -431,7 +432,7 @@ def tokeniser(folder: Path | str, *, chat: bool = False, system: str = "") -> To
         except BaseException as error:  # a panic of Rust, where a regular expression gives up
             if type(error).__name__ != "PanicException":
                 raise
-            raise HubError(f"{path} can't read {text!r:.40}: {str(error).splitlines()[0]}") from None
+            raise HubError(f"{path} can't read {text!r:.40}: {first_line(error)}") from None
 
     encode, with_marks = (functools.partial(numbers_of, tokenizer=by) for by in (inner, marked))
     count = 1 + max(inner.get_vocab().values(), default=-1)

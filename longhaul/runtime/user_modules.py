@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.runtime.errors import did_you_mean
+from longhaul.runtime.errors import did_you_mean, first_line
 
 
 def is_named(name: str) -> bool:
@@ -54,7 +54,7 @@ def imported(module: str) -> Any:
             raise ValueError(f"{module} is a file; write {module.removesuffix('.py')}:NAME") from error
         remedy = "; run from the folder that has it, install it, or add its folder to PYTHONPATH" if missing else ""
         at = "" if missing or isinstance(error, SyntaxError) else place(error)  # a SyntaxError says where
-        raise ValueError(f"{module} can't be imported: {_first_line(error)}{at}{remedy}") from error
+        raise ValueError(f"{module} can't be imported: {_named(error)}{at}{remedy}") from error
 
 
 def place(error: BaseException) -> str:
@@ -72,11 +72,12 @@ def place(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """Kind of an error, the first line of what it says, and where the user's code raised it."""
-    return _first_line(error) + place(error)
+    return _named(error) + place(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def _named(error: BaseException) -> str:
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
 
 
 def untraceable(what: str, error: BaseException) -> str:

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import BinaryIO
 
+from longhaul.runtime.errors import first_line
 from longhaul.telemetry import tracking
 from longhaul.telemetry.sinks import Record
 from longhaul.telemetry.tracking import Row, Session, Tracker
@@ -70,10 +71,6 @@ def public(text: str) -> str:
         if len(value) > 7 and name.endswith(("_KEY", "_TOKEN", "_PASSWORD", "_SECRET")):
             text = text.replace(value, "***")
     return re.sub(r"://[^/@\s]+@", "://***@", text)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(public(str(error)).splitlines()), "") or type(error).__name__
 
 
 def main(argv: list[str]) -> int:

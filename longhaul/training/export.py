@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import external, registry
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, first_line, last_line
 from longhaul.runtime.files import apply_umask
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import onnx_program
@@ -143,9 +143,8 @@ def program(policy: Policy) -> bytes:
         jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # no path of this machine goes with it
         exported = export.export(jax.jit(_by_names(policy)), platforms=PLATFORMS)(*arguments)
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"this policy can't be exported by jax.export: {line}; --to safetensors has its arrays"
+            f"this policy can't be exported by jax.export: {first_line(error)}; --to safetensors has its arrays"
         ) from error
     finally:
         jax.config.update("jax_hlo_source_file_canonicalization_regex", folders)
@@ -224,7 +223,7 @@ def check(policy: Policy, path: Path, kind: str = "jax") -> None:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=scratch)
         if done.returncode:
-            raise RunError(f"{path} does not run outside Longhaul: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+            raise RunError(f"{path} does not run outside Longhaul: {last_line(done.stderr)}")
         with np.load(result) as outputs:
             for name in outputs.files:
                 _compare(path, name, precision, outputs[name], np.asarray(expected[name]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import longhaul.driving
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, first_line
 
 ADDRESS = re.compile(r"hf:(?://)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
 
@@ -132,11 +132,13 @@ def _as_run_errors(address: Address) -> Iterator[None]:
     except errors.RepositoryNotFoundError as error:
         raise RunError(f"{address}: there is no such repository, or your token may not see it") from error
     except errors.HFValidationError as error:
-        raise RunError(f"{address} is no name of a repository: {_first(error)}; write hf:USER/NAME") from error
+        raise RunError(
+            f"{address} is no name of a repository: {first_line(error)[:200]}; write hf:USER/NAME"
+        ) from error
     except errors.HfHubHTTPError as error:
         raise RunError(f"{address}: {_refusal(error)}") from error
     except RuntimeError as error:  # of an upload, with the cause behind it
-        raise RunError(f"{address}: {_first(error)} ({_first(error.__cause__ or error)})") from error
+        raise RunError(f"{address}: {first_line(error)} ({first_line(error.__cause__ or error)[:200]})") from error
     except (OSError, _transport_error()) as error:  # among the first: nothing in the cache, or HF_HUB_OFFLINE
         raise RunError(
             f"{address}: no contact with {_endpoint() or 'huggingface.co'}, and it is not in the cache; try again"
@@ -154,8 +156,4 @@ def _refusal(error: Any) -> str:
     status = getattr(error.response, "status_code", None)
     if status in (401, 403):
         return f"your token is refused ({status}); give one that may write there: `hf auth login`, or HF_TOKEN"
-    return f"the hub answers {status}: {_first(error)}"
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return f"the hub answers {status}: {first_line(error)[:200]}"

@@ -23,7 +23,7 @@ import numpy as np
 from longhaul.config.run import Run
 from longhaul.runtime import bounded_json, pytree_serialization
 from longhaul.runtime.devices import most_of_a_file
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import RunError, first_line
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import hub, legacy_params
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
@@ -166,7 +166,7 @@ def _of_npz(path: Path, spec: Spec) -> dict[str, np.ndarray]:
         raise
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RunError(
-            f"--init-from {path} is no whole .npz file of arrays ({str(error).splitlines()[0]}); copy it again"
+            f"--init-from {path} is no whole .npz file of arrays ({first_line(error)}); copy it again"
         ) from error
 
 
@@ -192,7 +192,7 @@ def _of_safetensors(path: Path) -> dict[str, np.ndarray]:
         bounded_json.check_safetensors(path)
         tensors: dict[str, np.ndarray] = load_file(path)
     except Exception as error:  # its own kinds, which say what is wrong with the file
-        raise _UnreadableError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise _UnreadableError(f"{path}: {first_line(error)}") from error
     return tensors
 
 

@@ -26,6 +26,7 @@ from longhaul.algorithms.config import PPOConfig
 from longhaul.driving.datasets import safe_pickle
 from longhaul.driving.datasets.log import Malformed, told
 from longhaul.networks.config import NetworkConfig
+from longhaul.runtime.errors import first_line
 from longhaul.spaces import Discrete
 from longhaul.types import Spec
 
@@ -154,7 +155,7 @@ def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
             raise ValueError(f"version {version} of the format")
         shape, by_column, dtype = readers[version](file)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]}); name another file") from error
+        raise LegacyError(f"{path}: {name} can't be read ({first_line(error)}); name another file") from error
     _check_form(path, name, shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != size - file.tell():

@@ -27,7 +27,7 @@ import numpy as np
 from longhaul.config.resolve import MINARI
 from longhaul.driving.datasets.log import BadData
 from longhaul.runtime.devices import most_of_a_file
-from longhaul.runtime.errors import did_you_mean
+from longhaul.runtime.errors import did_you_mean, first_line
 from longhaul.spaces import Box, Discrete, Masked, action_shape, unmasked
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
@@ -88,7 +88,7 @@ def _of_minari(path: str) -> list[tuple[str, dict[str, np.ndarray]]]:
             for episode in minari.load_dataset(name).iterate_episodes()
         ]
     except (ImportError, OSError, ValueError) as error:  # h5py is missing, say
-        raise BadData(f"{path}: can't be read by Minari: {error}".splitlines()[0] + "; download it again") from error
+        raise BadData(f"{path}: can't be read by Minari: {first_line(error)}; download it again") from error
     return [(path, jax.tree.map(lambda *parts: np.concatenate(parts), *episodes))]
 
 
@@ -120,7 +120,7 @@ def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
         try:
             loaded[name] = archive[name]
         except Exception as error:  # zipfile and zlib raise many kinds
-            raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0] + "; write it again") from error
+            raise BadData(f"{path}: {name} can't be read: {first_line(error)}; write it again") from error
     return [(path, loaded)]
 
 
@@ -128,9 +128,7 @@ def _load(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode=None if path.suffix == ".npz" else "r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadData(
-            f"{path}: can't be read as NumPy's: {error}".splitlines()[0] + "; numpy.savez writes one"
-        ) from error
+        raise BadData(f"{path}: can't be read as NumPy's: {first_line(error)}; numpy.savez writes one") from error
 
 
 def _leaves(observation: PyTree) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from longhaul.envs.host.vector import (
     typed,
     write,
 )
+from longhaul.runtime.errors import first_line
 from longhaul.runtime.user_modules import imported, load
 from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, Tree, action_shape, mapped
 
@@ -482,5 +483,4 @@ def _one_line_errors(name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{name} can't be made: {lines[0]}") from error
+            raise ValueError(f"{name} can't be made: {first_line(error)}") from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from longhaul.runtime import bounded_json
-from longhaul.runtime.errors import FAILED, STOPPED
+from longhaul.runtime.errors import FAILED, STOPPED, first_line
 from longhaul.telemetry.health import of_learning
 from longhaul.telemetry.sinks import Record
 
@@ -146,7 +146,7 @@ def begin(session: Session) -> Tracker:
     """Session of W&B, offline if the server refuses."""
     import wandb
 
-    from longhaul.telemetry.follower import first_line, public
+    from longhaul.telemetry.follower import public
     from longhaul.telemetry.trackers.wandb_artifacts import sender
     from longhaul.telemetry.tracking import Tracker, save
 

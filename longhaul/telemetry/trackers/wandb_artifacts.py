@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longhaul.runtime import files
+from longhaul.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from longhaul.telemetry.tracking import Session
@@ -42,7 +43,7 @@ def sender(session: Session, run: Any, online: bool) -> Callable[[], None]:
     """Function that sends the checkpoints that W&B lacks to its run; offline they are logged for `wandb sync`."""
     import wandb
 
-    from longhaul.telemetry.follower import first_line, public
+    from longhaul.telemetry.follower import public
 
     folder, uploads = session.folder, session.tracked.artifact
     if not (online if uploads is None else uploads):

@@ -21,6 +21,7 @@ import numpy as np
 from longhaul.reasoning.huggingface import Conversation, HubError
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.runtime import bounded_json
+from longhaul.runtime.errors import first_line
 from longhaul.training.init_from import names
 from longhaul.training.serving import metrics
 from longhaul.training.serving.actions import Engine as ActionEngine
@@ -543,7 +544,7 @@ async def finished(request: Request, work: Job | Question) -> None:
 def _failure(error: BaseException) -> tuple[int, str]:
     if isinstance(error, TimeoutError):
         return 504, LATE
-    return 500, f"the model failed: {(str(error).splitlines() or [''])[0][:200] or type(error).__name__}"
+    return 500, f"the model failed: {first_line(error)[:200]}"
 
 
 def _json(value: Any, status: int = 200) -> Any:
