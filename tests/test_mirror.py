@@ -65,7 +65,6 @@ ELSEWHERE = {
     "runtime/batch_shards.py": "end_to_end/test_deterministic.py",
     "runtime/cache_dir.py": "runtime/test_compile_cache.py",
     "runtime/devices.py": "runtime/test_process_group.py",
-    "runtime/errors.py": "config/test_resolve.py",
     "runtime/launch/local.py": "runtime/test_process_group.py",
     "runtime/launch/ray_cluster.py": "runtime/launch/test_ray.py",
     "spaces.py": "envs/host/test_vector.py",

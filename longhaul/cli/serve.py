@@ -82,7 +82,7 @@ def serve(argv: Sequence[str]) -> int:
         bounds = http.Bounds(values["body-kb"] << 10, values["deadline"])
         name, answers, follow = _served(values, bounds)
         with contextlib.ExitStack() as closed:
-            closed.callback(answers.engine.close)
+            closed.callback(answers.engine.queue.close)
             if values["follow"] is not None:
                 closed.callback(follow(answers.engine.offer).close)
             hosts = board.LOOPBACK if known.token is None and credentials.is_loopback(values["host"]) else ()

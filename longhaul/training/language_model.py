@@ -163,7 +163,7 @@ class LanguageModel:
     def _engine(self) -> completions.Engine:
         limits = completions.Limits(self.config.context, self.config.context, queue=1 << 30)
         engine = completions.Engine(self.config, self.params, self.tokeniser, limits)
-        self._end = weakref.finalize(self, engine.close)
+        self._end = weakref.finalize(self, engine.queue.close)
         return engine
 
     def _read(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -208,7 +208,7 @@ class LanguageModel:
         job = completions.Job(
             prompts, most, math.inf, n, float(temperature), float(top_p), (*stops, *self._opened.stop), seed
         )
-        self._engine.submit(job)
+        self._engine.queue.submit(job)
         try:
             job.done.result()
         except BaseException:

@@ -6,7 +6,6 @@ Batches have sizes that are powers of two, each compiled once. A batch has one v
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ import numpy as np
 
 from longhaul.training.api import Policy
 from longhaul.training.init_from import names
-from longhaul.training.serving.completions import Counters, QueueFull
+from longhaul.training.serving.work_queue import Counters, WorkQueue
 from longhaul.types import PyTree
 
 Arrays = Mapping[str, np.ndarray]
@@ -42,61 +41,32 @@ class Question:
 
 
 class Engine:
-    """Acts in a thread of its own, until `close`."""
+    """Answers the questions of its `queue`, in that queue's thread."""
 
     def __init__(self, policy: Policy, rows: int, queue: int, version: str = "0") -> None:
-        self.policy, self.rows, self.queue, self.counters = policy, rows, queue, Counters()
+        self.policy, self.rows, self.counters = policy, rows, Counters()
+        self.queue = WorkQueue[Question]("observations", queue, lambda question: question.count)
         self._act = jax.jit(policy.act)
         self._memory = policy.memory(1)
         self._sizes: set[tuple[int, bool]] = set()  # of compiled programs
-        self._waiting: list[Question] = []
-        self._changed = threading.Condition()
-        self._closing = False
         self._weights: tuple[str, PyTree] = (version, jax.tree.map(jax.numpy.asarray, policy.params))
         self._key = jax.random.key(time.time_ns() % 2**32)
-        self._thread = threading.Thread(target=self._work, name="longhaul-serve", daemon=True)
-        self._thread.start()
+        self.queue.start(self._work)
 
     @property
     def version(self) -> str:
         return self._weights[0]
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def queued(self) -> int:
-        """Observations that wait."""
-        return sum(each.count for each in list(self._waiting))
-
-    def submit(self, question: Question) -> None:
-        """Request for the queue, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("the server ends")
-            if self.queued + question.count > self.queue:
-                raise QueueFull(f"{self.queued} observations wait; at most {self.queue} may")
-            self._waiting.append(question)
-            self._changed.notify()
 
     def offer(self, version: str, params: PyTree) -> None:
         """Newer weights, which serve from the next batch on."""
         self._weights = (version, jax.tree.map(jax.numpy.asarray, params))
         self.counters.swaps += 1
 
-    def close(self) -> None:
-        """End, after what was submitted is answered."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
+            with self.queue.changed:
+                self.queue.changed.wait_for(lambda: self.queue.waiting or self.queue.closing)
+                if not self.queue.waiting:
                     return
                 batch = self._together()
             now = time.monotonic()
@@ -115,14 +85,14 @@ class Engine:
 
     def _together(self) -> list[Question]:
         """Requests that one call answers, from the first that waits on; they leave the queue."""
-        first = self._waiting[0]
+        first = self.queue.waiting[0]
         batch, rows = [first], first.count
         if first.seed is None:
-            for each in self._waiting[1:]:
+            for each in self.queue.waiting[1:]:
                 if each.seed is None and each.deterministic == first.deterministic and rows + each.count <= self.rows:
                     batch.append(each)
                     rows += each.count
-        self._waiting = [each for each in self._waiting if each not in batch]
+        self.queue.waiting = [each for each in self.queue.waiting if each not in batch]
         return batch
 
     def _answer(self, batch: list[Question]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.training.serving.batch_programs import PROGRAMS as PROGRAMS
 from longhaul.training.serving.batch_programs import SMALLEST_ROOM, Programs, Progress, State, idle
 from longhaul.training.serving.batch_programs import TOPS as TOPS
+from longhaul.training.serving.work_queue import Counters, WorkQueue
 from longhaul.types import Params
 
 SMALLEST_SLOTS, GROWTH = 64, 4
@@ -52,10 +52,6 @@ class Limits(NamedTuple):
     rows: int = 64  # decoded together
     queue: int = 512  # completions that wait
     programs: int = PROGRAMS  # that are kept
-
-
-class QueueFull(RuntimeError):
-    """Queue with as many waiting completions as it may have."""
 
 
 @dataclass
@@ -107,17 +103,8 @@ class Weights(NamedTuple):
     kernels: decode.Kernels
 
 
-class Counters:
-    """Sums since the start, written by the engine's thread alone."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.tokens = self.batches = self.calls = self.swaps = self.failures = 0
-        self.active = 0  # rows now
-        self.programs = self.compiled = 0  # kept now; made so far
-
-
 class Engine:
-    """Decodes jobs in a thread of its own, until `close`."""
+    """Decodes the jobs of its `queue`, in that queue's thread."""
 
     def __init__(
         self, config: ModelConfig, params: Params, tokeniser: Tokeniser, limits: Limits, version: str = "0"
@@ -125,15 +112,12 @@ class Engine:
         self.config, self.tokeniser, self.limits, self.counters = config, tokeniser, limits, Counters()
         self._slots = _doubled(SMALLEST_SLOTS, _doubled(SMALLEST_ROOM, limits.prompt_tokens) + limits.tokens)
         self._programs = Programs(config, self._slots, tokeniser.ends, tokeniser.pad, limits.programs)
-        self._waiting: list[Job] = []
+        self.queue = WorkQueue[Job]("completions", limits.queue, lambda job: len(job.rows) - job.joined)
         self._begun: Sequence[Job] = ()  # those of the batch that is decoded
-        self._changed = threading.Condition()
         self._offered: tuple[str, Params] | None = None
-        self._closing = False
         params = jax.tree.map(jnp.asarray, params)
         self._weights = Weights(version, params, self._programs.prepare(params))
-        self._thread = threading.Thread(target=self._work, name="longhaul-serve", daemon=True)
-        self._thread.start()
+        self.queue.start(self._work)
 
     # ------------------------------------------------------------------------------------------------ for callers
 
@@ -141,61 +125,37 @@ class Engine:
     def version(self) -> str:
         return self._weights.version
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def queued(self) -> int:
-        """Completions that wait."""
-        return sum(len(job.rows) - job.joined for job in list(self._waiting))
-
-    def submit(self, job: Job) -> None:
-        """Job for the queue, whose `done` is resolved later. Raises QueueFull; RuntimeError after `close`."""
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("the server ends")
-            if self.queued + len(job.rows) > self.limits.queue:
-                raise QueueFull(f"{self.queued} completions wait; at most {self.limits.queue} may")
-            self._waiting.append(job)
-            self._changed.notify()
-
     def offer(self, version: str, params: Params) -> None:
         """Newer weights, which serve after the batch that is decoded; of several that wait, the last."""
-        with self._changed:
+        with self.queue.changed:
             self._offered = (version, params)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """End, after what was submitted is decoded."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
+            self.queue.changed.notify()
 
     # --------------------------------------------------------------------------------------------- its own thread
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing or self._offered is not None)
-                if self._closing and not self._waiting:
+            with self.queue.changed:
+                self.queue.changed.wait_for(
+                    lambda: self.queue.waiting or self.queue.closing or self._offered is not None
+                )
+                if self.queue.closing and not self.queue.waiting:
                     return
             try:
                 self._swap()
                 self._sweep()
-                if self._waiting:
+                if self.queue.waiting:
                     self._batch()
             except Exception as error:  # a program that did not compile, no memory: these requests fail, others may not
                 self.counters.failures += 1
                 self.counters.active = 0
-                for job in [*self._begun, *[job for job in self._waiting if job.joined]]:
+                for job in [*self._begun, *[job for job in self.queue.waiting if job.joined]]:
                     self._fail(job, error)
 
     def _swap(self) -> None:
         """Takes the weights that wait, unless a request still needs the old ones."""
-        with self._changed:
-            if self._offered is None or any(job.joined for job in self._waiting):
+        with self.queue.changed:
+            if self._offered is None or any(job.joined for job in self.queue.waiting):
                 return
             version, params = self._offered
             self._offered = None
@@ -206,22 +166,22 @@ class Engine:
     def _sweep(self) -> None:
         """Drops jobs that nobody waits for any more."""
         now = time.monotonic()
-        for job in list(self._waiting):
+        for job in list(self.queue.waiting):
             if job.cancelled or now > job.deadline:
                 self._fail(job, TimeoutError("its deadline is over"))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        with self._changed:
-            if job in self._waiting:
-                self._waiting.remove(job)
+        with self.queue.changed:
+            if job in self.queue.waiting:
+                self.queue.waiting.remove(job)
         if not job.done.done():
             job.done.set_exception(error)
 
     def _take(self, count: int, index: int | None, slots: int) -> list[Begun]:
         """At most `count` rows in the order of requests, that fit behind slot `index`; any if it is None."""
         taken: list[Begun] = []
-        with self._changed:
-            for job in list(self._waiting):
+        with self.queue.changed:
+            for job in list(self.queue.waiting):
                 room = _doubled(SMALLEST_ROOM, max(map(len, job.prompts)))
                 if index is not None and (room > index or index + job.max_tokens > slots):
                     break  # it begins the next batch
@@ -232,7 +192,7 @@ class Engine:
                     job.joined += 1
                 if job.joined < len(job.rows):
                     break
-                self._waiting.remove(job)
+                self.queue.waiting.remove(job)
         for job, _ in taken:
             job.version = self._weights.version
         return taken
@@ -269,7 +229,7 @@ class Engine:
                 self._begun = ()
                 return
             taken = []
-            if self._waiting:
+            if self.queue.waiting:
                 taken = self._take(self.limits.rows - self.counters.active, int(progress.place), slots)
 
     def _widened(self, state: State, progress: Progress, held: Columns, more: int) -> tuple[State, Progress]:
@@ -322,7 +282,7 @@ class Engine:
         self.counters.programs, self.counters.compiled = len(self._programs), self._programs.compiled
         if self._programs.compiled > before:
             took = time.monotonic() - began
-            for job in {id(job): job for job in (*self._begun, *self._waiting)}.values():
+            for job in {id(job): job for job in (*self._begun, *self.queue.waiting)}.values():
                 job.deadline += took
 
     def _deliver(

@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,11 @@ from longhaul.training.serving.completions import (
     MOST_TEMPERATURE,
     TOPS,
     Job,
-    QueueFull,
     Row,
     text_of,
 )
 from longhaul.training.serving.completions import Engine as TextEngine
+from longhaul.training.serving.work_queue import Engine, QueueFull, Work, WorkQueue
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -97,17 +97,6 @@ class Bounds(NamedTuple):
 
     body: int = 1 << 20  # bytes
     deadline: float = 60.0  # seconds from its head to its answer
-
-
-class Engine(Protocol):
-    """Engine of a served run: completions of a language model, or actions of a policy."""
-
-    @property
-    def version(self) -> str: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def queued(self) -> int: ...
 
 
 # --------------------------------------------------------------------------------------------------------------- fields
@@ -262,7 +251,7 @@ class Texts:
         detailed = _flag(body, "logprobs") if chat else body.get("logprobs") is not None
         if _flag(body, "stream"):
             return self._streamed(job, chat=chat, detailed=detailed)
-        submit(self.engine, job)
+        submit(self.engine.queue, job)
         await finished(request, job)
         choices = [self._choice(job, place, chat=chat, detailed=detailed) for place in range(len(job.rows))]
         read_, written = sum(map(len, prompts)), sum(len(row.tokens) for row in job.rows)
@@ -316,7 +305,7 @@ class Texts:
 
         job.heard = hear
         job.done.add_done_callback(lambda done: hear(-1))
-        submit(self.engine, job)
+        submit(self.engine.queue, job)
         held = max((len(stop) for stop in job.stop), default=1) - 1
 
         async def events() -> AsyncIterator[str]:
@@ -386,7 +375,7 @@ class Actions:
         seed = None if body.get("seed") is None else number(body, "seed", 0, 0, 2**32 - 1, whole=True)
         deadline = time.monotonic() + self._bounds.deadline
         question = Question(observation, memory, count, deadline, deterministic, None if deterministic else seed)
-        submit(self.engine, question)
+        submit(self.engine.queue, question)
         await finished(request, question)
 
         def plain(x: Any) -> Any:
@@ -512,10 +501,10 @@ def _too_long(count: str, bounds: Bounds) -> str:
     return f"the body has {count} bytes; {most}; shorten it, or start the server with a larger --body-kb"
 
 
-def submit(engine: Any, work: Job | Question) -> None:
-    """Gives work to an engine. Raises Refused where its queue is full, or it ends."""
+def submit(queue: WorkQueue[Work], work: Work) -> None:
+    """Puts work into an engine's queue. Raises Refused where that is full, or it ends."""
     try:
-        engine.submit(work)
+        queue.submit(work)
     except QueueFull as error:
         raise Refused(429, f"{error}; ask for fewer, or again later") from error
     except RuntimeError as error:
@@ -577,16 +566,16 @@ def application(
     from starlette.responses import PlainTextResponse
     from starlette.routing import Route
 
-    engine: Any = answers.engine
+    engine: Engine = answers.engine
     requests = metrics.Requests()
 
     async def health(request: Request) -> Response:
-        state = {"status": "ok" if engine.alive else "failed", "weight_version": engine.version,
-                 "queue": engine.queued, **about}  # fmt: skip
-        return _json(state, 200 if engine.alive else 503)
+        state = {"status": "ok" if engine.queue.alive else "failed", "weight_version": engine.version,
+                 "queue": engine.queue.length, **about}  # fmt: skip
+        return _json(state, 200 if engine.queue.alive else 503)
 
     async def measured(request: Request) -> Response:
-        text = metrics.text(requests, engine, engine.version)
+        text = metrics.text(requests, engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def refuse(request: Request, error: Exception) -> Response:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import psutil
+
+from longhaul.training.serving.work_queue import Engine
 
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the histogram of seconds."""
@@ -28,7 +29,7 @@ class Requests:
         self.sums[route] += seconds  # type: ignore[assignment]
 
 
-def text(requests: Requests, engine: Any, version: str) -> str:
+def text(requests: Requests, engine: Engine) -> str:
     """Everything that `/metrics` answers."""
     counters = engine.counters
     lines = [
@@ -38,7 +39,7 @@ def text(requests: Requests, engine: Any, version: str) -> str:
         )),
         *_histogram(requests),
         *_one("requests_under_way", "gauge", "Requests that are not answered yet.", requests.under_way),
-        *_one("queue_length", "gauge", "Completions or observations that wait.", engine.queued),
+        *_one("queue_length", "gauge", "Completions or observations that wait.", engine.queue.length),
         *_one("active_rows", "gauge", "Completions that are decoded now.", counters.active),
         *_one("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counters.prompt_tokens),
         *_one("generated_total", "counter", "Tokens or actions that were computed.", counters.tokens),
@@ -49,7 +50,7 @@ def text(requests: Requests, engine: Any, version: str) -> str:
         *_one("programs", "gauge", "Compiled programs that are kept.", counters.programs),
         *_one("compilations_total", "counter", "Programs that were compiled or loaded.", counters.compiled),
         *_one("memory_bytes", "gauge", "Resident memory of the process.", psutil.Process().memory_info().rss),
-        *_family("weights_info", "gauge", "Version of the weights.", ((f'{{version="{version}"}}', 1),)),
+        *_family("weights_info", "gauge", "Version of the weights.", ((f'{{version="{engine.version}"}}', 1),)),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -24,7 +24,8 @@ from longhaul.runtime import mesh as meshes
 from longhaul.training.api import Policy
 from longhaul.training.data import spec
 from longhaul.training.serving import actions, batch_programs, http, live_weights, metrics
-from longhaul.training.serving.completions import Engine, Job, Limits, QueueFull
+from longhaul.training.serving.completions import Engine, Job, Limits
+from longhaul.training.serving.work_queue import QueueFull
 from longhaul.weight_sync.producer import named
 from tests.helpers import shared_programs
 from tests.helpers.quick import language_model, quick
@@ -47,7 +48,7 @@ def engine() -> Iterator[Engine]:
     """Of four rows: each size of a batch is a program."""
     made = Engine(CONFIG, weights(), WORDS, Limits(16, 40, rows=4, queue=64), "3")
     yield made
-    made.close()
+    made.queue.close()
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def wide() -> Iterator[Engine]:
     """Of sixteen rows, a batch that grows twice."""
     made = Engine(CONFIG, weights(), WORDS, Limits(16, 40, rows=16, queue=64), "3")
     yield made
-    made.close()
+    made.queue.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_completions_of_a_batch_that_grows_are_those_of_the_full_forward(wide: E
     jobs = [job("3+4="[: 1 + i % 4], temperature=0.0 if i % 2 else 1.0, seed=i, n=1 + i % 3, max_tokens=8 + i) for i in
             range(14)]  # fmt: skip
     for each in jobs:
-        wide.submit(each)
+        wide.queue.submit(each)
     for each in jobs:
         each.done.result(60.0)
         for row in each.rows:
@@ -113,7 +114,7 @@ def test_completions_of_a_batch_that_grows_are_those_of_the_full_forward(wide: E
             assert (row.finish == "stop") == (row.tokens[-1] == tokenizer.END)
             assert row.finish == "stop" or len(row.tokens) == each.max_tokens
     alone = job("3", temperature=1.0, seed=8, n=3, max_tokens=16)
-    wide.submit(alone)
+    wide.queue.submit(alone)
     alone.done.result(60.0)
     assert [row.tokens for row in alone.rows] == [row.tokens for row in jobs[8].rows]  # the others changed nothing
     assert len({tuple(row.tokens) for each in jobs for row in each.rows if each.temperature}) > 4
@@ -155,12 +156,12 @@ def test_an_answer_is_from_one_version_and_newer_weights_serve_after_it(engine: 
     other = jax.tree.map(lambda x: -np.asarray(x), weights())
     names = {f"params.{name}": np.asarray(x) for name, x in named(other).items()}
     old = job("3+4=", temperature=0.0, n=6, max_tokens=40)  # more than the rows of a batch
-    engine.submit(old)
+    engine.queue.submit(old)
     while old.version is None:
         time.sleep(0.001)
     engine.offer("4", live_weights.language_model(CONFIG, weights())(names))
     new = job("3+4=", temperature=0.0)
-    engine.submit(new)
+    engine.queue.submit(new)
     for each, version, params in ((old, "3", weights()), (new, "4", other)):
         each.done.result(60.0)
         assert each.version == version
@@ -171,14 +172,14 @@ def test_an_answer_is_from_one_version_and_newer_weights_serve_after_it(engine: 
 
 def test_a_full_queue_refuses_and_a_late_request_frees_its_row(engine: Engine) -> None:
     with pytest.raises(QueueFull, match="at most 64 may"):
-        engine.submit(job("3", n=65))
+        engine.queue.submit(job("3", n=65))
     late = job("3", n=20, max_tokens=40)
     late.deadline = time.monotonic() - 1.0
-    engine.submit(late)
+    engine.queue.submit(late)
     with pytest.raises(TimeoutError):
         late.done.result(60.0)
     after = job("3")
-    engine.submit(after)
+    engine.queue.submit(after)
     after.done.result(60.0)
 
 
@@ -190,7 +191,7 @@ def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch:
         return read(*given)
 
     first = job("3")
-    engine.submit(first)
+    engine.queue.submit(first)
     first.done.result(60.0)
     for compiled, late in ((False, False), (True, True)):
         trimmed: list[bool] = []
@@ -201,7 +202,7 @@ def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch:
                 engine._programs._kept.clear()
             asked = job("3")
             asked.deadline = time.monotonic() + 0.2
-            engine.submit(asked)
+            engine.queue.submit(asked)
             assert (asked.done.exception(60.0) is not None) == late
             assert bool(trimmed) != compiled, "what the compiler took is given back"
 
@@ -283,11 +284,11 @@ def test_an_error_of_a_batch_fails_its_requests_alone(engine: Engine, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(engine._programs, "read", broken)
         failed = job("3")
-        engine.submit(failed)
+        engine.queue.submit(failed)
         with pytest.raises(MemoryError):
             failed.done.result(60.0)
     after = job("3")
-    engine.submit(after)
+    engine.queue.submit(after)
     after.done.result(60.0)
 
 
@@ -455,7 +456,7 @@ def test_a_token_a_foreign_host_and_the_metrics(answers: http.Texts, asked: Any)
     assert wrong.json()["error"]["message"] == f"/v1/completions does not take GET; {there}"
     counted = metrics.Requests()
     counted.note("/x", 200, 0.3)
-    assert 'le="0.25"} 0' in metrics.text(counted, answers.engine, "1")
+    assert 'le="0.25"} 0' in metrics.text(counted, answers.engine)
 
 
 # -------------------------------------------------------------------------------------------------------------- actions
@@ -468,7 +469,7 @@ def acting() -> Iterator[http.Actions]:
     state = quick(algorithm.init)(jax.random.key(0))
     engine = actions.Engine(Policy(run, jax.tree.map(np.asarray, algorithm.policy(state))), 8, 16, "5")
     yield http.Actions(engine, BOUNDS)
-    engine.close()
+    engine.queue.close()
 
 
 def test_actions_are_the_policys_for_one_and_for_many(acting: http.Actions) -> None:
