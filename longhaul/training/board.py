@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from longhaul.runtime import descriptors, files, object_store
+from longhaul.runtime import files, object_store
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import pages, sinks
 from longhaul.training import comparison, runs
 from longhaul.training.runs import Curves
+from longhaul.training.serving import connections
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,15 +50,6 @@ PERIOD, REMOTE_PERIOD = 0.5, 5.0
 
 MOST_OPEN = 16
 """Runs whose curves are held."""
-
-MOST_CONNECTIONS, MOST_SILENT = 512, 32
-"""Connections at a time, of which so many may have asked nothing yet; a new one ends the oldest of these."""
-
-MOST_HEAD = 1 << 16
-"""Bytes from one request to the next."""
-
-SILENCE = 10.0
-"""Seconds that a connection may take for its first request."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -481,61 +473,16 @@ def _refusal(scope: Scope, token: str | None) -> tuple[int, str, Headers] | None
     return None
 
 
-# -------------------------------------------------------------------------------------------------------- connections
+# ------------------------------------------------------------------------------------------------------------- server
 
 
-def server(app: App) -> uvicorn.Server:
+def server(app: App, most: int = connections.MOST, silent: float = connections.SILENT) -> uvicorn.Server:
     """Server of an application whose connections are bounded, so that strangers take neither descriptors nor memory."""
     import uvicorn
 
     # uvicorn's configuration of logging closes the handlers that are there, and absl's closes its stream, stderr
     config = uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, timeout_graceful_shutdown=1, lifespan="off",
-        ws="none",
+        ws="none", http=connections.protocol(most, silent),
     )  # fmt: skip
-    config.load()
-    config.http_protocol_class = bounded(config.http_protocol_class)
-    descriptors.raise_limit()
     return uvicorn.Server(config)
-
-
-def bounded(protocol: type[Any]) -> type[Any]:
-    """uvicorn's protocol of a connection with the bounds of silent connections, and of all."""
-    silent: dict[Any, None] = {}  # the oldest first
-
-    class Bounded(protocol):
-        heard = 0  # bytes since the last request
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > MOST_CONNECTIONS:
-                transport.abort()
-                return
-            silent[self] = None
-            self.late = asyncio.get_running_loop().call_later(SILENCE, self.end)
-            if len(silent) > MOST_SILENT:
-                next(iter(silent)).end()
-
-        def data_received(self, data: bytes) -> None:
-            before = self.cycle
-            super().data_received(data)
-            self.heard = self.heard + len(data) if self.cycle is before else 0
-            if self.heard > MOST_HEAD:
-                self.end()
-            elif self.cycle is not None:
-                self.no_longer_silent()
-
-        def end(self) -> None:
-            self.no_longer_silent()
-            self.transport.abort()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            self.no_longer_silent()
-            super().connection_lost(error)
-
-        def no_longer_silent(self) -> None:
-            if self in silent:
-                del silent[self]
-                self.late.cancel()
-
-    return Bounded

@@ -19,6 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from longhaul.training import board, runs
+from longhaul.training.serving import connections
 from tests.helpers import browser
 from tests.helpers.browser import Browser
 from tests.training.test_runs import make, record
@@ -121,9 +122,9 @@ def test_a_runs_own_page_is_boxed_and_the_boards_has_no_inline_script(folder: Pa
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, most: int = connections.MOST, silent: float = connections.SILENT) -> Iterator[str]:
     """Address of a board of a folder."""
-    server = board.server(board.application(str(folder)))
+    server = board.server(board.application(str(folder)), most, silent)
     server.config.port = 0
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -140,11 +141,8 @@ def address(folder: Path) -> Iterator[str]:
         yield found
 
 
-def test_strangers_who_say_nothing_take_no_place_of_those_who_ask(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(board, "SILENCE", 0.5)
-    with served(folder) as address, ExitStack() as held:
+def test_strangers_who_say_nothing_take_no_place_of_those_who_ask(folder: Path) -> None:
+    with served(folder, most=32, silent=0.5) as address, ExitStack() as held:
         host, port = address.removeprefix("http://").split(":")
         before, idle = len(os.listdir("/proc/self/fd")), []
         for _ in range(200):
@@ -152,24 +150,10 @@ def test_strangers_who_say_nothing_take_no_place_of_those_who_ask(
             idle[-1].send(b"GET / HT")
         with urlopen(f"{address}/api/runs") as answer:
             assert len(json.load(answer)["runs"]) == 4
-        assert len(os.listdir("/proc/self/fd")) <= before + 200 + board.MOST_SILENT + 2
+        assert len(os.listdir("/proc/self/fd")) <= before + 200 + 32 + 2
         idle[-1].settimeout(5.0)
         with suppress(ConnectionError):
             assert idle[-1].recv(1) == b""  # after its time, the newest too
-
-
-def test_a_head_without_an_end_ends_its_connection(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the sender notices while it sends, or when it waits for an answer."""
-    monkeypatch.setattr(board, "SILENCE", 600.0)  # what ends it is the head
-    with served(folder) as address, ExitStack() as held:
-        host, port = address.removeprefix("http://").split(":")
-        sock = held.enter_context(socket.create_connection((host, int(port)), timeout=60.0))
-        with suppress(ConnectionError):
-            sock.sendall(b"GET / HTTP/1.1\r\n")
-            for number in range(2000):
-                sock.sendall(b"a%d: " % number + b"b" * 1000 + b"\r\n")
-            while sock.recv(4096):
-                pass
 
 
 PROGRAM = browser.find()

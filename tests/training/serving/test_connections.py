@@ -29,11 +29,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
+@contextlib.contextmanager
+def serving(most: int, silent: float) -> Iterator[int]:
+    """Port of a server with these bounds."""
     config = uvicorn.Config(
         app, port=0, log_config=None, log_level="error", lifespan="off", ws="none",
-        http=connections.protocol(4, SILENT), timeout_graceful_shutdown=1,
+        http=connections.protocol(most, silent), timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -43,6 +44,12 @@ def port() -> Iterator[int]:
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with serving(4, SILENT) as found:
+        yield found
 
 
 def closed(connection: socket.socket) -> bool:
@@ -74,6 +81,19 @@ def test_silent_and_slow_connections_are_closed_and_others_served(port: int) -> 
         assert asked.getresponse().read() == b""
         time.sleep(0.2)
     asked.close()
+
+
+def test_a_head_without_an_end_ends_its_connection() -> None:
+    with (
+        serving(4, silent=600.0) as port,  # what ends it is the head
+        socket.create_connection(("127.0.0.1", port), timeout=30.0) as sock,
+        contextlib.suppress(ConnectionError),  # the sender may notice while it sends, or when it waits for an answer
+    ):
+        sock.sendall(b"GET / HTTP/1.1\r\n")
+        for number in range(2000):
+            sock.sendall(b"a%d: " % number + b"b" * 1000 + b"\r\n")
+        while sock.recv(4096):
+            pass
 
 
 def test_connections_beyond_the_bound_are_closed(port: int) -> None:
