@@ -50,7 +50,6 @@ SINCE = {
 }  # fmt: skip
 """Flags that undo what a recipe has had since its figure; fewer scenarios are the same program on a smaller bank."""
 
-
 COUNTED = ("forecast", "measured")
 """Steps a second, in the table."""
 

@@ -104,7 +104,6 @@ class PPOConfig:
 
 OPTIMISERS = ("rmsprop", "adam")
 
-
 REWARD_CLIPS = ("none", "unit", "asymmetric")
 """Rewards unchanged, clipped to -1 and 1, or the paper's for DMLab-30: 0.3 min(tanh r, 0) + 5 max(tanh r, 0)."""
 
@@ -467,22 +466,17 @@ class GRPOConfig:
 OnPolicy = PPOConfig | IMPALAConfig
 """Configs of algorithms with a policy that learn from a rollout in minibatches and discard it."""
 
-
 InMinibatches = OnPolicy | PQNConfig | BCConfig
 """Configs of algorithms that learn in minibatches (algorithms/minibatch.py)."""
-
 
 OnActorCritic = InMinibatches | APGConfig
 """Configs of algorithms with one network of an actor and a critic (algorithms/actor_critic.py)."""
 
-
 OffPolicy = SACConfig | DQNConfig | TD3Config
 """Configs of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
-
 Reasoner = GRPOConfig
 """Configs of algorithms that learn from completions of prompts (reasoning/sampler.py)."""
-
 
 AlgorithmConfig = OnActorCritic | OffPolicy | Reasoner
 """Config of any algorithm; at run time also one of the user's own (external.py). A run.json without the algorithm's

@@ -21,7 +21,6 @@ from longhaul.types import Algorithm, Key, Metrics, PyTree
 SHARE = 5
 """Members for one that is copied, and for one that is replaced: the paper's 20 %."""
 
-
 FACTORS = (0.8, 1.2)
 """Factors of a copied hyperparameter, either with the same chance."""
 

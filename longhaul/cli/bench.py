@@ -9,7 +9,6 @@ from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, Flag
 
 LANE = choice(("shm", "grpc", "tcp", "folder"))
 
-
 SIZES = (
     Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", many=True),
     Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", many=True, shown="32, 64"),

@@ -43,7 +43,6 @@ FLAGS = (
     DEBUG,
 )
 
-
 ANSWERS = {"format type onnx": f"the form is --to {', '.join((*exports.KINDS, HF))} or {PEFT}"}
 """Flags of other programs -> what to give."""
 

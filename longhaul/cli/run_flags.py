@@ -142,7 +142,6 @@ def _mesh(word: str) -> MeshShape:
 
 MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
-
 MATTER = (
     *("env", "data", "task", "questions", "model-folder", "recorded"),
     *("total-steps", "num-envs", "num-steps", "seed", "lr", "gamma", "ent-coef"),

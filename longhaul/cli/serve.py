@@ -59,7 +59,6 @@ FLAGS = (
     DEBUG,
 )  # fmt: skip
 
-
 ANSWERS = {
     "model": "the run, or the model's folder, is the first word: longhaul serve RUN",
     "api-key": "the token to ask for is in --token-file FILE or in LONGHAUL_TOKEN",

@@ -476,7 +476,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
 }
 
-
 ANSWERS = {
     "push publish send": "receivers pull: longhaul train RECIPE --publish ADDRESS sends versions, and so does "
     "longhaul sync serve RUN; longhaul sync pull ADDRESS takes them"

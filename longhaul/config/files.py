@@ -35,7 +35,6 @@ MOST_BYTES, MOST_VALUES = 1 << 18, 1 << 15
 """Bytes of a file, of which YAML's parser reads some 100,000 a second, and values that it may stand for. A run.json has
 some kB and some hundred values."""
 
-
 MOST_DEPTH = 100
 """Lists, tables and parts of a name within one another. Both parsers take the square of it in time."""
 

@@ -21,7 +21,6 @@ MOST_MEMBERS = 4096
 SCENARIOS = "scenarios"
 """Number of generated scenarios, which can be swept beside the algorithm's own numbers."""
 
-
 FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
 
 

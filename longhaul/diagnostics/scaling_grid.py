@@ -55,7 +55,6 @@ from longhaul.training.run_dir import alone, load_run, write_json
 FORMAT = 2
 """Version of grid.json; others are refused."""
 
-
 METRICS = ("goal", "accuracy")
 """Metrics whose absence is a failure."""
 

@@ -63,7 +63,6 @@ WHOLE = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.wei
 
 DTYPES = {name: np.dtype(getattr(jnp, name)) for name in ("float32", "float16", "bfloat16")}
 
-
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 """Fields of a config.json that are counts, and that each has."""
 

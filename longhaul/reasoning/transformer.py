@@ -35,7 +35,6 @@ TOGETHER = 2**20
 NEVER = -1e30
 """Score of a token outside the mask; finite, so that a row without any token does not become NaN."""
 
-
 ADAPTED = ("query", "key", "value", "out", "gate", "up", "narrow")
 """Kernels that LoRA adds to: all of a layer (Schulman et al. 2025 found attention alone worse)."""
 

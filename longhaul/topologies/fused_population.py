@@ -30,7 +30,6 @@ Start = Callable[[PyTree, Key, PyTree], Progress]
 Evolve = Callable[[PyTree, jax.Array, Key], PyTree]
 """(states [M, ...], scores float32 [M], key) -> states [M, ...] after selection."""
 
-
 Within = Callable[[PyTree, PyTree], PyTree]
 """(context, member's own data) -> the member's context."""
 

@@ -27,7 +27,6 @@ POLICY = "policy.safetensors"
 FILES = (POLICY, "policy.json", "run.json")
 """Files that a policy is made of."""
 
-
 PRETRAINED = "pretrained"
 """Address of the policy that the package ships."""
 

@@ -34,7 +34,6 @@ from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Roll
 LOOSE = 1e-3
 """Tolerance of a bound as a share of its range, for rounding."""
 
-
 OTHER = {"observations": "observation", "obs": "observation", "actions": "action", "acts": "action"}
 """Names of arrays in other libraries' files -> ours."""
 

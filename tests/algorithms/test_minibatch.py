@@ -31,13 +31,11 @@ from tests.networks.test_actor_critic_remat import SEEN, drawn, relative
 
 STEPS, COLUMNS = 6, 8
 
-
 STEP = PPOConfig(
     num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, chunk=4096,
     network=NetworkConfig(hidden_dim=16, num_layers=1),
 )  # fmt: skip
 """One step on the whole batch: Adam's first moment is then a tenth of the gradient."""
-
 
 LEARNERS = {
     "mlp": STEP,

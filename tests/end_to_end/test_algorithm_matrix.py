@@ -28,7 +28,6 @@ from tests.helpers.quick import quick
 
 UPDATES = 150
 
-
 Config = Callable[[Probe], AlgorithmConfig]
 
 SMALL: dict[str, Any] = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1}

@@ -46,7 +46,6 @@ run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loa
 sys.exit(training.train(run, folder, resumed=resumed).code)
 """
 
-
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 

@@ -18,7 +18,6 @@ from tests.helpers.environment_contract import check_environment
 
 NAMES = [name for name, _ in registry.names()]
 
-
 DEAR = (
     *("hackmatrix", "hackmatrix-canonical", "hackmatrix-fixed"),  # which take up to a minute each to compile
     *("acrobot", "mountaincar", "mountaincar-continuous"),  # whose steps test_classic_control.py compares

@@ -51,7 +51,6 @@ class Sizes(NamedTuple):
 
 FEW = Sizes()
 
-
 jitted = functools.cache(jax.jit)
 """`jax.jit` of a function, the same one for all tests."""
 

@@ -18,7 +18,6 @@ ATARI = pytest.mark.skipif(
 )
 """Of recipes whose Runs can't be resolved without Atari's own sizes."""
 
-
 FETCHED = pytest.mark.skipif(
     not Path("smollm2-135m").is_dir(), reason="the model is not here; longhaul fetch smollm2-135m writes it"
 )

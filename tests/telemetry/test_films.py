@@ -27,7 +27,6 @@ SHOWN = """
     return [[...c.getImageData(0, 0, 1, 1).data].slice(0, 3), film.querySelector("button").textContent];
 """
 
-
 page = pytest.fixture(scope="module")(browser.opened)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
 PEAK = """
 import json, sys
 import numpy as np

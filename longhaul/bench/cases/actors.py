@@ -29,7 +29,6 @@ def cpu_of(processes: list[int]) -> float:
 CPU_CLOCK = 2
 """Linux: the clock of a process's CPU time, in the low bits of a clock's number (`clock_getcpuclockid(3)`)."""
 
-
 LEARNERS: dict[str, PPOConfig | IMPALAConfig] = {
     "ppo": PPOConfig(lr=2.5e-3, anneal=False),
     "impala": IMPALAConfig(lr=5e-3, anneal=False),

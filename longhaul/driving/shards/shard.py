@@ -145,7 +145,6 @@ RECORD_HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")
 """Sizes in the order of `LETTERS`, extents, who is controlled, dt, bytes before compression, a bit for each column of
 32 bits, bytes of the id."""
 
-
 LONGEST_ID = 1 << 12
 
 

@@ -19,7 +19,6 @@ GOALS = ("remove", "stop", "respawn")
 
 CRASHES = ("remove", "stop")
 
-
 EVENTS = ("collision", "offroad", "red_light", "goal")
 
 

@@ -180,7 +180,6 @@ LEAVING, NEAR = 2.0, 3.0
 """Costs of leaving the lane, and of 1 m less than 1 m of room to who does not react. A metre beside the route costs 1,
 and so does a difference of 2 m/s^2 to the check's command."""
 
-
 NOW = np.nan
 """In FUTURES: as it is now."""
 

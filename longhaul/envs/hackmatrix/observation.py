@@ -106,7 +106,6 @@ class Feature(NamedTuple):
 BOARD, LIFE = 0, 1
 """The two words of a cell. In its board's word, bits 23-27 are the program + 1 here, 0 for none."""
 
-
 CELL = (
     *(Feature(LIFE, kind) for kind in range(4)), Feature(LIFE, 4, 3, 1 / 3), Feature(LIFE, 6), Feature(LIFE, 7),
     *(Feature(BOARD, 0, 3, equals=kind) for kind in (w.DATA, w.PROGRAM, w.QUESTION)),

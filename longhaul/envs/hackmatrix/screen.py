@@ -216,9 +216,7 @@ def action_of(word: str) -> int | None:
 Span = tuple[str, str]
 """A text and its style: words of STYLES, "" for none."""
 
-
 Line = tuple[Span, ...]
-
 
 WIDTH = 7
 """Columns inside a cell."""

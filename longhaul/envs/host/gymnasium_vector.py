@@ -45,7 +45,6 @@ from longhaul.spaces import Action, Box, Discrete, Leaf, Masked, MultiDiscrete, 
 SAME_STEP, NEXT_STEP, DISABLED = "SameStep", "NextStep", "Disabled"
 """Values of gymnasium.vector.AutoresetMode."""
 
-
 MASKED = {"observation", "action_mask"}
 """The keys of an observation with legal actions, after PettingZoo."""
 

@@ -71,7 +71,6 @@ KINDS: dict[str, Kind] = {
     ),
 }  # fmt: skip
 
-
 FORMER = {"longhaul.envs.batched:cartpole": "longhaul.envs.host.numpy_cartpole:cartpole"}
 """Names in run folders of earlier versions -> the names of today."""
 

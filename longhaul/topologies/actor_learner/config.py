@@ -24,7 +24,6 @@ MOST = 1024
 LIVE = "live.json"
 """File of a run's folder with the actors' current state; removed when the run ends."""
 
-
 APIS, UPDATES = ("vllm", "sglang", "completions"), ("plugin", "folder", "none")
 """APIs of servers that sample completions, and ways in which they get new weights."""
 

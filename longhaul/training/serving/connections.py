@@ -16,7 +16,6 @@ nothing yet, else the oldest that waits for no answer; while all of them wait, i
 SILENT = 10.0
 """Seconds for which a connection may be without a whole request's head."""
 
-
 HANDSHAKE = 5.0
 """Seconds of TLS's handshake."""
 

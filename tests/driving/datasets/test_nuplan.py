@@ -339,7 +339,6 @@ CHANGES = {
     "(hex(zeroblob(90000000)))); INSERT INTO track VALUES (1)": "table track computes its column category_token",
 }
 
-
 MAP_CHANGES = {
     "DROP TABLE meta": "it has no table meta",
     "DELETE FROM meta": "does not name the projection",

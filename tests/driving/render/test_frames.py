@@ -32,7 +32,6 @@ from tests.helpers import driving_scenarios
 CENTRE = (frames.SIZE[0] // 2, frames.SIZE[1] // 2)
 EGO, VEHICLE, GHOST = frames.COLOURS["ego"], frames.COLOURS["vehicle"], frames.COLOURS["ghost"]
 
-
 START = ((0, 0), 5), ((0, 20), 0), ((0, 0), 0)
 """Places and speeds of a recording's agents."""
 

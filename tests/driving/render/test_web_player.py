@@ -40,7 +40,6 @@ window.set = (role, value, event) => {
 window.scrub = (frame) => set("slider", frame, "input");
 """
 
-
 page = pytest.fixture(scope="module")(browser.opened)
 
 

@@ -32,7 +32,6 @@ from tests.training.test_data import BANK, COUNT, EGO, PERIOD, assert_same, cont
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
 
-
 slice_at = jax.jit(device_bank.slice_at)
 
 
