@@ -32,7 +32,8 @@ from longhaul.training import cross_play, drawing, evaluate_driving, hub
 from longhaul.training import evaluate as evaluation
 from longhaul.training import report as run_report
 from longhaul.training.checkpoint.resume import named_task, policy_of, restore_policy
-from longhaul.training.evaluate import Estimate, Scores
+from longhaul.training.confidence import Estimate, bootstrap
+from longhaul.training.evaluate import Scores
 from longhaul.training.evaluate_driving import Drives
 
 MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder")
@@ -220,7 +221,7 @@ def _score_policy(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -
         count = parsed["episodes"] or run.evaluation_episodes or 100
         seed = run.seed if parsed["seed"] is None else parsed["seed"]
         scores, _ = evaluation.scorer(run, count)(acting, seed)
-    return Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()), drives, real)
+    return Result(scores, bootstrap(scores.metrics, scores.groups()), drives, real)
 
 
 def _cross_play(folder: Path, parsed: dict[str, Any], run: Run, acting: Any) -> int:
@@ -336,7 +337,7 @@ def _print(result: Result) -> None:
     _print_infractions(infractions.rates(scores.metrics))
     if result.realism is not None:
         print()
-        _print_estimates("realism", evaluation.bootstrap(result.realism.metrics, result.realism.groups()))
+        _print_estimates("realism", bootstrap(result.realism.metrics, result.realism.groups()))
 
 
 def _interval(estimate: Estimate | None) -> tuple[float | None, float | None]:
@@ -419,7 +420,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
     }
     if result.realism is None:
         return report
-    real = evaluation.bootstrap(result.realism.metrics, result.realism.groups())
+    real = bootstrap(result.realism.metrics, result.realism.groups())
     return report | {
         "realism": {
             "rollouts": parsed["rollouts"],

@@ -42,8 +42,9 @@ from longhaul.training import drawing, evaluate_driving, hub, init_from, loop, m
 from longhaul.training import evaluate as evaluation
 from longhaul.training import runs as folder_runs
 from longhaul.training.checkpoint.resume import continued, policy_of, restore_policy
+from longhaul.training.confidence import Estimate, bootstrap
 from longhaul.training.data import feed, spec
-from longhaul.training.evaluate import Estimate, Scores
+from longhaul.training.evaluate import Scores
 from longhaul.training.language_model import LanguageModel, is_model_folder, of_files, of_run
 from longhaul.training.loop import Callback, Outcome
 from longhaul.training.run_dir import (
@@ -618,7 +619,7 @@ def evaluate(
         stored = config_fields.replaced(stored, **{name: bool(x) for name, x in asked.items() if x is not None})
         drives = evaluate_driving.drives(stored, paths, episodes, traffic, int(seed or 0)).named(ids)
         scores, _ = drives.play(params, "policy" if learnt else policy)
-    return Evaluation(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
+    return Evaluation(scores, bootstrap(scores.metrics, scores.groups()))
 
 
 def render(

@@ -28,7 +28,7 @@ from longhaul.driving.sim.traffic import Partners
 from longhaul.runtime.each_device import EachDevice
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
-from longhaul.training import evaluate
+from longhaul.training import confidence
 from longhaul.training.evaluate import Scores
 from longhaul.training.evaluate_driving import Drives, joined, rows_of
 from longhaul.types import Params
@@ -186,7 +186,7 @@ def matrix(play: Play, egos: dict[str, Params], partners: Sequence[Partner]) -> 
         for ego, policy in egos.items():
             for partner in partners:
                 scores = play(policy, partner)
-                estimates = evaluate.bootstrap({name: scores.metrics[name] for name in METRICS}, scores.groups())
+                estimates = confidence.bootstrap({name: scores.metrics[name] for name in METRICS}, scores.groups())
                 cells.append({
                     "ego": ego,
                     "partner": partner.name,

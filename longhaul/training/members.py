@@ -33,7 +33,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import pages
 from longhaul.telemetry.sinks import read
 from longhaul.topologies import fused_population
-from longhaul.training import evaluate, evaluate_driving, report
+from longhaul.training import confidence, evaluate, evaluate_driving, report
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 FILE = "members.jsonl"
@@ -197,7 +197,7 @@ def section(folder: Path, result: Mapping[str, Any]) -> str:
     rows = list(result["members"])
     lines = []
     for label, which in ranked(rows)[:MOST_LINES]:
-        mean, low, high = evaluate.bootstrap_runs(values[:, which]) if len(steps) else (np.zeros(0),) * 3
+        mean, low, high = confidence.bootstrap_runs(values[:, which]) if len(steps) else (np.zeros(0),) * 3
         lines.append(pages.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
     drawn = pages.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
     note = (
@@ -270,7 +270,7 @@ def _intervals(rows: list[Mapping[str, Any]]) -> list[str]:
     shown = []
     for name in _metrics(rows):
         values = np.array([row["evaluation"]["trained"].get(name, np.nan) for row in rows], float)
-        mean, low, high = (float(edge[0]) for edge in evaluate.bootstrap_runs(values[None]))
+        mean, low, high = (float(edge[0]) for edge in confidence.bootstrap_runs(values[None]))
         shown.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return shown
 

@@ -24,7 +24,7 @@ from longhaul.runtime import bounded_json
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import api, export, report
-from longhaul.training.evaluate import Estimate
+from longhaul.training.confidence import Estimate
 from longhaul.training.hub import Address
 from longhaul.training.run_dir import read_result, write_json
 

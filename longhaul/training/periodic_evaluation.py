@@ -18,7 +18,7 @@ from longhaul.config.run import Driving, Named, Run
 from longhaul.envs.host.registry import is_hosted
 from longhaul.runtime import files
 from longhaul.telemetry import sinks
-from longhaul.training import evaluate, evaluate_driving
+from longhaul.training import confidence, evaluate, evaluate_driving
 from longhaul.training.evaluate import Scores
 from longhaul.training.runs import EVALUATIONS
 from longhaul.types import Params
@@ -104,7 +104,7 @@ def player(run: Run) -> Play:
 
 def row(counts: Mapping[str, Any], scores: Scores, chains: list[dict[str, Any]]) -> dict[str, Any]:
     """Line of an evaluation: counts, episodes, [mean, low, high] of each metric, and completions, cut to `LETTERS`."""
-    estimates = evaluate.bootstrap(scores.metrics, scores.groups())
+    estimates = confidence.bootstrap(scores.metrics, scores.groups())
     metrics = {name: list(estimate[:3]) for name, estimate in estimates.items()}
     line = {**counts, "episodes": len(scores.names), "metrics": metrics}
     cut = [{key: text[:LETTERS] if isinstance(text, str) else text for key, text in each.items()} for each in chains]

@@ -44,6 +44,7 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import save_run
 from longhaul.types import Environment, Spec, TimeStep, transition
 from tests.helpers import log_files
+from tests.helpers.measures import measured
 from tests.helpers.quick import quick
 from tests.helpers.small_runs import small
 
@@ -249,79 +250,13 @@ def test_another_core_drives_where_it_saves_more_than_it_compiles(scenarios, age
     assert len(evaluate_driving.Drives(run, range(scenarios)).devices()) == devices
 
 
-# -------------------------------------------------------------------------------------------------------- intervals
-
-
-def told(values: Any, valid: Any = None) -> Measure:
-    values = np.asarray(values, float)
-    return Measure(values, np.ones(values.shape, bool) if valid is None else np.asarray(valid, bool))
-
-
-def test_an_interval_is_that_of_the_mean() -> None:
-    """Independent episodes: the standard error says how wide it is; it holds the truth about as often as said."""
-    draw = np.random.default_rng(0)
-    held = 0
-    for seed in range(100):
-        values = draw.normal(3.0, 2.0, 200)
-        found = evaluation.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
-        assert found.mean == pytest.approx(values.mean())
-        assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / np.sqrt(200), rel=0.2)
-        held += found.low <= 3.0 <= found.high
-    assert 88 <= held <= 99
-
-
-def test_two_scenarios_have_three_means() -> None:
-    """Of 0 and 1 a resample makes 0, 0.5 or 1, an end with one chance in four each: the interval is all of it."""
-    found = evaluation.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
-    assert found == evaluation.Estimate(0.5, 0.0, 1.0, 2)
-
-
-def test_agents_of_one_scenario_are_no_more_evidence_than_one() -> None:
-    """Each scenario's score fifty times over: resampled by scenario nothing changes; by agent it would be narrow."""
-    draw = np.random.default_rng(1)
-    values, scenario = draw.normal(0.0, 1.0, 40), np.arange(40)
-    one = evaluation.bootstrap({"a": told(values)}, scenario)["a"]
-    many = evaluation.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
-    assert many[:3] == pytest.approx(one[:3])
-    alone = evaluation.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
-    assert alone.high - alone.low < 0.3 * (one.high - one.low)
-
-
-def test_invalid_metrics_count_nowhere_and_seeds_repeat() -> None:
-    metrics = {
-        "a": told([1.0, np.nan, 3.0, 7.0], [True, False, True, False]),
-        "once": told([5.0, 1.0, 1.0, 1.0], [True, False, False, False]),
-        "never": told(np.zeros(4), np.zeros(4)),
-    }
-    found = evaluation.bootstrap(metrics, np.arange(4))
-    assert found.keys() == {"a", "once"}
-    assert (found["a"].mean, found["a"].low, found["a"].high, found["a"].episodes) == (2.0, 1.0, 3.0, 2)
-    assert found["once"].mean == 5.0
-    assert np.isnan(found["once"].low) and np.isnan(found["once"].high)  # of one scenario nothing can be said
-    backwards = dict(reversed(metrics.items()))
-    assert evaluation.bootstrap(backwards, np.arange(4))["a"] == found["a"]
-    assert evaluation.bootstrap({}, np.zeros(0, int)) == {}
-    draw = np.random.default_rng(2).normal(size=30)
-    first, again, other = (evaluation.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
-    assert first == again != other
-
-
-def test_blocks_of_resamples_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few draws are held at a time, there are as many means, and the interval is as wide."""
-    values = np.random.default_rng(3).normal(size=50)
-    whole = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
-    monkeypatch.setattr(evaluation, "BLOCK", 50 * 7)
-    parts = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
-    assert parts == pytest.approx(whole)  # the same draws, one after the other
-
-
 def test_the_worst_scenario_comes_first() -> None:
     """By accuracy, of all its agents; then by progress; one that tells neither comes last."""
     scenario = np.array([4, 4, 0, 1, 2, 3])
     scores = Scores(
         {
-            "accuracy": told([1, 0, 1, 1, 0, 0], [True, True, True, True, True, False]),
-            "progress": told([1, 1, 0.5, 0.2, 1, 0], [True, True, True, True, True, False]),
+            "accuracy": measured([1, 0, 1, 1, 0, 0], [True, True, True, True, True, False]),
+            "progress": measured([1, 1, 0.5, 0.2, 1, 0], [True, True, True, True, True, False]),
         },
         [f"s{i}" for i in scenario], scenario,
     )  # fmt: skip
@@ -455,7 +390,7 @@ def test_evaluate_writes_what_it_prints(
     # the benchmarks' scores are those of the rows; accuracy, made on the device, is the same made here
     columns = {name: [entry[name] for entry in report["scenarios"]] for name in report["mean"]}
     measures = {
-        name: told([0.0 if v is None else v for v in column], [v is not None for v in column])
+        name: measured([0.0 if v is None else v for v in column], [v is not None for v in column])
         for name, column in columns.items()
         if name not in benchmarks.NAMES
     }

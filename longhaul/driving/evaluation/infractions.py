@@ -4,7 +4,7 @@ Infractions are rare and taken to be independent of one another: their number ov
 interval is Garwood's, from quantiles of chi-square ("Fiducial limits for the Poisson distribution", 1936); it holds for
 no infraction at all, too, where the upper end is open. An episode counts each kind at most once, and its kilometres
 count for the kinds that it can tell: where no light is known, none is run. Agents that meet each other in one
-scenario are not independent; the bootstrap of `training.evaluate` is for that.
+scenario are not independent; the bootstrap of `training.confidence` is for that.
 """
 
 from __future__ import annotations
