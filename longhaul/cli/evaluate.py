@@ -93,8 +93,8 @@ FLAGS = (
         "cross-play",
         TEXT,
         (),
-        "the ego among these partners: idm, log, constant, hurried, slow, adversary, untrained, "
-        "runs (RUN, RUN@STEP, pretrained); self is always there",
+        "the ego among these partners: idm, log, constant, hurried, slow, adversary, untrained, early (a shipped "
+        "checkpoint of early training), runs (RUN, RUN@STEP, pretrained); self is always there",
         many=True,
     ),
     Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout"),
@@ -258,6 +258,9 @@ def _cast(
         elif word == "untrained":
             untrained = restore_policy(folder, parsed["member"], parsed["step"])[2]
             partners.append(cross_play.Partner(word, policy=untrained, checked=False))
+        elif word == hub.EARLY:
+            early = restore_policy(hub.folder_of(hub.EARLY))[1]
+            partners.append(cross_play.Partner(word, policy=cross_play.fitting(word, early, acting)))
         else:
             name, _, step = word.partition("@")
             if step and not step.isdecimal():

@@ -30,6 +30,13 @@ FILES = (POLICY, "policy.json", "run.json")
 PRETRAINED = "pretrained"
 """Address of the policy that the package ships."""
 
+EARLY = "early"
+"""Name of the other policy that it ships, a checkpoint of early training: a partner of `--cross-play`, and no
+address."""
+
+SHIPPED = {PRETRAINED: (PRETRAINED,), EARLY: (PRETRAINED, EARLY)}
+"""Folders of the policies that the package ships, below `longhaul.driving`."""
+
 
 class Address(NamedTuple):
     repository: str  # USER/NAME
@@ -44,10 +51,11 @@ def is_address(word: str) -> bool:
 
 
 def folder_of(word: str) -> Path:
-    """Folder with the files of the policy at an address. Raises RunError, one line, where there is none."""
-    if word != PRETRAINED:
+    """Folder with the files of the policy at an address, or of one that is shipped. Raises RunError, one line, where
+    there is none."""
+    if word not in SHIPPED:
         return download(parse(word))
-    folder = Path(longhaul.driving.__file__).parent / PRETRAINED
+    folder = Path(longhaul.driving.__file__).parent.joinpath(*SHIPPED[word])
     lacking = [name for name in FILES if not (folder / name).is_file()]
     if lacking:
         raise RunError(f"{folder} lacks {', '.join(lacking)}; install longhaul-rl again")

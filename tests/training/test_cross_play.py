@@ -146,14 +146,15 @@ def test_words_of_the_command_are_partners_and_other_runs_are_egos_too(monkeypat
     monkeypatch.setattr(
         evaluate,
         "restore_policy",
-        lambda folder, member, step: (None, {folder.name: np.zeros(2)}, {"new": np.zeros(2)}),
+        lambda folder, member=None, step=None: (None, {folder.name: np.zeros(2)}, {"new": np.zeros(2)}),
     )
     monkeypatch.setattr(cross_play, "fitting", lambda word, params, like: params)
-    words = {"cross-play": ["idm", "slow", "other", "other@7", "adversary", "untrained", "idm"]}
+    words = {"cross-play": ["idm", "slow", "other", "other@7", "adversary", "untrained", "early", "idm"]}
     egos, partners = evaluate._cast(Path("mine"), words | {"member": None, "step": None}, "acting", False)
     assert egos.keys() == {"mine", "other"} and egos["mine"] == "acting"
-    assert [each.name for each in partners] == ["self", "idm", "slow", "other", "other@7", "untrained"]
+    assert [each.name for each in partners] == ["self", "idm", "slow", "other", "other@7", "untrained", "early"]
     assert [each.name for each in partners if not each.checked] == ["untrained"]
     assert partners[3].policy is egos["other"] and partners[5].policy.keys() == {"new"}
+    assert partners[6].policy.keys() == {"early"}
     with pytest.raises(FlagError, match="--cross-play is other@last; behind the @ stands the number"):
         evaluate._cast(Path("mine"), words | {"cross-play": ["other@last"]}, "acting", False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import longhaul
 from longhaul.cli import main
 from longhaul.runtime import pytree_serialization
 from longhaul.runtime.errors import RunError
-from longhaul.training import actor_learner, hub, init_from
+from longhaul.runtime.provenance import params_sha256
+from longhaul.training import actor_learner, cross_play, hub, init_from
 from longhaul.training.checkpoint.resume import restore_policy
 from tests.helpers.small_runs import quick_programs
 
@@ -219,6 +221,17 @@ def test_the_shipped_policy_acts_and_damage_is_named(tmp_path: Path) -> None:
     (copy / hub.POLICY).write_bytes(data[:-100])
     with pytest.raises(RunError, match=r"^[^-].*policy.safetensors: .*: the file is damaged; download or install it"):
         init_from.published(copy, policy.params)
+
+
+def test_the_early_policy_is_another_of_the_same_shape_and_both_are_in_the_wheel() -> None:
+    later, early = (restore_policy(hub.folder_of(name))[1] for name in hub.SHIPPED)
+    assert cross_play.fitting("early", early, later) is early
+    assert params_sha256(early.params) != params_sha256(later.params)
+    root = Path(__file__).parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["longhaul"]
+    packed = {path for pattern in patterns for path in (root / "longhaul").glob(pattern)}
+    assert {hub.folder_of(name) / file for name in hub.SHIPPED for file in hub.FILES} <= packed
 
 
 def shipped_with(folder: Path, part: str, within: str, field: str, value: int) -> Path:

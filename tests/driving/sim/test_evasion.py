@@ -149,6 +149,13 @@ def test_where_no_way_out_has_the_usual_room_one_with_little_room_is_taken() -> 
     assert (checked.metrics["collision"][0], checked.metrics["offroad"][0]) == (0.0, 0.0)
 
 
+def test_near_who_is_asleep_no_command_leads_over_the_edge_of_the_road() -> None:
+    """The road ends. The other one is evaded before, and is no danger any more; and the check brakes for no edge."""
+    others = [line((0, 0), (12, 0), T), line((-25, 0), (18, 0), T)]
+    checked = trip(scenario(others, road=lambda x, y: np.maximum(np.abs(y) - 9.0, x - 45.0)), **CHECKED)
+    assert (checked.metrics["collision"][0], checked.metrics["offroad"][0]) == (0.0, 0.0)
+
+
 def driven(start: tuple[float, float], heading: float, speed: float, *parts: tuple[float, float, float]) -> np.ndarray:
     """Poses [T, 3] of somebody who drives `parts`: until which second, with which acceleration, and which one across to
     the left."""
