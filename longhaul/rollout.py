@@ -235,9 +235,16 @@ class MeasureTable:
         pairs = ((self.values, other.values), (self.valid, other.valid))
         return MeasureTable(self.names + other.names, *(jnp.concatenate(pair, -1) for pair in pairs))
 
+    def __getitem__(self, name: str) -> Measure:
+        """Measure of that name; KeyError names what the table has."""
+        if name not in self.names:
+            raise KeyError(f"no measure {name!r}: the table has {', '.join(self.names)}")
+        i = self.names.index(name)
+        return Measure(self.values[..., i], self.valid[..., i])
+
     def measures(self) -> dict[str, Measure]:
         """Measures by their names; their arrays are views where the table's are NumPy's."""
-        return {name: Measure(self.values[..., i], self.valid[..., i]) for i, name in enumerate(self.names)}
+        return {name: self[name] for name in self.names}
 
 
 class Episodes(NamedTuple):

@@ -163,7 +163,7 @@ def check_episodes(environment: Chaos, begun: Any, episodes: Any, frames: np.nda
         np.testing.assert_array_equal(episodes.valid[e], present)
         np.testing.assert_array_equal(episodes.finished[e], ~playing)
         for name, value in expected.items():
-            scored = episodes.scores.measures()[name]
+            scored = episodes.scores[name]
             np.testing.assert_allclose(np.asarray(scored.value[e])[present], value[present], err_msg=name)
             known = present & (value % 3 != 0) if name == "score" else present
             np.testing.assert_array_equal(np.asarray(scored.valid[e])[present], known[present], err_msg=name)
@@ -184,9 +184,11 @@ def test_play_without_observe_has_no_frames_and_samples_with_a_key():
     run = quick(play(Chaos(), act, no_memory, steps=9))
     (one, frames), (same, _), (other, _) = (run((), begun, jax.random.key(k), jax.random.key(5)) for k in (1, 1, 2))
     assert frames == ()
-    first, again, differs = (episodes.scores.measures()["return"].value for episodes in (one, same, other))
+    first, again, differs = (episodes.scores["return"].value for episodes in (one, same, other))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != differs)
+    with pytest.raises(KeyError, match="no measure 'speed': the table has length, return, score, unknown"):
+        one.scores["speed"]
 
 
 def test_impossible_sizes_are_named():
