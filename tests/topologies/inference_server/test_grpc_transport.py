@@ -122,6 +122,11 @@ async def play_badly(call: Any, rng: np.random.Generator, actor: int, more: int 
         pass
 
 
+STREAMS = 10
+"""Malformed streams of one connection. After about 80 with 50 frames each gRPC writes no further frame of it until the
+server ends it as idle, 19 s later."""
+
+
 async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int:
     """So many malformed frames from four streams at once, while actor 0 plays; -> its steps. `more` follow in each."""
     import grpc
@@ -131,10 +136,12 @@ async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int
     await asyncio.sleep(0.2)
 
     async def bad(actor: int) -> None:
-        rng = np.random.default_rng(actor)
-        async with grpc.aio.insecure_channel(address) as channel:
-            for _ in range(frames // 4 // (1 + more)):
-                await play_badly(channel.stream_stream(PATH)(), rng, actor, more)
+        rng, left = np.random.default_rng(actor), frames // 4 // (1 + more)
+        while left > 0:
+            async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+                for _ in range(min(left, STREAMS)):
+                    await play_badly(channel.stream_stream(PATH)(), rng, actor, more)
+            left -= STREAMS
 
     await asyncio.gather(*(bad(actor) for actor in range(1, 5)))
     over.set()
@@ -477,7 +484,7 @@ def called(path: bytes) -> bytes:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("calls", [3, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [3, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_path_that_is_not_text_keeps_nobody_out(
     calls: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
