@@ -14,6 +14,7 @@ from longhaul.config.run import Named, Run
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.host.vector import Description
+from longhaul.runtime.credentials import Credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
@@ -30,6 +31,8 @@ from longhaul.topologies.inference_server.wire import NOTHING, Codec, Keeps
 from longhaul.topologies.staleness import Book, Rule
 from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
+
+Lane = ShmTransport | GrpcTransport
 
 
 class Serving(NamedTuple):
@@ -109,59 +112,80 @@ def opened(
 
     `begun` updates are finished. Seeds depend on it and on the actor's restarts, so none repeats across a checkpoint.
     """
-    assert run.acting.actors is not None
-    slots = run.central.slots
-
-    def seeds(actor: int, life: int) -> list[int]:
-        again = run.acting.staleness == 0  # a restarted actor repeats its first batch
-        sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
-        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
-
-    actors, central, codec = run.acting.actors, run.central, serving.codec
     on_ray = run.acting.actor_kind == "ray"
     if on_ray:
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
     kept: dict[int, np.ndarray] = {}
     try:
-        bind, credentials = central.bind or "127.0.0.1:0", load(central)
-        if on_ray:
-            bind, credentials = actor_pool.reachable(central.bind, credentials)
-        lane: ShmTransport | GrpcTransport
-        if central.lane == "shm":
-            lane = ShmTransport(codec, actors, slots, seeds, kept)
-        else:
-            lane = GrpcTransport(codec, actors, slots, seeds, bind=bind, credentials=credentials, held=kept)
+        lane, credentials = _lane(run, serving, begun, kept)
     except ValueError as error:
         raise RunError(str(error)) from error
     closed.enter_context(closing(lane))
-    worlds = run.num_envs // (actors * slots)
-    about: dict[str, Any] = {
-        "environment": list(description(run)), "worlds": worlds, "slots": slots, "scores": list(codec.layout.scores),
-        "lane": central.lane, "every": codec.keeps.every,
-    }  # fmt: skip
-
-    def orders(actor: int) -> Orders:
-        if isinstance(lane, ShmTransport):
-            ends = lane.join(actor)
-            return Orders(about | {"ends": list(ends)}, ends[:3])
-        return Orders(
-            about | {"address": lane.address, "token_file": central.token_file, "authority": central.tls_cert}
-        )
-
     pool = None
-    if on_ray or central.bind is None:
+    if on_ray or run.central.bind is None:
+        assert run.acting.actors is not None
         start = actor_pool.starter(credentials) if on_ray else process
-        pool = closed.enter_context(closing(ActorPool(actors, orders, lane.cut, start)))
+        pool = ActorPool(run.acting.actors, _orders(run, serving, lane), lane.cut, start)
+        closed.enter_context(closing(pool))
     elif isinstance(lane, GrpcTransport):
-        assert isinstance(run.environment, Named)
-        line = f"longhaul actor --connect {lane.address} --env {run.environment.env} --worlds {worlds} --slots {slots}"
-        line += " --token-file FILE" * bool(central.token_file) + " --tls-ca FILE" * bool(central.tls_cert)
-        note(f"waits for {actors} actors: {line}")
+        note(f"waits for {run.acting.actors} actors: {_actor_command(run, lane)}")
     server = Server(
-        lane, serving.inference, serving.book, serving.store, slots=slots, scores=codec.layout.scores, pool=pool,
-        note=note, kept=kept,
+        lane, serving.inference, serving.book, serving.store, slots=run.central.slots,
+        scores=serving.codec.layout.scores, pool=pool, note=note, kept=kept,
     )  # fmt: skip
     return server, lambda: [] if pool is None else pool.ids()
+
+
+def _lane(run: Run, serving: Serving, begun: int, kept: dict[int, np.ndarray]) -> tuple[Lane, Credentials]:
+    """Transport to the actors, and what it asks of them; `kept` gets the states of their environments. ValueError where
+    it can't be opened."""
+    assert run.acting.actors is not None
+    central, slots = run.central, run.central.slots
+    again = run.acting.staleness == 0  # a restarted actor repeats its first batch
+
+    def seeds(actor: int, life: int) -> list[int]:
+        sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
+        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
+
+    bind, credentials = central.bind or "127.0.0.1:0", load(central)
+    if run.acting.actor_kind == "ray":
+        bind, credentials = actor_pool.reachable(central.bind, credentials)
+    which = serving.codec, run.acting.actors, slots, seeds
+    if central.lane == "shm":
+        return ShmTransport(*which, kept), credentials
+    return GrpcTransport(*which, bind=bind, credentials=credentials, held=kept), credentials
+
+
+def _worlds(run: Run) -> int:
+    """Environments of each slot of an actor."""
+    assert run.acting.actors is not None
+    return run.num_envs // (run.acting.actors * run.central.slots)
+
+
+def _orders(run: Run, serving: Serving, lane: Lane) -> Callable[[int], Orders]:
+    """actor -> orders of its process, which joins the lane by them."""
+    central, codec = run.central, serving.codec
+    about: dict[str, Any] = {
+        "environment": list(description(run)), "worlds": _worlds(run), "slots": central.slots,
+        "scores": list(codec.layout.scores), "lane": central.lane, "every": codec.keeps.every,
+    }  # fmt: skip
+    if isinstance(lane, GrpcTransport):
+        about |= {"address": lane.address, "token_file": central.token_file, "authority": central.tls_cert}
+        return lambda actor: Orders(about)
+
+    def joined(actor: int) -> Orders:
+        ends = lane.join(actor)
+        return Orders(about | {"ends": list(ends)}, ends[:3])
+
+    return joined
+
+
+def _actor_command(run: Run, lane: GrpcTransport) -> str:
+    """Command of an actor that is started by hand."""
+    assert isinstance(run.environment, Named)
+    given = f"--env {run.environment.env} --worlds {_worlds(run)} --slots {run.central.slots}"
+    files = " --token-file FILE" * bool(run.central.token_file) + " --tls-ca FILE" * bool(run.central.tls_cert)
+    return f"longhaul actor --connect {lane.address} {given}{files}"
 
 
 def calls(

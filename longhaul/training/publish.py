@@ -34,6 +34,7 @@ from longhaul.weight_sync import transports
 from longhaul.weight_sync.producer import Producer, named
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.transports.base import Transport
 from longhaul.weight_sync.transports.folder import FolderTransport
 
 FILE = "publish.json"
@@ -192,14 +193,7 @@ def publishing(
         if process_group.index() == 0:
             token = credentials.load(token_file=settings.token_file, environment=True).token
             for word in settings.to:
-                where = f"folder:{folder / FOLDER}" if word == "run" else word
-                kind, rest = transports.split(where)
-                in_folder = kind == "folder"
-                opened.append(
-                    FolderTransport(rest, anchor=settings.anchor, beside=form.beside)
-                    if in_folder
-                    else transports.serve(where, token)
-                )
+                opened.append(_transport(word, folder, settings.anchor, form, token))
                 closed.callback(opened[-1].close)
             publisher = Publisher(folder.name, epoch=next_epoch(folder), transports=opened, settings=SETTINGS)
             closed.callback(publisher.close, 0.0)  # a finished run has drained it; an error ends it at once
@@ -218,6 +212,15 @@ def publishing(
             if not producer.drain(HASTE if stopped() else PATIENCE):
                 note("warning: not all receivers of the run's versions have the last one")
             note(f"{producer.published} versions were published, the newest {producer.newest}")
+
+
+def _transport(word: str, folder: Path, anchor: int, form: Form, token: str | None) -> Transport:
+    """Way to receivers that a word of --publish names; "run" is a folder within the run's."""
+    where = f"folder:{folder / FOLDER}" if word == "run" else word
+    kind, rest = transports.split(where)
+    if kind == "folder":
+        return FolderTransport(rest, anchor=anchor, beside=form.beside)
+    return transports.serve(where, token)
 
 
 def copying(policy: Callable[[PyTree], Params], mesh: Mesh, precision: str) -> Callable[[PyTree], Any]:

@@ -146,9 +146,8 @@ def begin(session: Session) -> Tracker:
     """Session of W&B, offline if the server refuses."""
     import wandb
 
-    from longhaul.telemetry.follower import public
     from longhaul.telemetry.trackers.wandb_artifacts import sender
-    from longhaul.telemetry.tracking import Tracker, save
+    from longhaul.telemetry.tracking import Tracker
 
     folder, tracked, say = session.folder, session.tracked, session.say
     mode = resolved(tracked.mode)
@@ -166,31 +165,8 @@ def begin(session: Session) -> Tracker:
         "config": config(bounded_json.read(folder / "run.json")), "dir": str(where),
         "settings": wandb.Settings(**options),
     }  # fmt: skip
-    run, sent = None, 0
-    last = session.last if tracked.rewind else 0
-    if mode == "online":
-        try:
-            if last:
-                run, sent = wandb.init(mode="online", resume_from=f"{tracked.id}?_step={last}", **common), last
-            else:
-                run = wandb.init(mode="online", resume="allow", **common)
-                sent = run.starting_step - 1 if run.resumed else 0
-            say(f"W&B: {run.url}{f', rewound to update {last}' if last else ''}")
-            save(folder, {"wandb": tracked._replace(rewind=False)})  # a follower that is started again keeps all
-        except Exception as error:
-            print(public(traceback.format_exc()), flush=True)
-            say(f"W&B does not take the run ({first_line(error)}), so it is logged offline")
-            wandb.teardown()
-    online = run is not None
-    if run is None:
-        for place in where.glob(f"wandb/offline-run-*-{tracked.id}"):  # each of this run's records is written again
-            mark = place / MARK
-            if mark.is_file() and mark.read_text() == str(folder.resolve()):
-                shutil.rmtree(place, ignore_errors=True)
-        run = wandb.init(mode="offline", **common)
-        place = Path(run.settings.sync_dir)
-        (place / MARK).write_text(str(folder.resolve()))
-        say(f"W&B: offline; wandb sync {place}")
+    opened = _online(session, common) if mode == "online" else None
+    run, sent = (_offline(session, where, common), 0) if opened is None else opened
 
     def log(rows: Sequence[Row]) -> None:
         for record, before in rows:
@@ -201,4 +177,44 @@ def begin(session: Session) -> Tracker:
             run.mark_preempting()
         run.finish(exit_code={"done": 0, "stopped": STOPPED}.get(end, FAILED))
 
-    return Tracker(sent, log, finish, sender(session, run, online))
+    return Tracker(sent, log, finish, sender(session, run, online=opened is not None))
+
+
+def _online(session: Session, common: Mapping[str, Any]) -> tuple[Any, int] | None:
+    """Run on the server and the last update that it has; None where the server refuses, which is said."""
+    import wandb
+
+    from longhaul.telemetry.follower import public
+    from longhaul.telemetry.tracking import save
+
+    tracked, last = session.tracked, session.last if session.tracked.rewind else 0
+    try:
+        if last:
+            run, sent = wandb.init(mode="online", resume_from=f"{tracked.id}?_step={last}", **common), last
+        else:
+            run = wandb.init(mode="online", resume="allow", **common)
+            sent = run.starting_step - 1 if run.resumed else 0
+        session.say(f"W&B: {run.url}{f', rewound to update {last}' if last else ''}")
+        save(session.folder, {"wandb": tracked._replace(rewind=False)})  # a follower that is started again keeps all
+    except Exception as error:
+        print(public(traceback.format_exc()), flush=True)
+        session.say(f"W&B does not take the run ({first_line(error)}), so it is logged offline")
+        wandb.teardown()
+        return None
+    return run, sent
+
+
+def _offline(session: Session, where: Path, common: Mapping[str, Any]) -> Any:
+    """Run in files below `where`, from its first record on: what an earlier session of it wrote there is removed."""
+    import wandb
+
+    own = str(session.folder.resolve())
+    for place in where.glob(f"wandb/offline-run-*-{session.tracked.id}"):
+        mark = place / MARK
+        if mark.is_file() and mark.read_text() == own:
+            shutil.rmtree(place, ignore_errors=True)
+    run = wandb.init(mode="offline", **common)
+    place = Path(run.settings.sync_dir)
+    (place / MARK).write_text(own)
+    session.say(f"W&B: offline; wandb sync {place}")
+    return run
