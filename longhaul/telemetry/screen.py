@@ -69,30 +69,51 @@ def stage(
 
     `before` are the seconds that the same work took before. With `plain` off there are no lines where no terminal is.
     """
-    done, ended = 0, threading.Event()
+    work = _Work(title, total, "" if before is None else f"{before:.0f} s the last time")
+    lives = is_terminal(_stderr())
+    if not (lives or plain) or parent_process() or process_group.index() or not PLACE.acquire(blocking=False):
+        yield work.advance
+        return
+    drawing = threading.Thread(target=work.draw_bar if lives else work.print_lines, name="stage", daemon=True)
+    drawing.start()
+    try:
+        yield work.advance
+    finally:
+        work.ended.set()
+        drawing.join()
+        PLACE.release()
 
-    def advance(to: int) -> None:
-        nonlocal done
-        done = to
 
-    begun, remark = time.monotonic(), "" if before is None else f"{before:.0f} s the last time"
+class _Work:
+    """Work under way, which a thread shows until it has `ended`."""
 
-    def lines() -> None:
-        while not ended.wait(PLAIN_EVERY if done else PLAIN_SOON):
+    def __init__(self, title: str, total: int | None, remark: str) -> None:
+        self._title, self._total, self._remark = title, total, remark
+        self._done, self._begun = 0, time.monotonic()
+        self.ended = threading.Event()
+
+    def advance(self, to: int) -> None:
+        self._done = to
+
+    def print_lines(self) -> None:
+        """Lines where no terminal is; one alone without a total."""
+        while not self.ended.wait(PLAIN_EVERY if self._done else PLAIN_SOON):
             # Without the seconds, lines of work that compiles first would all be the same.
-            size = f"{done:,} of {total:,} after {time.monotonic() - begun:.0f} s" if total else ""
-            print(": ".join(filter(None, (title, size, remark))), file=sys.stderr, flush=True)
-            if not total:
+            seconds = time.monotonic() - self._begun
+            size = f"{self._done:,} of {self._total:,} after {seconds:.0f} s" if self._total else ""
+            print(": ".join(filter(None, (self._title, size, self._remark))), file=sys.stderr, flush=True)
+            if not self._total:
                 return
 
-    def place() -> None:
-        if ended.wait(SOON):
+    def draw_bar(self) -> None:
+        """Bar at the bottom of a terminal."""
+        if self.ended.wait(SOON):
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         text = TextColumn("{task.description}", markup=False)
-        size = TextColumn("{task.completed:,.0f} of {task.total:,.0f}" if total else "", markup=False)
-        columns = (text, BarColumn(bar_width=24), size, TimeElapsedColumn(), TextColumn(remark, markup=False))
+        size = TextColumn("{task.completed:,.0f} of {task.total:,.0f}" if self._total else "", markup=False)
+        columns = (text, BarColumn(bar_width=24), size, TimeElapsedColumn(), TextColumn(self._remark, markup=False))
         bar = Progress(
             *columns,
             console=_terminal(_stderr()),
@@ -101,22 +122,9 @@ def stage(
             redirect_stdout=sys.stdout.isatty(),
         )
         with bar:
-            task = bar.add_task(title, total=total)
-            while not ended.wait(REFRESH):
-                bar.update(task, completed=done, refresh=True)
-
-    lives = is_terminal(_stderr())
-    if not (lives or plain) or parent_process() or process_group.index() or not PLACE.acquire(blocking=False):
-        yield advance
-        return
-    drawing = threading.Thread(target=place if lives else lines, name="stage", daemon=True)
-    drawing.start()
-    try:
-        yield advance
-    finally:
-        ended.set()
-        drawing.join()
-        PLACE.release()
+            task = bar.add_task(self._title, total=self._total)
+            while not self.ended.wait(REFRESH):
+                bar.update(task, completed=self._done, refresh=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ records

@@ -97,26 +97,7 @@ def assemble(
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
-    tiny = run.many and isinstance(within(context), classic_control.Classic) and worlds <= 64
-    unroll = UNROLL if tiny else 1
-
-    def collector_in(context: PyTree) -> Collector:
-        if isinstance(context, offline_data.Recorded):
-            return offline_data.collector(context, columns=worlds * agents(run), steps=run.num_steps)
-        world = within(context)
-        if isinstance(world, World):
-            return completing(run, world, worlds)
-        many = vectorise(world, worlds)
-        if isinstance(run.algorithm, APGConfig):
-            settings: dict[str, Any] = {"gamma": run.algorithm.gamma, "detach": run.algorithm.detach}
-            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **settings)
-        guide = None
-        if (share := registry.guidance(run.algorithm)) is not None:
-            assert isinstance(world, Simulator), "check_expert lets no other pass"
-            guide = Guide(advising(world, worlds), share)
-        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
-
-    env_steps = run.num_envs * run.num_steps
+    collector_in = _collector_in(run, within, context, algorithm, worlds)
     if run.topology == "actors":
         enter = _entering_actors(run, algorithm, collector_in, mesh, worlds, count, updates)
     elif run.topology == "central":
@@ -125,8 +106,9 @@ def assemble(
         enter = fused.entering(collector_in, mesh, parted)
     begin = fused_population.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
-        spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
-    )
+        spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, parted, origin,
+        siblings, begin,
+    )  # fmt: skip
 
 
 def _shards(run: Run, mesh: Mesh) -> batch_shards.Shards:
@@ -156,6 +138,33 @@ def _algorithm(run: Run, spec: Spec, context: RunContext, values: Mapping[str, A
     config = dataclasses.replace(run.algorithm, **{n: v for n, v in values.items() if n != population.SCENARIOS})
     scaled = {"lr": scaled_rate(run, config.lr)} if run.lr_rule != "none" else {}
     return registry.make(spec, dataclasses.replace(config, **scaled), context)
+
+
+def _collector_in(
+    run: Run, within: Callable[[PyTree], Environment | World], example: PyTree, algorithm: Algorithm, worlds: int
+) -> fused.CollectorIn:
+    """Function of a context that returns the collector of a part of the batch, `worlds` worlds or problems."""
+    tiny = run.many and isinstance(within(example), classic_control.Classic) and worlds <= 64
+    collect = functools.partial(collector, steps=run.num_steps, unroll=UNROLL if tiny else 1)
+    share = registry.guidance(run.algorithm)
+
+    def collector_in(context: PyTree) -> Collector:
+        if isinstance(context, offline_data.Recorded):
+            return offline_data.collector(context, columns=worlds * agents(run), steps=run.num_steps)
+        world = within(context)
+        if isinstance(world, World):
+            return completing(run, world, worlds)
+        many = vectorise(world, worlds)
+        if isinstance(run.algorithm, APGConfig):
+            settings: dict[str, Any] = {"gamma": run.algorithm.gamma, "detach": run.algorithm.detach}
+            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **settings)
+        guide = None
+        if share is not None:
+            assert isinstance(world, Simulator), "check_expert lets no other pass"
+            guide = Guide(advising(world, worlds), share)
+        return collect(many, algorithm.act, algorithm.memory, guide=guide)
+
+    return collector_in
 
 
 def _entering_actors(
