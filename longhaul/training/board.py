@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
@@ -72,7 +72,7 @@ ASSETS = {
     "uplot/uPlot.min.css": "text/css",
 }
 
-Scope = dict[str, Any]
+Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 

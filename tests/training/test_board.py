@@ -224,8 +224,8 @@ def test_pages_work_by_keys_and_without_a_finding_in_a_browser(
     with open(folder / "b" / runs.EVALUATIONS, "a") as file:
         for update in (3, 9):
             line = {"update": update, "agent_steps": 100 * update, "wall_seconds": 1.0, "episodes": 8}
-            line |= {"metrics": {"return": [20.0 + update, 20.0, 40.0]}, "chains": chains}
-            file.write(json.dumps(line) + "\n")
+            found = {"metrics": {"return": [20.0 + update, 20.0, 40.0]}, "chains": chains}
+            file.write(json.dumps(line | found) + "\n")
     page.get_by_text(f"{MARKUP} twice").wait_for(timeout=2000)
     assert "20 to 40" in page.get_by_role("region", name="Table: Evaluations during training").inner_text()
     checked()

@@ -13,7 +13,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -80,8 +80,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 IGNORED = frozenset({"metadata", "model", "return_token_ids", "store", "stream_options", "user"})
 """Fields that change no answer here."""
 
-Scope = dict[str, Any]
-App = Callable[[Scope, Any, Any], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Coroutine[Any, Any, None]]
 
 
 class Refused(ValueError):

@@ -129,7 +129,7 @@ def test_a_handshake_of_tls_that_waits_is_ended(tmp_path: Path, monkeypatch: pyt
     for path, data in zip(paths, (made.certificate, made.key), strict=True):
         path.write_bytes(data)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*paths)
+    context.load_cert_chain(certfile=paths[0], keyfile=paths[1])
 
     async def silent_newcomer() -> bytes:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
