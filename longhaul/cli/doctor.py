@@ -107,12 +107,15 @@ def _run(argv: Sequence[str]) -> int:
     """`longhaul doctor RUN`: its records and findings."""
     run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe")
     parsed = flags.parse("doctor", "Health of a run.", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, argv).values
+    runs_dir = Path(parsed["runs-dir"])
     try:
-        folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+        folder = find_folder(runs_dir, parsed["RUN"])
     except RunError as error:
-        near = flags.nearest(parsed["RUN"], recipes.RECIPES)
-        hint = f"did you mean the recipe {' or '.join(near)}?" if near else "nor is it a recipe; see longhaul recipes"
-        raise RunError(f"{error}; {hint}") from None
+        runs = [path.parent.name for path in runs_dir.glob("*/run.json")]
+        near = flags.nearest(parsed["RUN"], [*recipes.RECIPES, *runs])
+        if near:
+            raise RunError(f"no run or recipe is named {parsed['RUN']!r}; did you mean {' or '.join(near)}?") from None
+        raise RunError(f"no recipe is named {parsed['RUN']!r}, and {error}") from None
     run = load_run(folder)
     metrics = folder / "metrics.jsonl"
     records = sinks.read(metrics) if metrics.exists() else []

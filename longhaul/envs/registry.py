@@ -114,11 +114,11 @@ def spec_stub(name: str) -> SpecStub:
 
 def _elsewhere(name: str) -> str:
     """Name to give for an environment of the user's, of Gymnasium or of Atari that is written otherwise; "" if none."""
+    if file := re.fullmatch(r"(?:.*/)?(\w+)\.py(?::(\w+))?", name):
+        return f"one of your own is {file[1]}:{file[2] or 'NAME'}, given in the folder of its file"
     module, _, path = name.rpartition(".")
     if external.is_external(f"{module}:{path}"):
         return f"one of your own is {module}:{path}"
-    if file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", name):
-        return f"one of your own is {file[1]}:{file[2]}, given in the folder of its file"
     if atari := re.fullmatch(r"ALE/(\w+)-v\d+", name):
         return f"Atari's is ale/{re.sub(r'(?<!^)(?=[A-Z])', '_', atari[1]).lower()}"
     return f"Gymnasium's is gymnasium/{name}" if re.fullmatch(r"[\w./-]+-v\d+", name) else ""

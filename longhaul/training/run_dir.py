@@ -89,17 +89,20 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
         if (folder / "run.json").is_file():
             return folder
     if (path := files.expanded(run_id)).exists():
-        if within := next((folder for folder in path.parents if (folder / "run.json").is_file()), None):
-            raise RunError(f"{run_id} lies in a run; give {within}")
+        if around := next((folder for folder in path.parents if (folder / "run.json").is_file()), None):
+            raise RunError(f"{run_id} lies in a run; give {around}")
         if path.is_file():
             raise RunError(f"{run_id} is a file, not a run; driving logs are given with --data {run_id}")
+        if within := sorted(file.parent for file in path.glob("*/run.json")):
+            raise RunError(f"{run_id} is a folder of runs, not a run; give one of its {len(within)}: {within[-1]}")
     names = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
     for name in names:
         if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
             return runs_dir / name
     near = difflib.get_close_matches(run_id, names, n=3, cutoff=0.4) or names[-3:]
     hint = did_you_mean(near, "there are none yet: longhaul train makes one")
-    raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
+    empty = f", and the folder {run_id} has no run.json" if path.is_dir() else ""
+    raise RunError(f"no run {run_id!r} in {runs_dir}{empty}; {hint}")
 
 
 def find_or_fetch(runs_dir: Path, run_id: str, recipe: str, project: str | None, entity: str | None) -> Path:

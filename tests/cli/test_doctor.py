@@ -92,7 +92,8 @@ def test_a_run_fails_whose_problem_lasts_to_its_end(longhaul: Any) -> None:
     ("words", "said"),
     [
         ((), "name a run or a recipe"),
-        (("cartpol",), "did you mean the recipe cartpole"),
+        (("cartpol",), "no run or recipe is named 'cartpol'; did you mean cartpole"),
+        (("xyz",), "no recipe is named 'xyz', and no run 'xyz' in runs"),
         (("cartpole", "--seeds", "2"), "--seeds is 2"),
         (("cartpole", "--updates", "0"), "--updates is 0"),
         (("cartpole", "--json", "nowhere/x.json"), "--json"),

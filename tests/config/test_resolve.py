@@ -316,6 +316,11 @@ def test_runs_are_found_by_name_or_path_or_the_nearest_are_named(tmp_path: Path)
         run_dir.find_folder(tmp_path, "fist-run")
     with pytest.raises(RunError, match="no run 'no-run-yet'"):
         run_dir.find_folder(tmp_path, "no-run-yet")
+    with pytest.raises(RunError, match=r"is a folder of runs, not a run; give one of its 1: .*first-run$"):
+        run_dir.find_folder(tmp_path, str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(RunError, match=r"no run '.*logs' in .*, and the folder .*logs has no run.json; did you mean"):
+        run_dir.find_folder(tmp_path, str(tmp_path / "logs"))
 
 
 def test_unknown_recipes_and_environments_name_the_nearest() -> None:
