@@ -84,12 +84,13 @@ def _print(shown: Sequence[Summary], where: str, filters: Sequence[str]) -> None
         folder = next((word for word in filters if Path(word).is_dir()), None)
         hint = "" if folder is None else f"; {folder} is a folder: longhaul runs --runs-dir {folder}"
         asked = f" fits {' '.join(filters)}" if filters else ""
-        print(f"no run in {where}{asked}{hint}")
+        missing = object_store.address(where) is None and not Path(where).is_dir()
+        print(f"no run in {where}{asked}{hint}{'; there is no such folder' * missing}")
         return
     levels = screen.LEVELS["utf" in (sys.stdout.encoding or "").lower()]
     rows = [
         [
-            run.name, run.status, f"{run.steps:,}", f"{run.steps / max(run.total_steps, 1):.0%}",
+            run.name, run.status, f"{run.steps:,}", f"{run.steps / run.total_steps:.0%}" if run.total_steps else "-",
             "-" if run.rate is None else f"{run.rate:,.0f}", _number(run.value), _number(run.trained),
             screen.sparkline(run.spark, CURVE, levels), screen.duration(max(0.0, time.time() - run.updated)),
         ]

@@ -71,7 +71,7 @@ def make(name: str, **options: Any) -> Environment:
     if name not in known:
         near, elsewhere = _suggest(name, known), _elsewhere(name)
         hints = [elsewhere] if elsewhere and near.startswith("there are") else [near, elsewhere]
-        raise ValueError(f"no environment is named {name!r}; {'; '.join(filter(None, hints))}")
+        raise ValueError(f"no environment is named {name!r}; {' '.join(filter(None, hints))}")
     maker = probes.PROBES[name.removeprefix(PROBE)] if name.startswith(PROBE) else TABLE[name][0]
     takes = list(inspect.signature(maker).parameters)
     for option in options:
@@ -119,7 +119,7 @@ def _elsewhere(name: str) -> str:
     module, _, path = name.rpartition(".")
     if external.is_external(f"{module}:{path}"):
         return f"one of your own is {module}:{path}"
-    if atari := re.fullmatch(r"ALE/(\w+)-v\d+", name):
+    if atari := re.fullmatch(r"(?:ALE|[Aa]tari)/(\w+?)(?:-v\d+)?", name):
         return f"Atari's is ale/{re.sub(r'(?<!^)(?=[A-Z])', '_', atari[1]).lower()}"
     return f"Gymnasium's is gymnasium/{name}" if re.fullmatch(r"[\w./-]+-v\d+", name) else ""
 

@@ -13,6 +13,10 @@ import psutil
 
 from longhaul.runtime.errors import RunError
 
+NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/nvgpu/igpu0")
+"""Devices by which JAX knows that there is a GPU of NVIDIA; where none is there, and no other platform may be taken,
+JAX fails by an assertion without a text."""
+
 CGROUP = Path("/sys/fs/cgroup")
 """Limits of a container (cgroup version 2)."""
 
@@ -131,6 +135,8 @@ def prepare_devices(devices: int, threads: int | None = None, *, inline: bool = 
 
     from longhaul.runtime import compile_cache, process_group
 
+    if os.environ.get("JAX_PLATFORMS") == "cuda" and not any(map(os.path.exists, NVIDIA)):
+        raise RunError("JAX_PLATFORMS is cuda, and this machine shows no GPU of NVIDIA; unset it, or set it to cpu")
     if inline:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes, all_devices = process_group.count(), devices

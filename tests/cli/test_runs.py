@@ -67,6 +67,10 @@ def test_runs_are_listed_filtered_and_sorted(longhaul: Any) -> None:
     said = "no run in runs fits others; others is a folder: longhaul runs --runs-dir others\n"
     assert longhaul("runs", "others")[1] == said
     assert longhaul("runs", "--runs-dir", "others")[1] == "no run in others\n"
+    assert longhaul("runs", "--runs-dir", "other")[1] == "no run in other; there is no such folder\n"
+    Path("runs/c-swing/run.json").write_text("{")  # whose steps to train for are not known
+    rows = [line.split() for line in longhaul("runs")[1].splitlines()]
+    assert [row[3] for row in rows if row[0] == "c-swing"] == ["-"]
     assert_refused(longhaul("runs", "--sort", "lenght"), "--sort is 'lenght'; it must be one of newest")
 
 

@@ -52,9 +52,10 @@ def test_options_reach_the_function_that_makes_it() -> None:
     ("name", "says"),
     [
         ("cartpol", "'cartpol'; did you mean cartpole"),
-        ("CartPole-v1", r"did you mean cartpole\?; Gymnasium's is gymnasium/CartPole-v1"),
+        ("CartPole-v1", r"did you mean cartpole\? Gymnasium's is gymnasium/CartPole-v1"),
         ("Ant-v5", "named 'Ant-v5'; Gymnasium's is gymnasium/Ant-v5$"),
         ("ALE/SpaceInvaders-v5", "Atari's is ale/space_invaders$"),
+        ("atari/Pong", "Atari's is ale/pong$"),
         ("my_env.py", "; one of your own is my_env:NAME, given in the folder of its file$"),
         ("code/my_env.py:Corridor", "; one of your own is my_env:Corridor, given in the folder of its file$"),
         ("probe/mask", "did you mean probe/masked"),

@@ -72,6 +72,14 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would fail by an assertion without a text."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(devices, "NVIDIA", ("/dev/no-such-gpu",))
+    with pytest.raises(RunError, match=r"JAX_PLATFORMS is cuda, .* unset it, or set it to cpu$"):
+        devices.prepare_devices(1)
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_the_environment_says_who_a_process_is(name: str) -> None:
     environment, expected = FOUND[name]
