@@ -338,11 +338,13 @@ def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path],
 
 @pytest.mark.slow
 def test_the_log_is_more_real_than_who_goes_straight_on(generated: Drives) -> None:
-    few = generated.subset([0, 3])
+    few = generated.subset([0, 2])
     log, constant = (evaluate_driving.score(few, None, who, 4) for who in ("log", "constant"))
     assert log.names == [s.id for s in few.scenarios]
     assert np.all(log.metrics["realism"].valid)
-    assert np.all(log.metrics["realism"].value > constant.metrics["realism"].value)
+    away = constant.metrics["min_ade"].value > 1.0  # m; elsewhere the log itself goes straight on
+    assert np.any(away), "the log goes straight on in every scenario: nothing is tested"
+    assert np.all(log.metrics["realism"].value[away] > constant.metrics["realism"].value[away])
     np.testing.assert_allclose(log.metrics["min_ade"].value, 0.0, atol=0.02)
 
 
