@@ -143,7 +143,7 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
     for policy, scored in (("run", "trained"), ("untrained", "untrained")):
         code, out, _ = longhaul("evaluate", "a", "--policy", policy, "--json", f"{policy}.json")
         assert code == 0
-        assert out.splitlines()[0].split() == ["4", "episodes", "mean", "std", "min", "max"]
+        assert out.splitlines()[0].split() == ["4", "episodes", "mean", "2.5", "%", "97.5", "%", "std", "min", "max"]
         report = json.loads((tmp_path / f"{policy}.json").read_text())
         assert (report["run"], report["policy"], report["episodes"]) == ("a", policy, 4)
         assert report["mean"] | {"episodes": 4} == result["evaluation"][scored]
