@@ -20,7 +20,6 @@ def test_limits_are_garwoods(count: int, least: float, most: float) -> None:
     assert found.between == (100.0 / count if count else np.inf)
 
 
-@pytest.mark.slow
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     draw = np.random.default_rng(0)
     for mean in (0.5, 3.0, 30.0):

@@ -213,7 +213,6 @@ def drive(made: Scenario, how: str, rollouts: int = 8) -> np.ndarray:
     return pose.astype(np.float32)
 
 
-@pytest.mark.slow
 def test_the_log_is_most_real_and_the_farther_from_it_the_less(generated: list[Scenario]) -> None:
     for made in generated:
         there = np.repeat(made.present[None], 8, 0)

@@ -106,7 +106,7 @@ def test_without_staleness_an_actor_that_dies_changes_nothing(lane: str, of: Any
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("lane", ["shm", pytest.param("grpc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
 def test_an_actor_whose_state_was_lost_begins_new_episodes(lane: str) -> None:
     sizes, (spec, algorithm) = Sizes(steps=2), of_poles()
     lives: list[HostVector] = []
@@ -249,9 +249,7 @@ def test_every_step_is_what_happened_and_follows_on_the_one_before(lane: str, st
     assert oldest == (AHEAD if staleness is None else staleness), "the bound is kept and reached"
 
 
-@pytest.mark.parametrize(
-    ("lane", "staleness"), [pytest.param("shm", 0, marks=pytest.mark.slow), ("shm", None), ("grpc", 0)]
-)
+@pytest.mark.parametrize(("lane", "staleness"), [("shm", 0), ("shm", None), ("grpc", 0)])
 def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, staleness: int | None) -> None:
     """Its successor fills the place anew: every trajectory learnt from is whole, by one actor, and there once."""
     spec, algorithm = of_chaos()
