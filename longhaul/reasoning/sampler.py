@@ -581,40 +581,10 @@ def collector(
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
     sample = sampler(config, sampling, tokeniser=tokeniser)
-    count = problems.prompt.shape[0]
-    gated = gated and count >= APART
+    lessons = _lessons(sample, problems, sampling.group, prompts, tokeniser.pad, gated)
 
     def start(key: Key) -> tuple[()]:
         return ()
-
-    def unseen(key: Key, rows: int, reach: jax.Array | int) -> jax.Array:
-        """Problems of the first `reach` that no look is at."""
-        place = jax.random.randint(key, (rows,), 0, jnp.maximum(reach - reach // APART, 1))
-        return place + place // (APART - 1)
-
-    def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
-        reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
-        which = unseen(key, rows, reach) if gated else jax.random.randint(key, (rows,), 0, reach)
-        written = text[which] != tokeniser.pad
-        nothing = jnp.zeros(written.shape)
-        return which, Drawn(text[which], written, written, nothing, nothing)
-
-    def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
-        key_which, key_sample = jax.random.split(key)
-        which = chosen_problems(key_which, prompts, count)
-        if gated:
-            looked = which // APART * APART + APART - 1
-            looked = jnp.where(looked < count, looked, APART - 1)
-            which = jnp.where(speaker.look == 1, looked, which)
-            which = jnp.where(speaker.lesson == OWN, unseen(key_which, prompts, count), which)
-        drawn = sample(speaker.params, problems.prompt[which], prng.split(key_sample, rows), jnp.int32(UNBOUNDED))
-        return jnp.repeat(which, sampling.group), drawn
-
-    lessons = (
-        sampled,
-        lambda speaker, key: of_the_bank(speaker, key, problems.demonstration),
-        lambda speaker, key: of_the_bank(speaker, key, problems.solution),
-    )
 
     def collect(
         speaker: Speaker, carry: tuple[()], key: Key, version: jax.Array
@@ -633,3 +603,44 @@ def collector(
         return (), known if exact else data, floats
 
     return Collector(start, collect, rows * sampling.length, prompts * sampling.length)
+
+
+Lesson = Callable[[Speaker, Key], tuple[jax.Array, Drawn]]
+"""(speaker, key) -> (place in the bank of each row's problem, the rows)."""
+
+
+def _lessons(
+    sample: Callable[..., Drawn], problems: Bank, group: int, prompts: int, pad: int, gated: bool
+) -> tuple[Lesson, Lesson, Lesson]:
+    """Lessons SAMPLED (also of OWN), DEMONSTRATED and SOLVED: rows that the model samples, or texts of the bank."""
+    rows, count = prompts * group, problems.prompt.shape[0]
+    gated = gated and count >= APART
+
+    def unseen(key: Key, rows: int, reach: jax.Array | int) -> jax.Array:
+        """Problems of the first `reach` that no look is at."""
+        place = jax.random.randint(key, (rows,), 0, jnp.maximum(reach - reach // APART, 1))
+        return place + place // (APART - 1)
+
+    def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
+        reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
+        which = unseen(key, rows, reach) if gated else jax.random.randint(key, (rows,), 0, reach)
+        written = text[which] != pad
+        nothing = jnp.zeros(written.shape)
+        return which, Drawn(text[which], written, written, nothing, nothing)
+
+    def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
+        key_which, key_sample = jax.random.split(key)
+        which = chosen_problems(key_which, prompts, count)
+        if gated:
+            looked = which // APART * APART + APART - 1
+            looked = jnp.where(looked < count, looked, APART - 1)
+            which = jnp.where(speaker.look == 1, looked, which)
+            which = jnp.where(speaker.lesson == OWN, unseen(key_which, prompts, count), which)
+        drawn = sample(speaker.params, problems.prompt[which], prng.split(key_sample, rows), jnp.int32(UNBOUNDED))
+        return jnp.repeat(which, group), drawn
+
+    return (
+        sampled,
+        lambda speaker, key: of_the_bank(speaker, key, problems.demonstration),
+        lambda speaker, key: of_the_bank(speaker, key, problems.solution),
+    )
