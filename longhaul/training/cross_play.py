@@ -31,7 +31,7 @@ from longhaul.telemetry import screen
 from longhaul.training import confidence
 from longhaul.training.evaluate import Scores
 from longhaul.training.evaluate_driving import Drives, joined, rows_of
-from longhaul.types import Params
+from longhaul.types import Act, Params
 
 METRICS = ("accuracy", "goal", "collision", "at_fault_collision", "offroad", "red_light")
 
@@ -88,28 +88,7 @@ def arena(drives: Drives) -> Play:
     assert steps is not None
     if agents < 2:
         raise RunError("no scenario has a second agent to drive; give --cross-play other data")
-    own, remembered = drives.actor(shell, "policy")
-
-    def act(policies: Any, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
-        ego, others, draws = policies
-        worlds = jax.tree.leaves(observation)[0].shape[0] // agents
-
-        def slots(first: int, last: int) -> Any:
-            return jax.tree.map(
-                lambda x: x.reshape(worlds, agents, *x.shape[1:])[:, first:last].reshape(-1, *x.shape[1:]), observation
-            )
-
-        observed = slots(1, agents)
-        if config.conditioning:
-            observed = observed._replace(ego=observed.ego.at[:, -len(RANGES) :].set(draws))
-        first, memory_ego, _ = own(ego, memory[0], slots(0, 1), key)
-        rest, memory_others, _ = own(others, memory[1], observed, key)
-        action = jnp.concatenate([x.reshape(worlds, -1, *x.shape[1:]) for x in (first, rest)], 1)
-        return action.reshape(-1, *action.shape[2:]), (memory_ego, memory_others), ()
-
-    def memory(columns: int) -> Any:
-        worlds = columns // agents
-        return remembered(worlds), remembered(columns - worlds)
+    act, memory = _in_pairs(*drives.actor(shell, "policy"), agents, config.conditioning)
 
     def drive(policies: Any, partners: Partners, tables: DeviceBank) -> rollout.Episodes:
         environment = dataclasses.replace(shell, tables=tables)
@@ -123,15 +102,7 @@ def arena(drives: Drives) -> Play:
 
     def play(ego: Params, partner: Partner) -> Scores:
         policies = program.put((ego, ego if partner.policy is None else partner.policy, partner.draws))
-        partners = Partners(
-            kind=jnp.int32(partner.kind),
-            driven=jnp.asarray((np.arange(agents) == 0) | (partner.kind == traffic.DRIVEN)),
-            pace=jnp.float32(partner.pace),
-            headway=jnp.float32(partner.headway),
-            yields=jnp.bool_(partner.yields),
-            checked=jnp.bool_(partner.checked),
-        )
-        rows, described = [], program.put(partners)
+        rows, described = [], program.put(_described(partner, agents))
         with opened() as batches:
             for batch in batches:
                 episodes = program(policies, described, batch.tables)
@@ -140,6 +111,48 @@ def arena(drives: Drives) -> Play:
         return joined(rows, drives)
 
     return play
+
+
+def _in_pairs(own: Act, remembered: Callable[[int], Any], agents: int, conditioned: bool) -> tuple[Act, Any]:
+    """(act, memory) of the ego's policy for the first agent of a world and the partner's for all others.
+
+    The policies are (ego's, partner's, the reward weights that the partner observes where it is `conditioned`).
+    """
+
+    def act(policies: Any, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
+        ego, others, draws = policies
+        worlds = jax.tree.leaves(observation)[0].shape[0] // agents
+
+        def slots(first: int, last: int) -> Any:
+            return jax.tree.map(
+                lambda x: x.reshape(worlds, agents, *x.shape[1:])[:, first:last].reshape(-1, *x.shape[1:]), observation
+            )
+
+        observed = slots(1, agents)
+        if conditioned:
+            observed = observed._replace(ego=observed.ego.at[:, -len(RANGES) :].set(draws))
+        first, memory_ego, _ = own(ego, memory[0], slots(0, 1), key)
+        rest, memory_others, _ = own(others, memory[1], observed, key)
+        action = jnp.concatenate([x.reshape(worlds, -1, *x.shape[1:]) for x in (first, rest)], 1)
+        return action.reshape(-1, *action.shape[2:]), (memory_ego, memory_others), ()
+
+    def memory(columns: int) -> Any:
+        worlds = columns // agents
+        return remembered(worlds), remembered(columns - worlds)
+
+    return act, memory
+
+
+def _described(partner: Partner, agents: int) -> Partners:
+    """The partner as the simulator takes it."""
+    return Partners(
+        kind=jnp.int32(partner.kind),
+        driven=jnp.asarray((np.arange(agents) == 0) | (partner.kind == traffic.DRIVEN)),
+        pace=jnp.float32(partner.pace),
+        headway=jnp.float32(partner.headway),
+        yields=jnp.bool_(partner.yields),
+        checked=jnp.bool_(partner.checked),
+    )
 
 
 def adversary(
