@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
-from longhaul.algorithms.run_context import RunContext
+from longhaul.algorithms.run_context import RunContext, Spread
 from longhaul.distributions import k3
 from longhaul.reasoning import packing, transformer
 from longhaul.reasoning import reward_gate as gates
@@ -274,13 +274,16 @@ def _prompts(config: GRPOConfig, data: Completions) -> jax.Array:
     return data.prompt[:: min(config.group, len(data.prompt))] if grouped(config) else data.prompt
 
 
-def in_micro_batches(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
-    """Function that sums over a batch's rows, computed one micro-batch after the other."""
+def in_micro_batches(
+    function: Callable[[Params, Batch], Any], pieces: int, spread: Spread
+) -> Callable[[Params, Batch], Any]:
+    """Function that sums over a batch's rows, computed one micro-batch after the other, each `spread` over devices."""
     if pieces == 1:
-        return function
+        return lambda params, batch: function(params, spread(batch, 0))
 
     def run(params: Params, batch: Batch) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]) if x.ndim else x, batch)
+        parts = spread(parts, 1)
 
         def piece(i: jax.Array) -> Any:
             return function(params, jax.tree.map(lambda x: x[i] if x.ndim else x, parts))
@@ -410,7 +413,9 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         own_params, rest = transformer.split(config.model, state.params)
         at_once = jax.grad(lambda learnt, batch: total(transformer.joined(learnt, rest), batch), has_aux=True)
-        gradient = in_rows(config, at_once) if config.pack else in_micro_batches(at_once, config.accumulate)
+        gradient = (
+            in_rows(config, at_once) if config.pack else in_micro_batches(at_once, config.accumulate, context.spread)
+        )
         reference = state.reference
         if config.kl_coef > 0.0 and not config.model.lora:
             only_imitated = state.updates == state.imitated
@@ -420,7 +425,7 @@ def grpo(spec: Any, config: GRPOConfig, context: RunContext) -> Algorithm:
 
         def step(carried: tuple[Params, optax.OptState], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
             (params, opt_state), (order, number) = carried, xs
-            minibatch = context.spread(jax.tree.map(lambda x: x[order] if x.ndim else x, batch), 0)
+            minibatch = jax.tree.map(lambda x: x[order] if x.ndim else x, batch)
             taken, taught = minibatch.weight, minibatch.data.taught
             counts = jnp.any(taken, axis=1)
             imitated = weights(taken, counts & taught, "token", mean)

@@ -416,8 +416,6 @@ def _check_fsdp(run: Run, devices: int) -> None:
     if isinstance(run.algorithm, OffPolicy):
         name = external_algorithms.title(run.algorithm)
         raise RunError(f"--fsdp does not go with {name}, whose replay lies by device; leave --fsdp out")
-    if run.topology == "central":
-        raise RunError("--fsdp needs --topology fused or actors; the learner of central has whole parameters")
 
 
 def _check_driving(task: Driving) -> None:
@@ -554,8 +552,6 @@ def _actors(run: Run, devices: int) -> ActorConfig:
         return run.acting
     if run.deterministic:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
-    if run.model > 1 and run.topology == "central":
-        raise RunError(f"--mesh is {run.mesh}, and the learner of {run.topology} has whole parameters: choose model=1")
     if process_group.together() and run.topology == "central":
         raise RunError("--topology is central, which trains in one process; leave longhaul launch out")
     if process_group.together() and run.acting.actor_kind == "ray":

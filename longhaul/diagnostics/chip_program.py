@@ -106,20 +106,22 @@ def measured(run: Run, chip: str, most: int) -> Measured:
     )  # fmt: skip
 
 
+def mesh(chip: str, devices: int, model: int = 1, fsdp: bool = False) -> Mesh:
+    """Mesh of so many GPUs of `LAYOUTS`, to compile for. The compiler is asked in a process without GPUs."""
+    topology = topologies.get_topology_desc(chip, "cuda", target_config=description(chip), topology=f"1x1x{devices}")
+    return meshes.mesh_of(topology.devices, model, fsdp)
+
+
 def compiled(run: Run, chip: str) -> dict[str, Any]:
     """Work of the process of `measured`."""
-    topology = topologies.get_topology_desc(
-        chip, "cuda", target_config=description(chip), topology=f"1x1x{run.all_devices}"
-    )
-    mesh = meshes.mesh_of(topology.devices, run.model, run.fsdp)
-    source = feed(run)
+    chips, source = mesh(chip, run.all_devices, run.model, run.fsdp), feed(run)
     with closing(Feeding(source)) as feeding:
         context = feeding.now.context
-    assembly = assemble(run, source.within, context, mesh=mesh)
-    progress = fused.outline(assembly.algorithm, assembly.enter, context, mesh)
+    assembly = assemble(run, source.within, context, mesh=chips)
+    progress = fused.outline(assembly.algorithm, assembly.enter, context, chips)
     assert run.block is not None
     lowered = fused.lowered(
-        assembly.algorithm, assembly.collector_in, progress, everywhere(context, mesh), mesh, block=run.block,
+        assembly.algorithm, assembly.collector_in, progress, everywhere(context, chips), chips, block=run.block,
         shards=assembly.shards,
     )  # fmt: skip
     executable = lowered.compile(compiler_options=TUNING)

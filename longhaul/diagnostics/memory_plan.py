@@ -57,16 +57,21 @@ class Load(NamedTuple):
 
 
 def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
-    """Bytes on each device, by kind. Several share problems, parameters and moments (`--mesh data=N --fsdp`); what one
-    samples with is whole."""
+    """Bytes on each device, by kind.
+
+    Several (`--mesh data=N --fsdp`) share parameters and moments. Where they learn, each has a part of the rows, and
+    holds one layer whole. Where they sample, each has a part of every kernel and some heads of all rows.
+    """
     assert config.num_minibatches is not None
     sizes, item = config.model, transformer.PRECISIONS[config.model.precision].dtype.itemsize
     params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), sizes))
     learnt, rest = transformer.split(sizes, params)
     own, frozen = (partition.shares(tree, 1, devices).own for tree in (learnt, rest))
-    completions = -(-load.prompts // devices) * config.group
-    rows = max(1, completions // (config.num_minibatches * config.accumulate))
-    tokens = rows * load.length + max(1, rows // config.group) * load.prompt
+    completions = load.prompts * config.group
+    together = max(1, completions // (config.num_minibatches * config.accumulate))
+    asked = max(1, together // config.group)
+    rows, prompts = (count // devices if count % devices == 0 else count for count in (together, asked))
+    tokens = rows * load.length + prompts * load.prompt
     pairs = rows * load.length * (load.length + load.prompt)
     if config.pack:
         tokens = max(config.pack, load.length + load.prompt)
@@ -75,9 +80,13 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     scores = 4 * ATTENTION * sizes.heads * pairs
     inputs = sizes.layers * tokens * item * sizes.width
     kept = inputs + inside + scores if sizes.remat == "full" else sizes.layers * (inside + scores)
-    logits = 4 * FACTORS * min(LOGITS_WIDE, tokens * sizes.vocabulary)
+    logits = 4 * FACTORS * min(LOGITS_WIDE, together * load.length * sizes.vocabulary) // devices
     gradients = own * (2 if config.accumulate > 1 or config.pack else 1)
-    slots, rows = load.prompt + load.length, min(load.wave, completions)
+    table = 4 * sizes.vocabulary * sizes.width
+    fetched = 0
+    if devices > 1:  # a layer's kernels and their gradient, and the embedding split by its features
+        fetched = 2 * item * _of_layers(sizes, params) // sizes.layers + table // devices
+    slots, rows = load.prompt + load.length, min(load.wave, completions)  # on all devices together
     large = transformer.size(sizes) >= LARGE and load.length >= LONG
     rows += int(rows / FEWER[0]) if large else 0  # the last completions', whose cache is copied out of the whole one
     if load.turns:  # a later turn reads prompt and completion so far, and has room for as much again
@@ -85,10 +94,11 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
         later += int(later / FEWER[0]) if large else 0
         rows, slots = max((rows, slots), (later, slots + load.length), key=math.prod)
     cache = 2 * item * sizes.layers * rows * slots * sizes.kv_heads * sizes.head_dim
-    widened = 0 if sizes.tied and params["embedding"].dtype == jnp.float32 else 4 * sizes.vocabulary * sizes.width
-    kernels = item * transformer.size(sizes) + widened
+    widened = 0 if sizes.tied and params["embedding"].dtype == jnp.float32 else table
+    kernels = (item * transformer.size(sizes) + widened) // devices
+    cache //= devices if sizes.kv_heads % devices == 0 else 1
     sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learnt)) if devices == 1 else 0
-    learning, sampling = gradients + kept + logits, kernels + cache
+    learning, sampling = gradients + kept + logits + fetched, kernels + cache
     return {
         "parameters": own + frozen,
         "optimiser": 2 * own,
@@ -97,6 +107,12 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
         "sampling": sampling,
         "total": 3 * own + frozen + sent + max(learning, sampling),
     }
+
+
+def _of_layers(sizes: ModelConfig, params: Any) -> int:
+    """Number of parameters of all layers, without LoRA's factors."""
+    frozen = transformer.split(sizes, params)[1] or params
+    return sum(leaf.size for leaf in jax.tree.leaves(frozen["layers"]))
 
 
 def plan(config: GRPOConfig, load: Load) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from longhaul.networks.layers import PRECISIONS, rms_norm
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
 from longhaul.types import Params, platform
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
@@ -69,18 +71,30 @@ class Cache(NamedTuple):
 def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
     """Kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
-    kernels = transformer.merged(config, params["layers"])
-    for joined, names in JOINED.items():
+    shared = meshes.parts()[1] > 1
+    if shared:  # one by one: what is merged or moves is there twice
+        kernels = jax.lax.map(functools.partial(_shared_layer, config), params["layers"])
+    else:
+        kernels = transformer.merged(config, params["layers"])
+    for joined, names in ({} if shared else JOINED).items():  # a device's part of a kernel is of one input alone
         kernels[joined] = jnp.concatenate([kernels.pop(name) for name in names], axis=-1)
         if config.biased and joined == "enter":
             kernels["enter_bias"] = jnp.concatenate([kernels.pop(f"{name}_bias") for name in names], axis=-1)
     kernels = {name: jnp.swapaxes(x, 1, 2).astype(dtype) if x.ndim == 3 else x for name, x in kernels.items()}
     embedding = params["embedding"]
-    kernel = embedding if config.tied else params["unembedding"].T
+    kernel = meshes.spread(embedding if config.tied else params["unembedding"].T, 0)
+    embedding = meshes.spread(embedding.astype(dtype), 1)
     angles = jnp.arange(slots, dtype=jnp.float32)[:, None] * transformer.frequencies(config)[None]
     each = tuple({name: x[number] for name, x in kernels.items()} for number in range(config.layers))
-    return Kernels(embedding.astype(dtype), kernel.astype(jnp.float32), params["final_norm"], each,
+    return Kernels(embedding, kernel.astype(jnp.float32), params["final_norm"], each,
                    (jnp.cos(angles), jnp.sin(angles)))  # fmt: skip
+
+
+def _shared_layer(config: ModelConfig, layer: Params) -> dict[str, jax.Array]:
+    """Kernels of a layer [inputs, outputs] whose parameters devices share, each with its part of them."""
+    kernels = transformer.merged(config, layer)
+    large = {name: x.astype(PRECISIONS[config.precision]) for name, x in kernels.items() if x.ndim == 2}
+    return meshes.whole({n: x for n, x in kernels.items() if n not in large}) | partition.tensor_parallel(large)
 
 
 def room(prompt: int, length: int) -> tuple[int, int]:
@@ -96,9 +110,11 @@ def laid(x: jax.Array) -> jax.Array:
     after the other.
 
     Left to XLA, the loop over tokens and the one within it that begins a row's next completion choose different ones,
-    and the whole cache is transposed twice a token.
+    and the whole cache is transposed twice a token. Devices that share the parameters have some heads each.
     """
-    return with_layout_constraint(x, Layout(major_to_minor=(1, 3, 0, 2))) if platform() == "gpu" else x
+    if platform() != "gpu":
+        return meshes.spread(x, 1)
+    return meshes.on_parts(lambda part: with_layout_constraint(part, Layout(major_to_minor=(1, 3, 0, 2))), x, 1)
 
 
 def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:
@@ -171,7 +187,7 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     """
     turn = tuple(part[cache.lengths].T[None] for part in kernels.turns)  # [1, head_dim / 2, B]
     used, position = _attended_slots(cache), len(cache.asked) + cache.place
-    x = kernels.embedding[token].T
+    x = meshes.whole(kernels.embedding[token].T)
     keys, values = [], []
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
         query, new_key, new_value = _heads(config, own, rms_norm(x, own["attention_norm"], config.eps, FEATURES), turn)
@@ -184,23 +200,33 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
         query = query.reshape(config.kv_heads, -1, *query.shape[1:])
         mixed = jax.lax.platform_dependent(query, key, value, used, cpu=attend_by_sums, default=attend_by_products)
         x = x + own["out"] @ mixed.reshape(-1, x.shape[1])
-        gate, up = jnp.split(own["gated"] @ rms_norm(x, own["mlp_norm"], config.eps, FEATURES), 2)
+        gate, up = _products(config, own, "gated", rms_norm(x, own["mlp_norm"], config.eps, FEATURES))
         x = x + own["narrow"] @ (jax.nn.silu(gate) * up)
     x = rms_norm(x, kernels.final_norm, config.eps, FEATURES).astype(jnp.float32)
     place = (cache.place + 1) % (len(cache.key[0]) - len(cache.asked))
     after = Cache(tuple(keys), tuple(values), cache.asked, cache.lengths + 1, cache.own + 1, place)
-    return kernels.unembedding @ x, after
+    return meshes.whole(kernels.unembedding @ x), after
+
+
+def _products(config: ModelConfig, own: dict[str, jax.Array], joined: str, x: jax.Array) -> list[jax.Array]:
+    """Products of x [width, B] with each of a layer's kernels of the same input, and their biases."""
+
+    def product(name: str) -> jax.Array:
+        y = own[name] @ x
+        return y + own[f"{name}_bias"].astype(y.dtype)[:, None] if f"{name}_bias" in own else y
+
+    if joined not in own:
+        return [product(name) for name in JOINED[joined]]
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    ends = {"enter": (wide, wide + narrow), "gated": (config.hidden,)}
+    return jnp.split(product(joined), ends[joined])
 
 
 def _heads(
     config: ModelConfig, own: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [heads, head_dim, B], key and value [kv_heads, head_dim, B] of a layer's normalised input [width, B]."""
-    joined = own["enter"] @ x
-    if config.biased:
-        joined = joined + own["enter_bias"].astype(joined.dtype)[:, None]
-    joined = joined.reshape(-1, config.head_dim, x.shape[1])
-    query, key, value = jnp.split(joined, (config.heads, config.heads + config.kv_heads))
+    query, key, value = (part.reshape(-1, config.head_dim, x.shape[1]) for part in _products(config, own, "enter", x))
     if config.normed:
         query = rms_norm(query, own["query_norm"], config.eps, FEATURES)
         key = rms_norm(key, own["key_norm"], config.eps, FEATURES)

@@ -34,6 +34,8 @@ from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.reasoning.verifier import Marks, checked, ended, marks
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
 from longhaul.runtime.errors import FieldError
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params, platform
 
@@ -288,9 +290,12 @@ class _Generation:
         """Prefilled prompts: `count` of them from number `first` on."""
         prompts = jax.lax.dynamic_slice_in_dim(self.prompt, first, count)
         mask = prompts != self.tokeniser.pad
-        hidden, kept = transformer.trunk(self.config, self.params, prompts, mask, keeps=True)
+        hidden, kept = transformer.trunk(
+            self.config, self.params, prompts, mask, keeps=True, laid=partition.tensor_parallel
+        )
         assert kept is not None
-        return _Prefilled(jnp.int32(first), kept, mask, transformer.unembed(self.config, self.params, hidden[:, -1]).T)
+        logits = meshes.whole(transformer.unembed(self.config, self.params, hidden[:, -1]).T)
+        return _Prefilled(jnp.int32(first), kept, mask, logits)
 
     def no_prefill(self) -> _Prefilled:
         """Zeros in the place of prefilled prompts, before the first ones are needed."""
@@ -458,11 +463,9 @@ def log_probs(
     (rows, steps), mask = text.shape, prompt != config.pad
     shared = rows > len(prompt)
     if shared:
-        first, kept = transformer.trunk(config, params, prompt, mask, keeps=True)
-        assert kept is not None
         # The last token predicts none. A GPU reads it, too: products of 1,023 tokens take its slow paths.
-        before, read = transformer.Past(kept, mask), text[:, :-1] if platform() == "cpu" else text
-        rest, _ = transformer.trunk(config, params, read, read != config.pad, past=before)
+        read = text[:, :-1] if platform() == "cpu" else text
+        first, rest = transformer.continued(config, params, prompt, mask, read, read != config.pad)
         rest = rest[:, : steps - 1]
         hidden = jnp.concatenate([jnp.repeat(first[:, -1:], rows // len(prompt), axis=0), rest], axis=1)
     else:
@@ -484,21 +487,31 @@ def predicted(
 
     @jax.checkpoint
     def some(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        inner, token = part
-        scores = draw.scored(transformer.unembed(config, params, inner), temperature, pad=config.pad)
+        inner, token = meshes.whole(part)
+        logits = meshes.spread(transformer.unembed(config, params, inner), 1)
+        scores = draw.scored(logits, temperature, pad=config.pad)
         fixed = jax.lax.stop_gradient(scores)
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
 
-    whole, number, size = (hidden, token), len(token), max(1, logits_at_once() // config.vocabulary)
+    number, size = len(token), max(1, logits_at_once() // config.vocabulary)
     if number <= size:
-        return some(whole)
-    count = -(-number // size)  # a whole number of pieces, so that one program computes each
-    short = count * size - number
-    pieces = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(count, size, *x.shape[1:]), whole
-    )
-    results: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(-1)[:number], jax.lax.map(some, pieces))
+        return some((hidden, token))
+    parts = meshes.parts()[1]
+    parts = parts if number % parts == 0 else 1  # every piece has tokens of each device that has a part of the rows
+    size = max(1, size // parts)
+    count = -(-number // (parts * size))  # a whole number of pieces, so that one program computes each
+    short = count * size - number // parts
+
+    def pieces(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x.reshape(parts, -1, *x.shape[1:]), [(0, 0), (0, short), *[(0, 0)] * (x.ndim - 1)])
+        x = meshes.spread(jnp.swapaxes(x.reshape(parts, count, size, *x.shape[2:]), 0, 1), 1)
+        return x.reshape(count, parts * size, *x.shape[3:])
+
+    def rows(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x.reshape(count, parts, size), 0, 1).reshape(parts, -1)[:, : number // parts].reshape(-1)
+
+    results: tuple[jax.Array, jax.Array] = jax.tree.map(rows, jax.lax.map(some, jax.tree.map(pieces, (hidden, token))))
     return results
 
 

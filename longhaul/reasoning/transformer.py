@@ -14,6 +14,7 @@ one slice; positions count a row's own tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ import jax.numpy as jnp
 from longhaul import prng
 from longhaul.networks.layers import PRECISIONS, affine, along_last, rematerialised, rms_norm
 from longhaul.reasoning.config import ModelConfig
-from longhaul.runtime import config_fields
+from longhaul.runtime import config_fields, partition
+from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import FieldError
 from longhaul.types import Key, Params, PyTree
 
@@ -186,13 +188,6 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
     return jnp.matmul(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
 
 
-class Past(NamedTuple):
-    """Prompts before tokens of a `trunk`: M of them, each before B / M rows side by side."""
-
-    kept: KeyValue  # of all layers
-    mask: jax.Array  # bool [M, P]
-
-
 class Places(NamedTuple):
     """Tokens [B, T] of several texts in each row."""
 
@@ -207,41 +202,100 @@ def trunk(
     mask: jax.Array | Places,
     *,
     keeps: bool = False,
-    past: Past | None = None,
+    laid: Callable[[PyTree], PyTree] = partition.fetched,
 ) -> tuple[jax.Array, KeyValue | None]:
     """(the last layer's normalised output [B, T, width], which `unembed` takes; with `keeps`, keys and values).
 
-    `mask` bool [B, T] is False at padding. The tokens follow the prompts of `past`, if any, whose keys and values are
-    read and not computed again.
+    `mask` bool [B, T] is False at padding. Where devices share the parameters (`--fsdp`), `laid` says how they compute
+    with a layer's kernels: by default each gathers them, for its part of the rows (ZeRO); with
+    `partition.tensor_parallel` each takes its part of the heads and of the wide layer, for all rows.
     """
-    dtype = PRECISIONS[config.precision]
-    positions, seen = mask if isinstance(mask, Places) else _single_text(mask)
-    if past is not None:
-        before = jnp.sum(past.mask, axis=1, dtype=jnp.int32)
-        positions += jnp.repeat(before, len(tokens) // len(before))[:, None]
+    places = mask if isinstance(mask, Places) else _single_text(mask)
+    turn = _turn(config, places.position)
+    split = meshes.rows if laid is partition.fetched else meshes.whole
+
+    def block(own: _Kernels, x: jax.Array) -> tuple[jax.Array, KeyValue | None]:
+        x, kept = _block(config, own, x, places.seen, turn, None)
+        return split(x), kept if keeps else None
+
+    x, kept = _through(config, params, split(_embedded(config, params, tokens)), block, laid)
+    return rms_norm(x, params["final_norm"], config.eps), kept
+
+
+def continued(
+    config: ModelConfig, params: Params, prompt: jax.Array, mask: jax.Array, text: jax.Array, read: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs like those of `trunk` of prompts [M, P] and of texts [B, T], B / M of which follow each prompt side by
+    side. `mask` bool [M, P] and `read` bool [B, T] are False at padding.
+
+    A prompt is read once for its texts, and each layer computes both: devices that share the parameters gather a kernel
+    once for them.
+    """
+    asked, written = _single_text(mask), _single_text(read)
+    before = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    turns = (
+        _turn(config, asked.position),
+        _turn(config, written.position + jnp.repeat(before, len(text) // len(prompt))[:, None]),
+    )
+
+    def block(own: _Kernels, both: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], None]:
+        first, kept = _block(config, own, both[0], asked.seen, turns[0], None)
+        rest, _ = _block(config, own, both[1], written.seen, turns[1], _Past(kept, mask))
+        return meshes.rows((first, rest)), None
+
+    begun = meshes.rows(tuple(_embedded(config, params, tokens) for tokens in (prompt, text)))
+    both, _ = _through(config, params, begun, block, partition.fetched)
+    first, rest = (rms_norm(x, params["final_norm"], config.eps) for x in both)
+    return first, rest
+
+
+def _embedded(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """Embeddings [B, T, width] of tokens; devices that share the table look up their part of every token."""
+    return meshes.spread(params["embedding"], 1)[tokens].astype(PRECISIONS[config.precision])
+
+
+def _turn(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, 1, head_dim / 2] of tokens at these positions [B, T]."""
     angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
-    turn = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, head_dim / 2]
+    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
-    def layer(x: jax.Array, each: tuple[PyTree, KeyValue | None]) -> tuple[jax.Array, KeyValue | None]:
-        weights, prefix = each
+
+def _through(
+    config: ModelConfig,
+    params: Params,
+    x: PyTree,
+    block: Callable[[_Kernels, Any], tuple[Any, Any]],
+    laid: Callable[[PyTree], PyTree],
+) -> tuple[Any, Any]:
+    """(x after all layers, what the block of each layer keeps)."""
+    dtype, shared = PRECISIONS[config.precision], meshes.parts()[1] > 1
+
+    def layer(x: PyTree, weights: dict[str, jax.Array]) -> tuple[PyTree, Any]:
         weights = {name: _bitcast(x, jnp.uint16, jnp.bfloat16) for name, x in weights.items()}
-        own = _Kernels(weights, dtype)
-        y = rms_norm(x, weights["attention_norm"], config.eps)
-        prompt_past = None if past is None or prefix is None else Past(prefix, past.mask)
-        mixed, kept = _attention(config, own, y, seen, turn, prompt_past)
-        x = x + mixed
-        y = rms_norm(x, weights["mlp_norm"], config.eps)
-        x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))
-        return x, kept if keeps else None
+        if shared:
+            weights = laid({name: _narrowed(x, dtype) for name, x in weights.items()})
+        return block(_Kernels(weights, dtype), x)
 
-    x = params["embedding"][tokens].astype(dtype)
     widens = bool(config.lora) and PRECISIONS[config.frozen] != dtype
     part = rematerialised(layer, config.remat, scanned=True, widens=widens)
     unroll = config.layers if config.layers <= UNROLLED else 1
-    prefixes = None if past is None else past.kept
     layers = {name: _bitcast(x, jnp.bfloat16, jnp.uint16) for name, x in params["layers"].items()}
-    x, kept = jax.lax.scan(part, x, (layers, prefixes), unroll=unroll)
-    return rms_norm(x, params["final_norm"], config.eps), kept
+    return jax.lax.scan(part, x, layers, unroll=unroll)
+
+
+def _block(
+    config: ModelConfig,
+    own: _Kernels,
+    x: jax.Array,
+    seen: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    past: _Past | None,
+) -> tuple[jax.Array, KeyValue]:
+    """(output [B, T, width] of a layer, its keys and values)."""
+    mixed, kept = _attention(config, own, rms_norm(x, own.weights["attention_norm"], config.eps), seen, turn, past)
+    x = x + mixed
+    y = rms_norm(x, own.weights["mlp_norm"], config.eps)
+    return x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y)), kept
 
 
 def _single_text(mask: jax.Array) -> Places:
@@ -251,6 +305,11 @@ def _single_text(mask: jax.Array) -> Places:
     return Places(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, seen)
 
 
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    """A layer's kernel in the type that it is computed with, if that is the smaller one: fewer bytes to gather."""
+    return x.astype(dtype) if x.ndim == 2 and jnp.dtype(dtype).itemsize < x.dtype.itemsize else x
+
+
 def _bitcast(x: jax.Array, dtype: Any, to: Any) -> jax.Array:
     """`x` read as another type, `to`, if it is of type `dtype`.
 
@@ -258,6 +317,13 @@ def _bitcast(x: jax.Array, dtype: Any, to: Any) -> jax.Array:
     the loop over layers, as a copy in float32.
     """
     return jax.lax.bitcast_convert_type(x, to) if x.dtype == dtype else x
+
+
+class _Past(NamedTuple):
+    """Prompts before texts in a layer: M of them, each before B / M rows side by side."""
+
+    kept: KeyValue
+    mask: jax.Array  # bool [M, P]
 
 
 class _Kernels(NamedTuple):
@@ -290,7 +356,7 @@ def _attention(
     x: jax.Array,
     seen: jax.Array,
     turn: tuple[jax.Array, jax.Array],
-    past: Past | None,
+    past: _Past | None,
 ) -> tuple[jax.Array, KeyValue]:
     """Attention of one layer from x [B, T, width] to `seen` [B, T, T] and to the prompts, and its keys and values."""
     rows, steps, _ = x.shape

@@ -129,16 +129,47 @@ def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_sp
     )
 
 
+def parts() -> tuple[int, int]:
+    """(devices of `model`, of `fsdp`) in the program of a shard that is being traced; 1 in any other."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return int(shape.get(MODEL, 1)), int(shape.get(FSDP, 1))
+
+
 def spread(tree: PyTree, axis: int) -> PyTree:
-    """`tree` with the given axis of each leaf split over `fsdp`, while the program of a shard is traced."""
-    parts = jax.sharding.get_abstract_mesh().shape[FSDP]
+    """`tree` with the given axis of each leaf split over `fsdp`, while the program of a shard is traced; leaves that
+    have no such axis, or one that the devices do not divide, as they are."""
+    count = parts()[1]
 
     def one(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim <= axis or leaf.shape[axis] % parts:
+        if count == 1 or leaf.ndim <= axis or leaf.shape[axis] % count:
             return leaf
         return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*[None] * axis, FSDP))
 
     return jax.tree.map(one, tree)
+
+
+def on_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array, axis: int) -> jax.Array:
+    """`function` of an array of the same shape, computed by each device of `fsdp` on its part along `axis`: for what
+    the compiler can't split, and would gather. Devices that do not divide the axis compute it whole."""
+    count = parts()[1]
+    if count == 1 or x.shape[axis] % count:
+        return function(x)
+    part = PartitionSpec(*[None] * axis, FSDP)
+    computed: jax.Array = jax.shard_map(
+        function, in_specs=part, out_specs=part, axis_names={FSDP}, check_vma=False
+    )(spread(x, axis))  # fmt: skip
+    return computed
+
+
+def whole(tree: PyTree) -> PyTree:
+    """`tree` on each device of `fsdp`, while the program of a shard is traced."""
+    return tree if parts()[1] == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())
+
+
+def rows(tree: PyTree) -> PyTree:
+    """`tree` with the leading axis of each leaf split over `fsdp`; whole leaves where the devices do not divide it."""
+    count = parts()[1]
+    return jax.tree.map(lambda leaf: whole(leaf) if leaf.shape[0] % count else spread(leaf, 0), tree)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

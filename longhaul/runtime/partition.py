@@ -12,6 +12,7 @@ end like their parameter's, have its layout. The layout changes no number except
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.mesh import DATA, FSDP, MODEL
 from longhaul.types import PyTree, is_local
@@ -90,6 +92,52 @@ def laid(tree: PyTree, mesh: MeshShape) -> PyTree:
     Left to itself, the compiler splits what is smaller than `LEAST` as well, and gathers it again for every use.
     """
     return jax.lax.with_sharding_constraint(tree, specs(tree, mesh.model, mesh.fully))
+
+
+def fetched(tree: PyTree) -> PyTree:
+    """`tree` of kernels, whole on each device of `fsdp`, while the program of a shard is traced. Their gradients are
+    summed into parts."""
+    model, fsdp = meshes.parts()
+    if fsdp == 1:
+        return tree
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        there, here = (spec(names(path), leaf.shape, model, count) for count in (fsdp, 1))
+        return leaf if there == here else _fetched(leaf, there, here)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _fetched(leaf: jax.Array, there: PartitionSpec, here: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(leaf, here)
+
+
+def _fetched_forwards(leaf: jax.Array, there: PartitionSpec, here: PartitionSpec) -> tuple[jax.Array, None]:
+    return _fetched(leaf, there, here), None
+
+
+def _fetched_backwards(there: PartitionSpec, here: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, there),)
+
+
+_fetched.defvjp(_fetched_forwards, _fetched_backwards)
+
+
+def tensor_parallel(tree: PyTree) -> PyTree:
+    """`tree` of kernels, split over the devices of `fsdp` as over those of `model`, while the program of a shard is
+    traced."""
+    model, fsdp = meshes.parts()
+    if fsdp == 1:
+        return tree
+
+    both = FSDP if model == 1 else (FSDP, MODEL)  # an axis of one device is none of the compiler's
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        axes = spec(names(path), leaf.shape, model * fsdp)
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*(both if axis else None for axis in axes)))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 class Shares(NamedTuple):

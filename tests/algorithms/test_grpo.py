@@ -83,7 +83,8 @@ def first(settings: GRPOConfig, data: sampler.Completions, params: Any) -> tuple
     advantage, informative = grpo.advantages(data.reward, GROUP, scaled=loss.scaled)
     weight = grpo.weights(data.taken, informative, loss.over, meshes.identity)
     batch = grpo.Batch(data, advantage, weight, jnp.zeros(data.token.shape))
-    gradient = grpo.in_micro_batches(jax.grad(grpo.objective(settings), has_aux=True), settings.accumulate)
+    at_once = jax.grad(grpo.objective(settings), has_aux=True)
+    gradient = grpo.in_micro_batches(at_once, settings.accumulate, meshes.spread)
     return quick(gradient)(params, batch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import closing
@@ -23,9 +24,10 @@ from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo
 from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.networks.config import NetworkConfig
+from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig, Reasoning
+from longhaul.runtime import device_memory, partition
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import partition
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
@@ -156,6 +158,28 @@ def test_the_doctor_counts_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> 
     assert checks.crossings(made).verdict == checks.FAIL
 
 
+@pytest.mark.slow
+def test_a_language_model_takes_its_share_of_each_device_and_gathers_a_kernel_once_a_pass() -> None:
+    """Four devices learn by rows and gather each layer, and sample by heads: nothing of the cache ever moves."""
+    model = ModelConfig(width=128, layers=8, heads=8, kv_heads=4, head_dim=16, hidden=512, remat="full")
+    config = GRPOConfig(model=model, group=4, taught=1, num_minibatches=1, accumulate=2)
+    rows, steps = 32, 24
+    base = Run("tiny", environment=Reasoning(problems=64, most=3, wave=rows), algorithm=config, num_envs=8,
+               num_steps=steps, total_steps=2 * rows * steps, block=1, log_interval=1)  # fmt: skip
+    alone, shared = (compiled(runs.resolve(dataclasses.replace(base, devices=n, fsdp=n > 1))) for n in (1, 4))
+    across = hlo.crossings(shared.text())
+    size = 4 * model.width * model.hidden
+    gathers = [each for each in across if each.operation == "all-gather" and each.bytes == size]
+    passes = 2 * model.layers * config.accumulate
+    assert sum(each.times() for each in gathers) == 3 * passes, "gate, up and narrow: once forwards, once backwards"
+    cache = 4 * model.kv_heads * model.head_dim * rows * steps  # of a layer's keys, at least
+    sampling = [each.bytes for each in across if each.loops.count(None) > 1]  # within the loop over updates
+    assert 0 < max(sampling) < cache
+    whole, own = (need.total for each in (alone, shared) if (need := device_memory.need(each.executable)))
+    layer = 2 * 4 * (transformer.size(model) // model.layers)  # whole, and its gradient
+    assert own - layer < 1.1 * whole / 4
+
+
 TINY_MODEL = ModelConfig(width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
 
 
@@ -177,13 +201,15 @@ def latent() -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["fused", "actors"])
-@pytest.mark.parametrize("base", [latent, hackmatrix, reasoning])
+@pytest.mark.parametrize(
+    ("base", "topology"),
+    [*itertools.product([latent, hackmatrix, reasoning], ["fused", "actors"]), (hackmatrix, "central")],
+)
 def test_split_runs_end_with_the_parameters_of_one_device(
     base: Callable[[], Run], topology: str, tmp_path: Path
 ) -> None:
     """Latent driving, HackMatrix and reasoning: `data=2,model=2` fully sharded, and two actors with such a learner."""
-    acting = ActorConfig(actors=2 if topology == "actors" else None, actor_kind="thread", staleness=0)
+    acting = ActorConfig(actors=None if topology == "fused" else 2, actor_kind="thread", staleness=0)
     ended = []
     for number, mesh in enumerate(({"devices": 1, "model": 1}, {"devices": 2, "model": 2, "fsdp": True})):
         changes: dict[str, Any] = {"topology": topology, "acting": acting, "block": 1, "log_interval": 1, **mesh}
@@ -332,7 +358,6 @@ def test_a_run_is_gone_on_with_whole(
         ({"devices": 1, "fsdp": True}, "--fsdp splits parameters over the devices of --mesh data=N, and N is 1"),
         ({"fsdp": True, "deterministic": True}, "--deterministic does not go with --fsdp"),
         ({"fsdp": True, "algorithm": SACConfig()}, "--fsdp does not go with SAC, whose replay lies by device"),
-        ({"fsdp": True, "topology": "central"}, "--fsdp needs --topology fused or actors"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -210,14 +210,12 @@ def test_tokens_after_a_shared_prompt_are_those_of_the_whole_text() -> None:
     read = np.arange(4)[None] < np.array([4, 3, 1, 4, 2, 4])[:, None]
 
     @quick
-    def both(params: Any) -> tuple[jax.Array, jax.Array]:
-        _, kept = transformer.trunk(config, params, jnp.asarray(prompt), jnp.asarray(asked), keeps=True)
-        assert kept is not None
-        past = transformer.Past(kept, jnp.asarray(asked))
-        after, _ = transformer.trunk(config, params, jnp.asarray(text), jnp.asarray(read), past=past)
+    def both(params: Any) -> tuple[jax.Array, ...]:
+        first, after = transformer.continued(config, params, *map(jnp.asarray, (prompt, asked, text, read)))
         whole = jnp.concatenate([jnp.repeat(jnp.asarray(prompt), 3, axis=0), jnp.asarray(text)], axis=1)
         mask = jnp.concatenate([jnp.repeat(jnp.asarray(asked), 3, axis=0), jnp.asarray(read)], axis=1)
-        return after, transformer.trunk(config, params, whole, mask)[0][:, 5:]
+        return first, after, transformer.trunk(config, params, whole, mask)[0]
 
-    found, wanted = both(params)
-    assert relative(np.asarray(found)[read], np.asarray(wanted)[read]) < 1e-5
+    first, after, wanted = map(np.asarray, both(params))
+    assert relative(first[asked], wanted[::3, :5][asked]) < 1e-5
+    assert relative(after[read], wanted[:, 5:][read]) < 1e-5

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import overlap
+from longhaul.runtime import overlap, partition
 from longhaul.runtime.batch_shards import part
 from longhaul.topologies import fused
 from longhaul.topologies.inference_server import actor
@@ -44,8 +44,12 @@ def acting_key(progress: Progress) -> Key:
 
 
 def local(policy: Params, device: jax.Device) -> Params:
-    """Copy on a device of a policy replicated on a mesh."""
-    return jax.device_put(jax.tree.map(lambda leaf: leaf.addressable_data(0), policy), device)
+    """Copy on a device of a policy that lies on a mesh, whole or in parts."""
+
+    def nearest(leaf: jax.Array) -> jax.Array:
+        return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+    return jax.device_put(jax.tree.map(nearest, policy), device)
 
 
 def entering(
@@ -82,7 +86,8 @@ def state_size(name: str, environment: Environment, worlds: int) -> int:
 
 def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> jax.stages.Compiled:
     """Update of the learner for runs like `progress` and rollouts like `data`, compiled ahead of time; donates the
-    state: (state, key, updates, data) -> (state, updates, metrics, policy)."""
+    state: (state, key, updates, data) -> (state, updates, metrics, policy). Where devices share the parameters, the
+    policy lies in parts, too."""
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Rollout) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -100,7 +105,11 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
     cut = Rollout(*(wide,) * 7, Successors(narrow, wide), narrow, everywhere)  # type: ignore[arg-type]
     specs = laid, everywhere, everywhere, cut
     results = laid, everywhere, everywhere, everywhere
-    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
+    lies = None
+    if meshes.splits(mesh):
+        policy, whole = jax.eval_shape(algorithm.policy, progress.state), meshes.replicated(mesh)
+        lies = partition.shardings(progress.state, mesh), whole, whole, partition.shardings(policy, mesh)
+    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0, out_shardings=lies)
     return overlap.compiled(program.lower(progress.state, progress.key, progress.updates, data), mesh)
 
 
