@@ -7,13 +7,13 @@ swerving that is harder than that of who reacts, and always alike. A vehicle tha
 trusted again. Who reacts does none of them, so evasion costs nothing beside others: a driver who sees the agent brakes,
 steers, or at least wavers. Nor does a vehicle that was measured: its velocities are noisy.
 
-Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, or who
-stands, or leads over the road's edge, the best of a few plans is driven instead: an acceleration or two in turn and an
-offset from the route, rolled forward as the vehicle would drive them, and chosen anew in each step. Plans keep clear of
-everybody, of the road's edge and of red lights; where none does so with the usual room, with little room. Those who do
-not react are taken to go on as they do now, and so is everybody else who keeps the velocity: who is asleep is seldom
-alone. The others move as the check takes them. Nobody knows what a wild vehicle will do: each plan is held against
-several of its futures, and the plan of the least risk is driven.
+Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, or
+leads over the road's edge, the best of a few plans is driven instead: an acceleration and an offset from the route,
+rolled forward as the vehicle would drive them, and chosen anew in each step. Plans keep clear of everybody, of the
+road's edge and of red lights; where none does so with the usual room, with little room. Those who do not react are
+taken to go on as they do now, and so is everybody else who keeps the velocity: who is asleep is seldom alone. The
+others move as the check takes them. Nobody knows what a wild vehicle will do: each plan is held against several of its
+futures, and the plan of the least risk is driven.
 
 Few agents evade, so plans are made in a loop over those who need one (`only_where`).
 """
@@ -32,7 +32,7 @@ from jax.custom_batching import custom_vmap
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim.dynamics import MAX_CURVATURE, Drive, arc, steerable, travel
-from longhaul.driving.sim.features import Features, relative, time_to_contact
+from longhaul.driving.sim.features import Features, time_to_contact
 from longhaul.driving.sim.geometry import FREE, clearance, corners, into, nearest, out_of, pick
 from longhaul.driving.sim.observation import RANGE, nearness
 from longhaul.driving.sim.safety import (
@@ -72,9 +72,6 @@ PUSHING = 2.5
 SWERVING, WILD = 4.8, 0.3
 """m/s^2 across from which a vehicle swerves: more than the check ever steers (`safety.LATERAL`); and s for which one
 that swerves, or pushes hard, does exactly the same before it is wild."""
-
-ASKED = 8
-"""Others who keep the velocity, the nearest to agents, for whom it is asked in a step whether they run into anybody."""
 
 MOVES = 0.5
 """m/s: who is slower stands."""
@@ -124,7 +121,6 @@ def watch(
     due = jnp.where(counts[:, None], due, 0.0)
     called = asleep & jnp.any((due > ASLEEP) & (when < SOON), axis=0)
     called = called | (hasty & jnp.any(due > PUSHED, axis=0))
-    called = called | runs_into(scene, features, counts, asleep & ~habits.blind)
     blind = wild | ((asleep | hasty) & (habits.blind | called))
     sane = sane.astype(jnp.float32)
     return Habits(scene.vx, scene.vy, sane * push, sane * turn, kept, pushed, harsh, wild, blind)
@@ -142,42 +138,19 @@ def demand(features: Features, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return braking, when
 
 
-def runs_into(scene: Scene, features: Features, counts: jax.Array, asleep: jax.Array) -> jax.Array:
-    """bool [N]: who of those `asleep` runs into somebody, whoever that is. ASKED of them are looked at: the nearest to
-    agents [A] that `counts`."""
-    apart = jnp.hypot(features.others.x, features.others.y)
-    apart = jnp.min(jnp.where(counts[:, None], apart, FREE), axis=0)
-    chosen = nearest(jnp.where(asleep & (apart < RANGE), apart, FREE), ASKED)
-
-    def one(mine: jax.Array) -> jax.Array:
-        pose = scene.x[mine], scene.y[mine], scene.cos[mine], scene.sin[mine]
-        others = relative(scene, mine, (scene.half_length[mine], scene.half_width[mine]), pose)
-        pace = scene.vx[mine] * pose[2] + scene.vy[mine] * pose[3]
-        closing = pace - jnp.maximum(pace + others.vx, 0.0)
-        when = time_to_contact(others)
-        meets = scene.present & (jnp.arange(len(scene.x)) != mine) & (when < SOON)
-        return jnp.any(meets & (closing > 2.0 * ASLEEP * jnp.maximum(when, 0.05)))
-
-    found = jax.vmap(one)(chosen) & pick(asleep & (apart < RANGE), chosen)
-    return jnp.any(found[:, None] & (chosen[:, None] == jnp.arange(len(asleep))[None]), axis=0)
-
-
 # ----------------------------------------------------------------------------------------------------- the plans
 
 HORIZON, STEP = 4.0, 0.25
 """s: how far ahead plans are driven, and in which steps."""
 
-PUSHES = (
-    *((push, push, 0.0) for push in (-6.0, -3.0, -1.0, 0.0, 1.5, 3.0, 5.0)),
-    *((5.0, 0.0, 0.5), (5.0, 0.0, 1.0), (5.0, -6.0, 1.0), (3.0, -3.0, 1.0), (-6.0, 5.0, 0.5)),
-)
-"""Accelerations of plans: m/s^2 at first, m/s^2 later, and s until then."""
+PUSHES = np.array([-6.0, -3.0, -1.0, 0.0, 1.5, 3.0, 5.0], np.float32)
+"""m/s^2 of plans."""
 
-SIDES = (0.0, 0.9, -0.9, 1.8, -1.8, 2.7, -2.7, 3.6, -3.6, 5.0, -5.0)
+SIDES = np.array([0.0, 0.9, -0.9, 1.8, -1.8, 2.7, -2.7, 3.6, -3.6, 5.0, -5.0], np.float32)
 """m to the left of the route of plans."""
 
-PLANS = np.array([(*pushes, side) for pushes in PUSHES for side in SIDES], np.float32).T
-"""Accelerations and offset of all plans, [4, P]."""
+PLANS = [np.repeat(PUSHES, len(SIDES)), np.tile(SIDES, len(PUSHES))]
+"""Acceleration and offset of all plans."""
 
 WAITS = np.array([FIRM, SOFT, 0.0], np.float32)
 """m/s^2 that may follow the check's command. It is not counted on that the agent will push."""
@@ -261,7 +234,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     beside_wild = jnp.any(strange[1])
     view, blind, behind = around(view, habits)
     there = view.others[1]
-    count = PLANS.shape[1]
+    count = len(PLANS[0])
     ways, curvature = roll(view, drive)
     steps = ways.x.shape[1]
     boxes = unchanged(
@@ -276,10 +249,9 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     usual = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
     met = gap[None] < jnp.stack([usual, jnp.minimum(usual, TIGHT)])[:, None, None]  # [2, P, T, K]
     missing, barred = blind[None, None], forbidden(view, ways)
-    stands = there & (jnp.hypot(*(pick(value, view.others[0]) for value in (view.scene.vx, view.scene.vy))) < MOVES)
-    unharmed = seconds(jnp.any(met & (blind | stands)[None, None, None], axis=-1) | barred)[:, count:]
+    unharmed = seconds(jnp.any(met & missing[None], axis=-1) | barred)[:, count:]
     risk = if_any(risks)(beside_wild, view, habits, strange, (x, y, cos, sin), own)
-    push, side = jnp.asarray(PLANS[0]), jnp.asarray(PLANS[3])
+    push, side = (jnp.asarray(values) for values in PLANS)
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
     free = seconds(jnp.any(met[:, :count] & counts[None, :, None], axis=-1) | barred[:, :count])
@@ -408,18 +380,16 @@ def forbidden(view: View, ways: Ways) -> jax.Array:
 def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
     """(ways of all PLANS, then of the check's command `drive` and each of WAITS; the first curvature of each [P])."""
     features, limits = view.features, view.limits
-    steps, count = round(HORIZON / STEP), PLANS.shape[1]
-    waits = np.stack([WAITS, WAITS, 0.0 * WAITS, 0.0 * WAITS])
-    first, then, until, side = np.concatenate([PLANS, waits], axis=1)
-    begun = np.arange(steps, dtype=np.float32)[:, None] * np.float32(STEP)
-    pushes = np.where(begun < until, first, then)
-    held = (begun < LASTS) & (np.arange(len(side)) >= count)
+    steps, count = round(HORIZON / STEP), len(PLANS[0])
+    push, side = (jnp.concatenate([values, jnp.asarray(more)]) for values, more in zip(PLANS, (WAITS, 0.0 * WAITS)))
+    held = np.zeros((steps, len(push)), bool)
+    held[: round(LASTS / STEP), count:] = True
 
     def spread(value: jax.Array) -> jax.Array:
         return jnp.broadcast_to(value, side.shape)
 
-    def step(carry: tuple[Drive, jax.Array], at: tuple[jax.Array, jax.Array]) -> Any:
-        (now, s), (push, held) = carry, at
+    def step(carry: tuple[Drive, jax.Array], held: jax.Array) -> Any:
+        now, s = carry
         x, y, heading, speed = now.motion
         reach = jnp.maximum(REACH[0], REACH[1] * speed)
         aim_x, aim_y, along = on_route(features, s + reach)
@@ -433,8 +403,8 @@ def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
         s = s + 0.5 * STEP * (speed + after.motion.speed) * jnp.maximum(jnp.cos(error), 0.0)
         return (after, s), (after.motion, s, bend)
 
-    now = jax.tree.map(spread, view.agent.drive), spread(features.s)
-    _, (motion, s, bend) = lax.scan(step, now, (jnp.asarray(pushes), jnp.asarray(held)))
+    begun = jax.tree.map(spread, view.agent.drive), spread(features.s)
+    _, (motion, s, bend) = lax.scan(step, begun, jnp.asarray(held))
     x, y, heading = motion.x.T, motion.y.T, motion.heading.T
     return Ways(x, y, jnp.cos(heading), jnp.sin(heading), s.T - features.s), bend[0]
 
