@@ -130,7 +130,6 @@ def tensor_parallel(tree: PyTree) -> PyTree:
     model, fsdp = meshes.parts()
     if fsdp == 1:
         return tree
-
     both = FSDP if model == 1 else (FSDP, MODEL)  # an axis of one device is none of the compiler's
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
