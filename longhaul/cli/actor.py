@@ -40,6 +40,7 @@ def actor(argv: Sequence[str]) -> int:
     held = credentials.load(values["token-file"], tls_ca=values["tls-ca"])
     number = ANY if values["number"] is None else values["number"]
     tables.progress(f"{description} for {values['connect']}")
+    client.prepare(description)
     try:
         client.remote(
             values["connect"], description, values["worlds"], values["slots"], actor=number, credentials=held,

@@ -588,7 +588,7 @@ def _check_on_device(run: Run, devices: int) -> None:
 def _inference_actors(run: Run, devices: int) -> ActorConfig:
     """Actors of central inference, checked."""
     if isinstance(run.environment, Driving):
-        raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
+        _check_driving_elsewhere(run.environment)
     if run.acting.actor_kind == "device":
         raise RunError("--actor-kind is device, and central inference has actors elsewhere; choose --topology actors")
     if len(run.acting.actor_devices) > 1:
@@ -610,6 +610,17 @@ def _inference_actors(run: Run, devices: int) -> ActorConfig:
     except ValueError as error:  # of a file of credentials
         raise RunError(str(error)) from error
     return acting
+
+
+def _check_driving_elsewhere(task: Driving) -> None:
+    """Raises FieldError where actors of central inference can't drive as the run asks."""
+    if task.bank is not None:
+        raise FieldError("bank", f"{task.bank}, and actors of central inference hold all scenarios",
+                         "leave it out, or give --topology fused")  # fmt: skip
+    reward = task.simulator.reward
+    if reward is not None and not external.importable(reward):
+        raise FieldError("reward", f"{reward}, which processes of actors can't import",
+                         "put it into a module, or give --topology fused")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------- paths

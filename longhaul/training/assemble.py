@@ -15,11 +15,12 @@ from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
 from longhaul.algorithms.run_context import RunContext
 from longhaul.config import population
 from longhaul.config.population import Member
-from longhaul.config.resolve import agents, members_of, named, parts
+from longhaul.config.resolve import agents, members_of, parts
 from longhaul.config.run import BEGINNING, Named, Origin, Run
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.environment import advising, vectorise
 from longhaul.envs import classic_control
+from longhaul.envs.host import jax_vector
 from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
@@ -56,6 +57,7 @@ class Assembly(NamedTuple):
     origin: Origin = BEGINNING
     members: tuple[Member, ...] = ()  # of a population; steps are those of each member
     begin: fused_population.Start | None = None  # start of a population
+    within: Callable[[PyTree], Any] = lambda context: context  # environment, or problems, in a context
 
     def start(self, seed: int, context: PyTree) -> Progress:
         if self.begin is not None:
@@ -101,13 +103,13 @@ def assemble(
     if run.topology == "actors":
         enter = _entering_actors(run, algorithm, collector_in, mesh, worlds, count, updates)
     elif run.topology == "central":
-        enter = _entering_server(run, algorithm)
+        enter = _entering_server(run, within, algorithm)
     else:
         enter = fused.entering(collector_in, mesh, parted)
     begin = fused_population.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, parted, origin,
-        siblings, begin,
+        siblings, begin, within,
     )  # fmt: skip
 
 
@@ -180,12 +182,24 @@ def _entering_actors(
     return lambda key, context: acted.joined_carry(own(key, context), mesh)
 
 
-def _entering_server(run: Run, algorithm: Algorithm) -> fused.Enter:
+def _entering_server(run: Run, within: Callable[[PyTree], Any], algorithm: Algorithm) -> fused.Enter:
     """Function that begins nothing where actors hold the environments, and their states where nothing is stale."""
-    if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
-        groups = run.acting.actors * run.central.slots
-        return served.entering(run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups)
-    return lambda key, context: ()
+    if run.acting.staleness != 0 or run.acting.actors is None:
+        return lambda key, context: ()
+    groups = run.acting.actors * run.central.slots
+    worlds = run.num_envs // groups
+
+    def size(context: PyTree) -> int:
+        return state_size(run, within, context, worlds)
+
+    return served.entering(size, algorithm, groups, worlds * agents(run))
+
+
+def state_size(run: Run, within: Callable[[PyTree], Any], context: PyTree, worlds: int) -> int:
+    """Bytes of the state of `worlds` worlds, as an actor writes it; 0 if they report none."""
+    if isinstance(run.environment, Named) and is_hosted(run.environment.env):
+        return served.hosted_state_size(run.environment.env, worlds)
+    return jax_vector.state_size(within(context), worlds, within, context)
 
 
 def check_room(assembly: Assembly, context: PyTree, *, fused_too: bool) -> None:

@@ -101,7 +101,7 @@ def compiled(
     if run.topology == "actors":
         return actor_learner.prepare(run, assembly, context, progress)
     if run.topology == "central":
-        return inference_server.prepare(run, assembly, progress)
+        return inference_server.prepare(run, assembly, context, progress)
     assert run.block is not None
     try:
         if run.many:

@@ -37,6 +37,7 @@ from longhaul.driving.shards import stream
 from longhaul.driving.shards.stream import Library, Position, Share
 from longhaul.driving.sim import device_bank, simulator
 from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padded
+from longhaul.driving.sim.simulator import Simulator
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import device_memory, process_group
@@ -194,11 +195,10 @@ def _resident(run: Run, task: Driving) -> Feed:
             least=task.least,
         )  # fmt: skip
     with screen.stage("laying out scenarios"):
-        bank = banks.stack(scenarios, agents=agents)
-        simulator.check(bank, task.simulator)
-        span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
-        host = device_bank.arrange(bank, agents, reactive=task.simulator.traffic == "idm")
-    return Feed(_within(task, *span), once(_send(run, host)), about=about)
+        shell, host = simulator.arranged(banks.stack(scenarios, agents=agents), task.simulator)
+    # With central inference the actors hold the scenarios, and the learner's device has none.
+    context = host if run.topology == "central" else _send(run, host)
+    return Feed(_within(shell), once(context), about=about)
 
 
 def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Feed:
@@ -214,7 +214,8 @@ def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINN
         return _chunks(run, task, library, sizes, room, at)
 
     about = {"scenarios": len(library), "sha256": library.digest}
-    within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
+    dt = float(library.dt.max())
+    within = _within(simulator.outline(task.simulator, least=int(steps.min()), most=int(steps.max()), dt=dt))
     return Feed(within, contexts, task.bank_updates, about, _extrapolated_shapes(run, task, library, sizes, room))
 
 
@@ -288,9 +289,9 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
         batches.close()
 
 
-def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree], Environment]:
-    environment = simulator.outline(task.simulator, least=least, most=most, dt=dt)
-    return lambda context: dataclasses.replace(environment, tables=context)
+def _within(shell: Simulator) -> Callable[[PyTree], Environment]:
+    """Environment in the tables of a bank."""
+    return lambda context: dataclasses.replace(shell, tables=context)
 
 
 def _send(run: Run, host: PyTree) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shlex
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
@@ -9,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.config.resolve import agents, named
-from longhaul.config.run import Named, Run
-from longhaul.envs.host import jax_vector, registry
+from longhaul.config.resolve import agents
+from longhaul.config.run import Driving, Named, Run
+from longhaul.driving.sim import shared_bank
+from longhaul.driving.sim.device_bank import DeviceBank
+from longhaul.driving.sim.simulator import Simulator
+from longhaul.envs.host import driving_vector, jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials
@@ -29,8 +35,8 @@ from longhaul.topologies.inference_server.shm_transport import ShmTransport
 from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
 from longhaul.topologies.inference_server.wire import NOTHING, Codec, Keeps
 from longhaul.topologies.staleness import Book, Rule
-from longhaul.training.assemble import Assembly
-from longhaul.types import Metrics, Progress
+from longhaul.training.assemble import Assembly, state_size
+from longhaul.types import Key, Metrics, Progress, PyTree
 
 Lane = ShmTransport | GrpcTransport
 
@@ -42,6 +48,15 @@ class Serving(NamedTuple):
     book: Book
     store: TrajectoryBuffer
     codec: Codec
+    scenarios: Scenarios | None = None
+
+
+class Scenarios(NamedTuple):
+    """Scenarios that a run's actors drive in."""
+
+    shell: Simulator  # the environment without tables
+    tables: DeviceBank  # of NumPy arrays
+    digest: str
 
 
 class CompiledServer(NamedTuple):
@@ -52,15 +67,26 @@ class CompiledServer(NamedTuple):
 
 
 def description(run: Run) -> Description:
-    """Description from which actors build the run's environment."""
-    assert isinstance(run.environment, Named)
-    name = run.environment.env
-    return registry.describe(name if is_hosted(name) else f"jax/{name}")
+    """Description from which an actor builds the run's environment by itself; generated scenarios are made again, and
+    logs read again from the same paths."""
+    task = run.environment
+    if isinstance(task, Named):
+        return registry.describe(task.env if is_hosted(task.env) else f"jax/{task.env}")
+    assert isinstance(task, Driving)
+    options: dict[str, Any] = {"horizon": task.horizon} if task.horizon is not None else {}
+    if task.data:
+        name, *more = task.data
+        options |= {"objects": task.objects} | ({"more": tuple(more)} if more else {})
+        options |= {"skip_bad": True} if task.skip_bad_logs else {}
+    else:
+        name, options = driving_vector.GENERATED, options | {"scenarios": task.scenarios, "least": task.least}
+    options |= driving_vector.changes(task.simulator)
+    return Description(driving_vector.KIND, name, tuple(sorted(options.items())))
 
 
-def prepare(run: Run, assembly: Assembly, progress: Progress) -> CompiledServer:
+def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> CompiledServer:
     """Programs compiled for a run whose state looks like `progress`."""
-    serving = serves(run, assembly, progress)
+    serving = serves(run, assembly, context, progress)
     data = serving.store.batch(serving.book.version)[0]
     return CompiledServer(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
 
@@ -70,21 +96,29 @@ def placed(run: Run, assembly: Assembly) -> jax.Device:
     return placement.devices(assembly.mesh, 1, run.acting.actor_devices)[0]
 
 
-def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
+def serves(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Serving:
     """Serving without a learner."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
-    assert run.acting.actors is not None and isinstance(run.environment, Named)
-    name, groups, keeps = run.environment.env, run.acting.actors * run.central.slots, NOTHING
-    columns, environment = run.num_envs // groups * agents(run), named(run.environment)
-    if is_hosted(name):
+    assert run.acting.actors is not None
+    groups, keeps, scenarios = run.acting.actors * run.central.slots, NOTHING, None
+    columns, within = run.num_envs // groups * agents(run), assembly.within
+    if isinstance(run.environment, Named) and is_hosted(run.environment.env):
         with closing(registry.make(description(run), 1)) as vector:
             layout = wire.layout(vector.spec, columns)
     else:
-        metrics = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
-        layout = wire.layout(jax_vector.host_spec(environment), columns, tuple(metrics))
+        spec = jax_vector.host_spec(shell := within(context))
+        if isinstance(shell, Simulator):
+            scenarios = Scenarios(shell, context, shared_bank.digest(context, shell.config))
+            spec = dataclasses.replace(spec, data=scenarios.digest)
+
+        def scores(context: PyTree, key: Key) -> PyTree:
+            environment = within(context)
+            return environment.metrics(environment.reset(key)[0])
+
+        layout = wire.layout(spec, columns, tuple(jax.eval_shape(scores, context, jax.random.key(0))))
     if run.acting.staleness == 0:  # to resume exactly, states of environments are sent, too
-        size = learner.state_size(name, environment, run.num_envs // groups)
+        size = state_size(run, within, context, run.num_envs // groups)
         keeps = Keeps(size, run.num_steps if size else 0)
     codec, algorithm = Codec(layout, keeps), assembly.algorithm
     device = placed(run, assembly)
@@ -102,7 +136,7 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
         inference.shapes, rooms=rule.ahead + 1, steps=run.num_steps, places=groups, columns=columns,
         interval=assembly.spec.truncation_interval,
     )  # fmt: skip
-    return Serving(inference, book, store, codec)
+    return Serving(inference, book, store, codec, scenarios)
 
 
 def opened(
@@ -125,7 +159,8 @@ def opened(
     if on_ray or run.central.bind is None:
         assert run.acting.actors is not None
         start = actor_pool.starter(credentials) if on_ray else process
-        pool = ActorPool(run.acting.actors, _orders(run, serving, lane), lane.cut, start)
+        own = (lambda: (description(run), ())) if on_ray else _sharing(run, serving, closed)
+        pool = ActorPool(run.acting.actors, _orders(run, serving, lane, own), lane.cut, start)
         closed.enter_context(closing(pool))
     elif isinstance(lane, GrpcTransport):
         note(f"waits for {run.acting.actors} actors: {_actor_command(run, lane)}")
@@ -162,28 +197,51 @@ def _worlds(run: Run) -> int:
     return run.num_envs // (run.acting.actors * run.central.slots)
 
 
-def _orders(run: Run, serving: Serving, lane: Lane) -> Callable[[int], Orders]:
+Own = Callable[[], tuple[Description, tuple[int, ...]]]
+"""-> the environment of an actor's process, and the descriptors that it inherits for that."""
+
+
+def _sharing(run: Run, serving: Serving, closed: ExitStack) -> Own:
+    """Environments of processes on this machine, which read a run's scenarios in memory that they share until
+    `closed`."""
+    if serving.scenarios is None:
+        return lambda: (description(run), ())
+    shell, tables, digest = serving.scenarios
+    shared = closed.enter_context(shared_bank.sharing(tables))
+
+    def own() -> tuple[Description, tuple[int, ...]]:
+        mine = shared._replace(descriptor=os.dup(shared.descriptor))
+        return driving_vector.shared(mine, shell, digest), (mine.descriptor,)
+
+    return own
+
+
+def _orders(run: Run, serving: Serving, lane: Lane, own: Own) -> Callable[[int], Orders]:
     """actor -> orders of its process, which joins the lane by them."""
     central, codec = run.central, serving.codec
     about: dict[str, Any] = {
-        "environment": list(description(run)), "worlds": _worlds(run), "slots": central.slots,
-        "scores": list(codec.layout.scores), "lane": central.lane, "every": codec.keeps.every,
+        "worlds": _worlds(run), "slots": central.slots, "scores": list(codec.layout.scores), "lane": central.lane,
+        "every": codec.keeps.every,
     }  # fmt: skip
     if isinstance(lane, GrpcTransport):
         about |= {"address": lane.address, "token_file": central.token_file, "authority": central.tls_cert}
-        return lambda actor: Orders(about)
 
-    def joined(actor: int) -> Orders:
+    def orders(actor: int) -> Orders:
+        environment, inherited = own()
+        now = about | {"environment": list(environment)}
+        if isinstance(lane, GrpcTransport):
+            return Orders(now, inherited)
         ends = lane.join(actor)
-        return Orders(about | {"ends": list(ends)}, ends[:3])
+        return Orders(now | {"ends": list(ends)}, (*ends[:3], *inherited))
 
-    return joined
+    return orders
 
 
 def _actor_command(run: Run, lane: GrpcTransport) -> str:
     """Command of an actor that is started by hand."""
-    assert isinstance(run.environment, Named)
-    given = f"--env {run.environment.env} --worlds {_worlds(run)} --slots {run.central.slots}"
+    task = run.environment
+    name = task.env if isinstance(task, Named) else shlex.quote(registry.address(description(run)))
+    given = f"--env {name} --worlds {_worlds(run)} --slots {run.central.slots}"
     files = " --token-file FILE" * bool(run.central.token_file) + " --tls-ca FILE" * bool(run.central.tls_cert)
     return f"longhaul actor --connect {lane.address} {given}{files}"
 

@@ -215,7 +215,7 @@ def opened(run: Run, folder: Path, closed: ExitStack) -> tuple[Iterator[Any], Ca
             run, folder, assembly, actor_learner.prepare(run, assembly, context, progress), progress, closed
         )
         return made.calls, made.processes
-    prepared = inference_server.prepare(run, assembly, progress)
+    prepared = inference_server.prepare(run, assembly, context, progress)
     server, processes = inference_server.opened(run, prepared.serving, 0, closed, lambda line: None)
     device = inference_server.placed(run, assembly)
     policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state), device)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longhaul.config.run import Named, Run
+from longhaul.algorithms.config import PPOConfig
+from longhaul.config.run import Driving, Named, Run
+from longhaul.driving.sim import config as simulator
+from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import ActorConfig
@@ -61,14 +65,25 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
     assert max(row["central/staleness_max"] for row in found) == 1
 
 
+TASKS = {
+    "poles": Named(str(POLES)),
+    "cartpole": Named("cartpole"),
+    "driving": Driving(
+        scenarios=4, horizon=12, simulator=simulator.Config(agents=2, neighbours=2, waypoints=2, conditioning=True)
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [str(POLES), "cartpole"])
+@pytest.mark.parametrize("task", TASKS)
 def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
-    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
     acting = ActorConfig(2, staleness=0)
-    run = in_processes(environment=Named(env), acting=acting, total_steps=8 * 16 * 12, log_interval=1)
+    environment = TASKS[task]
+    steps = 8 * 16 * (environment.simulator.agents if isinstance(environment, Driving) else 1)
+    run = in_processes(environment=environment, acting=acting, total_steps=12 * steps, log_interval=1)
     assert begin(run, tmp_path / "whole").code == 0
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(5, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
@@ -79,10 +94,36 @@ def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("actions", "lane"), [("discrete", "shm"), ("continuous", "grpc")])
+def test_driving_that_learns_nothing_acts_as_its_policy_says(actions: str, lane: str, tmp_path: Path) -> None:
+    """With lr 0 the learner finds again what the server drew, with memory too."""
+    settings = {"agents": 2, "neighbours": 2, "waypoints": 2, "conditioning": True, "actions": actions}
+    task = Driving(scenarios=4, horizon=12, simulator=simulator.Config(**settings))
+    network = NetworkConfig(hidden_dim=8, memory=8)
+    learns = PPOConfig(num_minibatches=1, update_epochs=1, lr=0.0, network=network)
+    run = in_processes(
+        environment=task, algorithm=learns, acting=ActorConfig(2, staleness=0), central=ServerConfig(lane),
+        total_steps=4 * 8 * 16 * 2, log_interval=1,
+    )  # fmt: skip
+    assert begin(run, tmp_path / "run").code == 0
+    rows = records(tmp_path / "run")
+    assert len(rows) == 4
+    assert max(abs(row["ppo/approx_kl"]) for row in rows) < 1e-6
+    assert sum(row["episode/count"] for row in rows) >= 8 * 2  # 32 steps of at most 11
+    assert {"episode/collision", "episode/progress"} <= set(rows[-1])
+
+
 def kept(record: dict[str, Any]) -> dict[str, Any]:
     """What is no matter of time."""
     names = ("central/actor_wait", "central/learner_wait", "central/inference", "central/batch", "central/fill")
     return {name: value for name, value in record.items() if name not in names}
+
+
+def test_a_reward_that_actors_can_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "pay", lambda step: 0.0, raising=False)
+    with pytest.raises(RunError, match="--reward is __main__:pay, which processes of actors can't import; put it into"):
+        in_processes(environment=Driving(simulator=simulator.Config(reward="__main__:pay")))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +132,10 @@ def kept(record: dict[str, Any]) -> dict[str, Any]:
         ({"acting": ActorConfig(3)}, "--num-envs is 16, which 3 actors with 2 groups each .* choose a multiple of 6"),
         ({"acting": ActorConfig(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
         ({"acting": ActorConfig(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
+        (
+            {"environment": Driving(("logs",), bank=4)},
+            "--bank is 4, and actors of central inference hold all .* leave it out, or give --topology fused",
+        ),
         ({"central": ServerConfig(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
         ({"central": ServerConfig(slots=0), "acting": ActorConfig()}, "--slots is 0; it must lie in 1 to 8"),
         ({"central": ServerConfig("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
 from longhaul.envs import gymnasium_export, registry
-from longhaul.envs.host import jax_vector
+from longhaul.envs.host import driving_vector
 from longhaul.envs.host import registry as host
 from longhaul.spaces import Leaf, mapped
 from tests.helpers.host_vector_contract import check_vector
@@ -78,7 +78,7 @@ def test_driving_on_the_host_keeps_the_contract_and_goes_on_exactly() -> None:
     with pytest.raises(ValueError, match="unexpected keyword argument 'agent'"):
         host.make(host.describe("driving/generated", agent=2), 1)
     with pytest.raises(ValueError, match="scenarios is 0"):
-        jax_vector.driving_environment(scenarios=0)
+        driving_vector.driving_environment(scenarios=0)
 
 
 def test_a_single_environment_equals_the_pure_functions() -> None:

@@ -53,7 +53,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     context, assembly = assembled(run)
     began = time.perf_counter()
     progress = assembly.start(run.seed, context)
-    served = inference_server.serves(run, assembly, progress)
+    served = inference_server.serves(run, assembly, context, progress)
     acting = jax.jit(assembly.algorithm.policy)
     policy = inference_server.learner.local(acting(progress.state), inference_server.placed(run, assembly))
     compiled = time.perf_counter() - began

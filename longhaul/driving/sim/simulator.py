@@ -585,6 +585,13 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     return replace(shell, tables=device_bank.tabulate(bank, config.agents, reactive=config.traffic == "idm"))
 
 
+def arranged(bank: Bank, config: Config) -> tuple[Simulator, DeviceBank]:
+    """(environment without tables, its tables as NumPy arrays). Raises ValueError as `driving`."""
+    check(bank, config)
+    shell = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
+    return shell, device_bank.arrange(bank, config.agents, reactive=config.traffic == "idm")
+
+
 def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:
     """The environment without tables, for all that hold scenarios of `least` to `most` steps of at most `dt` seconds.
 

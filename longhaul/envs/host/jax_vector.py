@@ -1,4 +1,4 @@
-"""Longhaul's own environments, driving too, as a `HostVector`: all worlds step in one compiled call, and go on exactly.
+"""Longhaul's own environments as a `HostVector`: all worlds step in one compiled call, and go on exactly.
 
 Every random number follows from (seed, world, episode) or (seed, world, step), so that no world's course depends on
 how many others there are, and a state put back goes on with the same bits. Fresh episodes are computed for the worlds
@@ -7,9 +7,10 @@ that ended, a few at a time, by a second compiled call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,8 @@ from longhaul.envs.host.vector import Finals, HostSpec, HostStep, Slot, check_ac
 from longhaul.spaces import Leaf, Measure, Tree, action_shape, mapped
 from longhaul.types import Environment, Key, PyTree, TimeStep
 
-if TYPE_CHECKING:
-    from longhaul.driving.sim.simulator import Simulator
-
-GENERATED = "generated"
-"""The name of generated scenarios, beside paths of logs."""
+Within = Callable[[PyTree], Environment]
+"""context -> environment in it, also under tracing."""
 
 EPISODES, STEPS = 0, 1
 """Streams of a world's random numbers."""
@@ -48,52 +46,62 @@ def host_spec(environment: Environment) -> HostSpec:
 class Programs:
     """Programs compiled for `worlds` worlds of `environment`: vectors of the same may share it."""
 
-    def __init__(self, environment: Environment, worlds: int) -> None:
-        self.environment, self.worlds, self.spec = environment, worlds, host_spec(environment)
+    def __init__(
+        self, environment: Environment, worlds: int, within: Within | None = None, context: PyTree = (), data: str = ""
+    ) -> None:  # fmt: skip
+        """With `within`, the environment is that of `context`, which is an argument of the programs: large arrays are
+        no part of them. `data` is `HostSpec.data`."""
+        self.environment, self.worlds = environment, worlds
+        self.spec = dataclasses.replace(host_spec(environment), data=data)
         self.chunk = max(1, worlds // 8)  # worlds that one call begins anew
-        self.begin = jax.jit(self._reset_all)
-        self.advance = jax.jit(self._one_step, donate_argnums=0)
-        self.restart = jax.jit(self._reset_worlds, donate_argnums=0)
-        self.score = jax.jit(jax.vmap(environment.metrics))
-        self.likeness: Running = jax.eval_shape(self._reset_all, jax.random.key(0))[0]
+        self._within = within or (lambda context: environment)
+        bound = functools.partial
+        self.begin = bound(jax.jit(self._reset_all), context)
+        self.advance = bound(jax.jit(self._one_step, donate_argnums=1), context)
+        self.restart = bound(jax.jit(self._reset_worlds, donate_argnums=1), context)
+        self.score = bound(jax.jit(self._score), context)
+        self.likeness: Running = jax.eval_shape(self._reset_all, context, jax.random.key(0))[0]
 
-    def _playing(self, state: PyTree) -> jax.Array:
-        active: jax.Array = jax.vmap(self.environment.active)(state)
+    def _score(self, context: PyTree, state: PyTree) -> dict[str, Measure]:
+        scores: dict[str, Measure] = jax.vmap(self._within(context).metrics)(state)
+        return scores
+
+    def _playing(self, environment: Environment, state: PyTree) -> jax.Array:
+        active: jax.Array = jax.vmap(environment.active)(state)
         return active if self.spec.agents is not None else jnp.ones((active.shape[0], 1), bool)
 
-    def _fresh_episodes(self, key: jax.Array, episode: jax.Array) -> tuple[PyTree, PyTree]:
-        """(states, observations) of these episodes, leaves [n, ...]."""
-
-        def one(data: jax.Array, number: jax.Array) -> tuple[PyTree, PyTree]:
-            return self.environment.reset(_key(data, EPISODES, number))
-
-        return jax.vmap(one)(key, episode)
-
-    def _reset_all(self, key: Key) -> tuple[Running, PyTree]:
+    def _reset_all(self, context: PyTree, key: Key) -> tuple[Running, PyTree]:
+        environment = self._within(context)
         worlds = jnp.arange(self.worlds)
         data = jax.vmap(lambda world: jax.random.key_data(jax.random.fold_in(key, world)))(worlds)
         zero = jnp.zeros(self.worlds, jnp.int32)
-        state, observation = self._fresh_episodes(data, zero)
-        return Running(state, data, zero, zero, self._playing(state)), observation
+        state, observation = _fresh_episodes(environment, data, zero)
+        return Running(state, data, zero, zero, self._playing(environment, state)), observation
 
-    def _one_step(self, running: Running, action: jax.Array) -> tuple[Running, TimeStep, jax.Array, jax.Array]:
+    def _one_step(
+        self, context: PyTree, running: Running, action: jax.Array
+    ) -> tuple[Running, TimeStep, jax.Array, jax.Array]:
         """-> what follows; what it led to, nothing reset; columns whose episode ended [W, A]; worlds that are over."""
+        environment = self._within(context)
         keys = jax.vmap(lambda data, number: _key(data, STEPS, number))(running.key, running.steps)
-        state, led_to = jax.vmap(self.environment.step)(keys, running.state, action)
+        state, led_to = jax.vmap(environment.step)(keys, running.state, action)
         ended = (led_to.terminated | led_to.truncated).reshape(running.valid.shape) & running.valid
-        playing = self._playing(state)
+        playing = self._playing(environment, state)
         over = ended[:, 0] if self.spec.agents is None else ~jnp.any(playing, axis=-1)
         return running._replace(state=state, steps=running.steps + 1, valid=playing), led_to, ended, over
 
-    def _reset_worlds(self, running: Running, observation: PyTree, which: jax.Array) -> tuple[Running, PyTree]:
+    def _reset_worlds(
+        self, context: PyTree, running: Running, observation: PyTree, which: jax.Array
+    ) -> tuple[Running, PyTree]:
         """Fresh episodes in the worlds `which` int32 [chunk]; those that are no world (W) are left out."""
+        environment = self._within(context)
         episode = running.episode.at[which].add(1, mode="drop")
-        state, first = self._fresh_episodes(*(x.at[which].get(mode="clip") for x in (running.key, episode)))
+        state, first = _fresh_episodes(environment, *(x.at[which].get(mode="clip") for x in (running.key, episode)))
 
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return into.at[which].set(values, mode="drop")
 
-        valid = put(running.valid, self._playing(state))
+        valid = put(running.valid, self._playing(environment, state))
         worlds = jax.tree.map(put, running.state, state)
         return running._replace(state=worlds, episode=episode, valid=valid), jax.tree.map(put, observation, first)
 
@@ -177,12 +185,23 @@ class JaxVector:
         self._running = None
 
 
-def state_size(environment: Environment, worlds: int) -> int:
-    """Bytes of such a vector's state and observation; nothing is computed."""
-    programs = Programs(environment, worlds)
+def state_size(
+    environment: Environment, worlds: int, within: Within | None = None, context: PyTree = ()
+) -> int:  # fmt: skip
+    """Bytes of such a vector's state and observation; nothing is computed. `within` and `context`: as of `Programs`."""
+    programs = Programs(environment, worlds, within, context)
     shapes = jax.tree.leaves((programs.likeness, jax.eval_shape(programs.begin, jax.random.key(0))[1]))
     plain = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in shapes]
     return sum(x.size * x.dtype.itemsize for x in plain)
+
+
+def _fresh_episodes(environment: Environment, key: jax.Array, episode: jax.Array) -> tuple[PyTree, PyTree]:
+    """(states, observations) of these episodes, leaves [n, ...]."""
+
+    def one(data: jax.Array, number: jax.Array) -> tuple[PyTree, PyTree]:
+        return environment.reset(_key(data, EPISODES, number))
+
+    return jax.vmap(one)(key, episode)
 
 
 def _key(data: jax.Array, stream: int, number: jax.Array) -> Key:
@@ -194,48 +213,10 @@ def _is_key(leaf: Any) -> bool:
 
 
 @functools.cache
-def _programs(
-    make: Callable[..., Environment], name: str, worlds: int, options: tuple[tuple[str, Any], ...]
-) -> Programs:
-    return Programs(make(name, **dict(options)), worlds)
+def _programs(name: str, worlds: int, options: tuple[tuple[str, Any], ...]) -> Programs:
+    return Programs(registry.make(name, **dict(options)), worlds)
 
 
 def named(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
     """An environment of `envs.registry` by name, with its options; what is compiled is shared with others like it."""
-    return JaxVector(_programs(registry.make, name, num_envs, tuple(sorted(options.items()))))
-
-
-def driving_environment(
-    name: str = GENERATED, *, scenarios: int = 64, first: int = 0, horizon: int | None = None, objects: int = 128,
-    least: int = 1, **settings: Any,
-) -> Simulator:  # fmt: skip
-    """Driving in `scenarios` generated ones from seed `first` on, or in the files that the path `name` means.
-
-    `settings` are those of `driving.sim.config.Config`: agents, traffic, dynamics ...; `horizon`, `objects` and `least`
-    those of `run.Driving`. Raises ValueError or BadData, one line, where they can't be used.
-    """
-    from longhaul.driving import scenario_source
-    from longhaul.driving.scenario import bank
-    from longhaul.driving.sim import simulator
-    from longhaul.driving.sim.config import Config
-
-    if name == GENERATED and scenarios < 1:
-        raise ValueError(f"scenarios is {scenarios}; at least 1 is needed")
-    try:
-        config = Config(**settings)
-    except TypeError as error:
-        raise ValueError(f"driving: {error}") from error
-    if name == GENERATED:
-        compiled = scenario_source.generated(
-            first, scenarios, agents=config.agents, horizon=horizon, workers=1, control=config.control, least=least
-        )
-    else:
-        compiled = scenario_source.from_logs(
-            [name], agents=config.agents, horizon=horizon, objects=objects, control=config.control
-        )
-    return simulator.driving(bank.stack(compiled, agents=config.agents), config)
-
-
-def driving(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
-    """`driving_environment(name, **options)`, each agent a column; equal ones share scenarios and programs."""
-    return JaxVector(_programs(driving_environment, name, num_envs, tuple(sorted(options.items()))))
+    return JaxVector(_programs(name, num_envs, tuple(sorted(options.items()))))

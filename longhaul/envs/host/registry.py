@@ -66,10 +66,13 @@ KINDS: dict[str, Kind] = {
         "Longhaul's own environments, stepped in batches by a compiled call",
     ),
     "driving": Kind(
-        "longhaul.envs.host.jax_vector", "driving", (), "", "driving/generated",
+        "longhaul.envs.host.driving_vector", "driving", (), "", "driving/generated",
         "driving in generated scenarios, or driving/PATH in logs; an agent is a column",
     ),
 }  # fmt: skip
+
+COMPILED = ("jax", "driving")
+"""Kinds whose steps are programs of JAX."""
 
 FORMER = {"longhaul.envs.batched:cartpole": "longhaul.envs.host.numpy_cartpole:cartpole"}
 """Names in run folders of earlier versions -> the names of today."""
@@ -92,6 +95,12 @@ def describe(name: str, **options: Any) -> Description:
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
     return Description(kind, FORMER.get(rest, rest), tuple(sorted((written | options).items())))
+
+
+def address(description: Description) -> str:
+    """The same as text, from which `describe` makes it."""
+    written = "&".join(f"{key}={value!r}" for key, value in description.options)
+    return f"{description}?{written}" if written else str(description)
 
 
 def with_options(name: str) -> tuple[str, dict[str, Any]]:

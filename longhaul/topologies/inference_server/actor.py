@@ -22,6 +22,7 @@ import numpy as np
 
 from longhaul.envs.host.vector import Description, HostVector, LostState, Slot, write
 from longhaul.runtime.credentials import NOBODY, Credentials, load
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch.process import end_with_parent
 from longhaul.spaces import Tree, leaves, mapped
 from longhaul.topologies.inference_server import wire
@@ -151,6 +152,15 @@ def make(
     return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns, tuple(scores)), keeps)
 
 
+def prepare(description: Description) -> None:
+    """Preparation of an actor's own process, which has one thread: programs that were compiled before are found
+    again."""
+    from longhaul.envs.host import registry
+
+    if description.kind in registry.COMPILED:
+        prepare_devices(1, 1)
+
+
 def remote(
     address: str, description: Description, worlds: int, slots: int, *, actor: int = wire.ANY,
     credentials: Credentials = NOBODY, patience: float = PATIENCE,
@@ -175,6 +185,7 @@ def main() -> int:
     description = Description(kind, name, tuple((key, _plain(value)) for key, value in options))
     worlds, slots, lane = about["worlds"], about["slots"], about["lane"]
     try:
+        prepare(description)
         if lane == "shm":
             vectors, codec = make(description, worlds, slots, about["scores"], about["every"])
             play_shared(ShmActorTransport(codec, slots, Ends(*about["ends"])), vectors)

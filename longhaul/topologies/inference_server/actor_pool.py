@@ -101,7 +101,9 @@ class Remote:
         """Reason for which the stream ended; environments are stepped until then."""
         slots, address = about["slots"], about["address"]
         try:
-            vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
+            description = Description(*about["environment"])
+            client.prepare(description)
+            vectors, codec = client.make(description, about["worlds"], slots)
             line = GrpcActorTransport(codec, slots, address, actor=about["actor"], credentials=credentials)
             run(client.play(line, vectors))
         except (WireError, ConnectionError, ValueError) as error:

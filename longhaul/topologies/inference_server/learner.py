@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from longhaul.envs.host import jax_vector, registry
-from longhaul.envs.host.registry import is_hosted
+from longhaul.envs.host import registry
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import overlap, partition
 from longhaul.runtime.batch_shards import part
@@ -29,7 +28,7 @@ from longhaul.topologies import fused
 from longhaul.topologies.inference_server import actor
 from longhaul.topologies.inference_server.server import EnvSnapshot, Server
 from longhaul.topologies.inference_server.trajectory_buffer import Sums
-from longhaul.types import LEARNING, Algorithm, Environment, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
+from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
 ACTING = 2**32 - 2
 """Number folded into the run's key for the keys of actions; no update has it."""
@@ -53,28 +52,26 @@ def local(policy: Params, device: jax.Device) -> Params:
 
 
 def entering(
-    name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
-) -> Callable[[Key, PyTree], PyTree]:
-    """Initial carry of a run with `groups` groups of `worlds` worlds before their start; () if they report no state."""
+    size: Callable[[PyTree], int], algorithm: Algorithm, groups: int, columns: int
+) -> Callable[[Key, PyTree], PyTree]:  # fmt: skip
+    """Initial carry of a run with `groups` groups of `columns` columns before their start, whose states take `size` of
+    a context bytes; () if they report none."""
 
     def enter(key: Key, context: PyTree) -> PyTree:
-        size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
-        if not size:
+        if not (state := size(context)):
             return ()
         memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
         many = groups, columns
         return EnvSnapshot(
-            np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
+            np.zeros(1, np.uint8), np.zeros((groups, state), np.uint8), np.zeros(many, bool), np.zeros(many),
             np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
         )  # fmt: skip
 
     return enter
 
 
-def state_size(name: str, environment: Environment, worlds: int) -> int:
-    """Bytes of the state of `worlds` worlds, as an actor writes it; 0 if they report none."""
-    if not is_hosted(name):
-        return jax_vector.state_size(environment, worlds)
+def hosted_state_size(name: str, worlds: int) -> int:
+    """Bytes of the state of `worlds` worlds of a host environment, as an actor writes it; 0 if they report none."""
     size = 0
     for count in (1, worlds):  # one world first: many may be slow to create
         with closing(registry.make(registry.describe(name), count)) as vector:

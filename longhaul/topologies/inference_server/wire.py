@@ -123,13 +123,14 @@ class Layout(NamedTuple):
     action: Field
     scores: tuple[str, ...]  # scores of a finished episode that the server wants
     form: Tree  # tree of Leaf: structure of the observation
+    data: str = ""  # digest of what the environment reads
 
     @property
     def text(self) -> str:
         """Text that both sides must agree on before they exchange steps."""
         fields = [*self.observation, self.action]
         lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
-        return "\n".join([f"columns {self.columns}", *lines])
+        return "\n".join([f"columns {self.columns}", *lines, *([f"data {self.data}"] if self.data else [])])
 
     @property
     def digest(self) -> int:
@@ -158,7 +159,7 @@ def layout(spec: HostSpec, columns: int, scores: tuple[str, ...] = ()) -> Layout
     found: list[Leaf] = leaves(spec.observation)
     shape, dtype = action_shape(spec.action)
     observed = tuple(_field(f"observation/{i}", leaf.dtype, leaf.shape) for i, leaf in enumerate(found))
-    return Layout(columns, observed, _field("action", dtype, shape), tuple(sorted(scores)), spec.observation)
+    return Layout(columns, observed, _field("action", dtype, shape), tuple(sorted(scores)), spec.observation, spec.data)
 
 
 def _field(name: str, dtype: Any, shape: tuple[int, ...]) -> Field:
