@@ -7,13 +7,13 @@ swerving that is harder than that of who reacts, and always alike. A vehicle tha
 trusted again. Who reacts does none of them, so evasion costs nothing beside others: a driver who sees the agent brakes,
 steers, or at least wavers. Nor does a vehicle that was measured: its velocities are noisy.
 
-Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, or
-leads over the road's edge, the best of a few plans is driven instead: an acceleration and an offset from the route,
-rolled forward as the vehicle would drive them, and chosen anew in each step. Plans keep clear of everybody, of the
-road's edge and of red lights; where none does so with the usual room, with little room. Those who do not react are
-taken to go on as they do now, and so is everybody else who keeps the velocity: who is asleep is seldom alone. The
-others move as the check takes them. Nobody knows what a wild vehicle will do: each plan is held against several of its
-futures, and the plan of the least risk is driven.
+Where the check's command, followed by braking or holding the speed, meets somebody who is believed not to react, or who
+stands, or leads over the road's edge, the best of a few plans is driven instead: an acceleration or two in turn and an
+offset from the route, rolled forward as the vehicle would drive them, and chosen anew in each step. Plans keep clear of
+everybody, of the road's edge and of red lights; where none does so with the usual room, with little room. Those who do
+not react are taken to go on as they do now, and so is everybody else who keeps the velocity: who is asleep is seldom
+alone. The others move as the check takes them. Nobody knows what a wild vehicle will do: each plan is held against
+several of its futures, and the plan of the least risk is driven.
 
 Few agents evade, so plans are made in a loop over those who need one (`only_where`).
 """
@@ -32,7 +32,7 @@ from jax.custom_batching import custom_vmap
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import RED
 from longhaul.driving.sim.dynamics import MAX_CURVATURE, Drive, arc, steerable, travel
-from longhaul.driving.sim.features import Features, time_to_contact
+from longhaul.driving.sim.features import Features, relative, time_to_contact
 from longhaul.driving.sim.geometry import FREE, clearance, corners, into, nearest, out_of, pick
 from longhaul.driving.sim.observation import RANGE, nearness
 from longhaul.driving.sim.safety import (
@@ -72,6 +72,9 @@ PUSHING = 2.5
 SWERVING, WILD = 4.8, 0.3
 """m/s^2 across from which a vehicle swerves: more than the check ever steers (`safety.LATERAL`); and s for which one
 that swerves, or pushes hard, does exactly the same before it is wild."""
+
+ASKED = 8
+"""Others who keep the velocity, the nearest to agents, for whom it is asked in a step whether they run into anybody."""
 
 MOVES = 0.5
 """m/s: who is slower stands."""
@@ -121,6 +124,7 @@ def watch(
     due = jnp.where(counts[:, None], due, 0.0)
     called = asleep & jnp.any((due > ASLEEP) & (when < SOON), axis=0)
     called = called | (hasty & jnp.any(due > PUSHED, axis=0))
+    called = called | runs_into(scene, features, counts, asleep & ~habits.blind)
     blind = wild | ((asleep | hasty) & (habits.blind | called))
     sane = sane.astype(jnp.float32)
     return Habits(scene.vx, scene.vy, sane * push, sane * turn, kept, pushed, harsh, wild, blind)
@@ -138,22 +142,45 @@ def demand(features: Features, speed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return braking, when
 
 
+def runs_into(scene: Scene, features: Features, counts: jax.Array, asleep: jax.Array) -> jax.Array:
+    """bool [N]: who of those `asleep` runs into somebody, whoever that is. ASKED of them are looked at: the nearest to
+    agents [A] that `counts`."""
+    apart = jnp.hypot(features.others.x, features.others.y)
+    apart = jnp.min(jnp.where(counts[:, None], apart, FREE), axis=0)
+    chosen = nearest(jnp.where(asleep & (apart < RANGE), apart, FREE), ASKED)
+
+    def one(mine: jax.Array) -> jax.Array:
+        pose = scene.x[mine], scene.y[mine], scene.cos[mine], scene.sin[mine]
+        others = relative(scene, mine, (scene.half_length[mine], scene.half_width[mine]), pose)
+        pace = scene.vx[mine] * pose[2] + scene.vy[mine] * pose[3]
+        closing = pace - jnp.maximum(pace + others.vx, 0.0)
+        when = time_to_contact(others)
+        meets = scene.present & (jnp.arange(len(scene.x)) != mine) & (when < SOON)
+        return jnp.any(meets & (closing > 2.0 * ASLEEP * jnp.maximum(when, 0.05)))
+
+    found = jax.vmap(one)(chosen) & pick(asleep & (apart < RANGE), chosen)
+    return jnp.any(found[:, None] & (chosen[:, None] == jnp.arange(len(asleep))[None]), axis=0)
+
+
 # ----------------------------------------------------------------------------------------------------- the plans
 
 HORIZON, STEP = 4.0, 0.25
 """s: how far ahead plans are driven, and in which steps."""
 
-PUSHES = np.array([-6.0, -3.0, -1.0, 0.0, 1.5, 3.0, 5.0], np.float32)
-"""m/s^2 of plans."""
+PUSHES = (
+    *((push, push, 0.0) for push in (-6.0, -3.0, -1.0, 0.0, 1.5, 3.0, 5.0)),
+    *((5.0, 0.0, 0.5), (5.0, 0.0, 1.0), (5.0, -6.0, 1.0), (3.0, -3.0, 1.0), (-6.0, 5.0, 0.5)),
+)
+"""Accelerations of plans: m/s^2 at first, m/s^2 later, and s until then."""
 
-SIDES = np.array([0.0, 0.9, -0.9, 1.8, -1.8, 2.7, -2.7, 3.6, -3.6, 5.0, -5.0], np.float32)
+SIDES = (0.0, 0.9, -0.9, 1.8, -1.8, 2.7, -2.7, 3.6, -3.6, 5.0, -5.0)
 """m to the left of the route of plans."""
 
-PLANS = [np.repeat(PUSHES, len(SIDES)), np.tile(SIDES, len(PUSHES))]
-"""Acceleration and offset of all plans."""
+PLANS = np.array([(*pushes, side) for pushes in PUSHES for side in SIDES], np.float32).T
+"""Accelerations and offset of all plans, [4, P]."""
 
-WAITS = np.array([FIRM, SOFT, 0.0], np.float32)
-"""m/s^2 that may follow the check's command. It is not counted on that the agent will push."""
+WAITS = np.array([(push, push, 0.0, 0.0) for push in (FIRM, SOFT, 0.0)], np.float32).T
+"""What may follow the check's command, as PLANS. It is not counted on that the agent will push."""
 
 LASTS = 0.5
 """s for which the check's command is taken to last."""
@@ -226,47 +253,95 @@ class Ways(NamedTuple):
     ridden: jax.Array  # m along the route
 
 
+class Company(NamedTuple):
+    """Those whom plans keep clear of, for the STEPs of HORIZON."""
+
+    view: View  # of the others [K] that are looked at
+    habits: Habits
+    strange: Others  # wild vehicles
+    boxes: Boxes  # of the others, [T, K]
+    blind: jax.Array  # bool [K]: is taken to go on as now
+    stands: jax.Array  # bool [K]
+    behind: jax.Array  # bool [K]: follows
+
+
+def company(view: View, habits: Habits) -> Company:
+    """Company of an agent."""
+    strange = wildest(view, habits.wild)
+    view, blind, behind = around(view, habits)
+    chosen, there = view.others
+    times = np.float32(STEP) * np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32)
+    boxes = unchanged(view, habits, others_at(view, times), blind)
+    speed = jnp.hypot(pick(view.scene.vx, chosen), pick(view.scene.vy, chosen))
+    return Company(view, habits, strange, boxes, blind, there & (speed < MOVES), behind)
+
+
+class Course(NamedTuple):
+    """What ways [P] lead to."""
+
+    met: jax.Array  # bool [2, P, T, K]: nearer to others than the usual room, and than little
+    barred: jax.Array  # bool [2, P, T]
+    gap: jax.Array  # m, [P, T, K]
+    risk: jax.Array  # [P], of contacts with wild vehicles
+
+
+def course(company: Company, ways: Ways) -> Course:
+    """Course of each of `ways`."""
+    view = company.view
+    moved = jnp.diff(ways.ridden, axis=1, prepend=0.0)[..., None]
+    own_length, own_width = view.features.others.own
+    own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
+    x, y, cos, sin = (value[..., None] for value in ways[:4])
+    gap = gaps((x, y, cos, sin), own, company.boxes)
+    usual = jnp.minimum(jnp.where(company.blind, ROOM, GAP), 0.7 * pick(view.features.separation, view.others[0]))
+    met = gap[None] < jnp.stack([usual, jnp.minimum(usual, TIGHT)])[:, None, None]
+    beside_wild = jnp.any(company.strange[1])
+    risk = if_any(risks)(beside_wild, view, company.habits, company.strange, (x, y, cos, sin), own)
+    return Course(met, forbidden(view, ways), gap, risk)
+
+
+def unharmed(company: Company, found: Course) -> jax.Array:
+    """Seconds [2, P] until who does not react, or stands, or the road's edge is met, with the usual room and little."""
+    counts = company.blind | company.stands
+    return seconds(jnp.any(found.met & counts[None, None, None], axis=-1) | found.barred)
+
+
+def threatened(view: View, habits: Habits, drive: Drive) -> jax.Array:
+    """bool: the check's command, which leads to `drive`, meets somebody, whatever of WAITS follows. Else `plan` evades
+    nobody, and costs thirty times as much."""
+    with_whom = company(view, habits)
+    waits = course(with_whom, roll(view, drive, WAITS, LASTS)[0])
+    lasts = unharmed(with_whom, waits)[0]
+    risky = jnp.min(harm(lasts) + waits.risk) > NOTICED
+    return jnp.where(jnp.any(with_whom.strange[1]), risky, jnp.max(lasts) + BETTER < HORIZON)
+
+
 def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     """(`drive`, to which the check's command leads, or the first step of the plan that evades those who are believed
     not to react; bool: it evades)."""
-    features = view.features
-    strange = wildest(view, habits.wild)
-    beside_wild = jnp.any(strange[1])
-    view, blind, behind = around(view, habits)
-    there = view.others[1]
-    count = len(PLANS[0])
-    ways, curvature = roll(view, drive)
-    steps = ways.x.shape[1]
-    boxes = unchanged(
-        view, habits, others_at(view, np.float32(STEP) * np.arange(1, steps + 1, dtype=np.float32)), blind
-    )
-    moved = jnp.diff(ways.ridden, axis=1, prepend=0.0)[..., None]
-    own_length, own_width = features.others.own
-    own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
-    x, y, cos, sin = (value[..., None] for value in ways[:4])
-    gap = gaps((x, y, cos, sin), own, boxes)  # [P, T, K]
-    # with the usual room, and with little
-    usual = jnp.minimum(jnp.where(blind, ROOM, GAP), 0.7 * pick(features.separation, view.others[0]))
-    met = gap[None] < jnp.stack([usual, jnp.minimum(usual, TIGHT)])[:, None, None]  # [2, P, T, K]
-    missing, barred = blind[None, None], forbidden(view, ways)
-    unharmed = seconds(jnp.any(met & missing[None], axis=-1) | barred)[:, count:]
-    risk = if_any(risks)(beside_wild, view, habits, strange, (x, y, cos, sin), own)
-    push, side = (jnp.asarray(values) for values in PLANS)
+    with_whom = company(view, habits)
+    blind, there = with_whom.blind, with_whom.view.others[1]
+    waits = course(with_whom, roll(view, drive, WAITS, LASTS)[0])
+    lasting = unharmed(with_whom, waits)
+    ways, curvature = roll(view, drive, PLANS)
+    found = course(with_whom, ways)
+    push, side = jnp.asarray(PLANS[0]), jnp.asarray(PLANS[3])
     leaves = jnp.abs(side) > LANE
-    counts = there[None] & ((blind | ~behind)[None] | leaves[:, None])  # [P, K]
-    free = seconds(jnp.any(met[:, :count] & counts[None, :, None], axis=-1) | barred[:, :count])
-    room = jnp.min(jnp.where(missing, gap, FREE), axis=(1, 2))[:count]
+    counts = there[None] & ((blind | ~with_whom.behind)[None] | leaves[:, None])  # [P, K]
+    free = seconds(jnp.any(found.met & counts[None, :, None], axis=-1) | found.barred)
+    room = jnp.min(jnp.where(blind, found.gap, FREE), axis=(1, 2))
     cost = 0.5 * jnp.abs(push - drive.acceleration) + jnp.abs(side) + LEAVING * leaves
     cost = cost + NEAR * jnp.clip(1.0 - room, 0.0, 1.0)
     roomy, tight = jnp.any(free >= HORIZON, axis=1)
     which = (tight & ~roomy).astype(jnp.int32)
-    lasts, longest = free[which], jnp.max(unharmed[which])
+    lasts, longest = free[which], jnp.max(lasting[which])
     best = jnp.argmax(jnp.where(lasts >= HORIZON, -cost, -1e3 + 10.0 * lasts - 0.1 * cost))
     evades = lasts[best] > longest + BETTER
     # beside wild vehicles, of which only risks are known, the plan of least risk and cost
-    risk_of_command, risk_of_plan = jnp.min(harm(unharmed[0]) + risk[count:]), harm(free[0]) + risk[:count]
+    risk_of_command, risk_of_plan = jnp.min(harm(lasting[0]) + waits.risk), harm(free[0]) + found.risk
     safest = jnp.argmin(RISK * risk_of_plan + cost)
     safer = (risk_of_command > NOTICED) & (risk_of_plan[safest] < risk_of_command - SAFER)
+    beside_wild = jnp.any(with_whom.strange[1])
     best, evades = jnp.where(beside_wild, safest, best), jnp.where(beside_wild, safer, evades)
     evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
     return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
@@ -377,19 +452,19 @@ def forbidden(view: View, ways: Ways) -> jax.Array:
     return off | (red & (ways.ridden > jnp.maximum(stop - LINE, 0.0)))[None]
 
 
-def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
-    """(ways of all PLANS, then of the check's command `drive` and each of WAITS; the first curvature of each [P])."""
+def roll(view: View, drive: Drive, plans: np.ndarray, lasts: float = 0.0) -> tuple[Ways, jax.Array]:
+    """(ways of `plans` [4, P], as PLANS, from `lasts` seconds on, until which the check's command `drive` holds; the
+    first curvature of each [P])."""
     features, limits = view.features, view.limits
-    steps, count = round(HORIZON / STEP), len(PLANS[0])
-    push, side = (jnp.concatenate([values, jnp.asarray(more)]) for values, more in zip(PLANS, (WAITS, 0.0 * WAITS)))
-    held = np.zeros((steps, len(push)), bool)
-    held[: round(LASTS / STEP), count:] = True
+    first, then, until, side = plans
+    begun = np.arange(round(HORIZON / STEP), dtype=np.float32) * np.float32(STEP)
+    pushes, held = np.where(begun[:, None] < until, first, then), begun < lasts
 
     def spread(value: jax.Array) -> jax.Array:
         return jnp.broadcast_to(value, side.shape)
 
-    def step(carry: tuple[Drive, jax.Array], held: jax.Array) -> Any:
-        now, s = carry
+    def step(carry: tuple[Drive, jax.Array], at: tuple[jax.Array, jax.Array]) -> Any:
+        (now, s), (push, held) = carry, at
         x, y, heading, speed = now.motion
         reach = jnp.maximum(REACH[0], REACH[1] * speed)
         aim_x, aim_y, along = on_route(features, s + reach)
@@ -403,8 +478,8 @@ def roll(view: View, drive: Drive) -> tuple[Ways, jax.Array]:
         s = s + 0.5 * STEP * (speed + after.motion.speed) * jnp.maximum(jnp.cos(error), 0.0)
         return (after, s), (after.motion, s, bend)
 
-    begun = jax.tree.map(spread, view.agent.drive), spread(features.s)
-    _, (motion, s, bend) = lax.scan(step, begun, jnp.asarray(held))
+    now = jax.tree.map(spread, view.agent.drive), spread(features.s)
+    _, (motion, s, bend) = lax.scan(step, now, (jnp.asarray(pushes), jnp.asarray(held)))
     x, y, heading = motion.x.T, motion.y.T, motion.heading.T
     return Ways(x, y, jnp.cos(heading), jnp.sin(heading), s.T - features.s), bend[0]
 
@@ -454,8 +529,8 @@ def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
             left, result = carry
             index = jnp.nonzero(left, size=CHUNK, fill_value=worlds * count)[0]
             row = jnp.minimum(index, worlds * count - 1)
-            chunk = jax.tree.map(lambda x: x[row], agents), jax.tree.map(lambda x: x[row // count], world)
-            computed = jax.vmap(lambda agent, its: function(agent, its, shared))(*chunk)
+            theirs = jax.tree.map(lambda x: x[row], agents), jax.tree.map(lambda x: x[row // count], world)
+            computed = jax.vmap(lambda agent, its: function(agent, its, shared))(*theirs)
             result = jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), result, computed)
             return left.at[index].set(False, mode="drop"), result
 

@@ -227,7 +227,7 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
     half = scene.half_length[own], scene.half_width[own]
     x, y, heading, _ = agent.drive.motion
     cos, sin = jnp.cos(heading), jnp.sin(heading)
-    others = _relative(scene, own, half, (x, y, cos, sin))
+    others = relative(scene, own, half, (x, y, cos, sin))
     seen = scene.present & (scene.slot != agent.slot)
     edge = _edge_clearance(tables, scenario, half, (x, y, cos, sin))
 
@@ -275,7 +275,7 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
     )
 
 
-def _relative(scene: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
+def relative(scene: Scene, own: jax.Array, half: Half, pose: Pose) -> Relative:
     """Boxes of all objects [N] in the frame of object number `own`, whose half length and width are `half`."""
     x, y, cos, sin = pose
     position = into(scene.x - x, scene.y - y, cos, sin)

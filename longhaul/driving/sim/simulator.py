@@ -486,11 +486,18 @@ class Simulator:
         """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades objects that do not react."""
         search, neighbours = self.search, self.config.neighbours
 
+        def view_of(agent: Agent, limits: Limits, world: Any, tables: DeviceBank) -> safety.View:
+            scenario, t, here, _, dt = world
+            features = extract(tables, search, scenario, t, here, agent)
+            return safety.view_of(agent, features, here, limits, device_bank.field(tables, scenario), dt, neighbours)
+
+        def threatened(agent: Any, world: Any, tables: DeviceBank) -> jax.Array:
+            about, drive, _, limits = agent
+            return evasion.threatened(view_of(about, limits, world, tables), world[3], drive)
+
         def evaded(agent: Any, world: Any, tables: DeviceBank) -> tuple[Drive, jax.Array]:
-            (about, drive, unsafe, limits), (scenario, t, here, habits, dt) = agent, world
-            features = extract(tables, search, scenario, t, here, about)
-            view = safety.view_of(about, features, here, limits, device_bank.field(tables, scenario), dt, neighbours)
-            drive, evades = evasion.plan(view, habits, drive)
+            about, drive, unsafe, limits = agent
+            drive, evades = evasion.plan(view_of(about, limits, world, tables), world[3], drive)
             return drive, unsafe | evades
 
         assert state.habits is not None
@@ -502,7 +509,9 @@ class Simulator:
         if state.partners is not None:
             needed = needed & (state.partners.checked | (agents.slot == 0))
         world = state.scenario, state.t, scene, state.habits, dt
-        return evasion.only_where(evaded)(needed, (drive, unsafe), (agents, drive, unsafe, limits), world, self.tables)
+        given = (agents, drive, unsafe, limits), world, self.tables
+        needed = evasion.only_where(threatened)(needed, jnp.zeros_like(needed), *given)
+        return evasion.only_where(evaded)(needed, (drive, unsafe), *given)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""

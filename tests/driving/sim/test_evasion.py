@@ -73,6 +73,28 @@ WAVERS = [0.1, -0.1] * 5
 
 
 @pytest.mark.parametrize(
+    ("start", "speed", "expected"),
+    [
+        pytest.param(-18.0, 8.0, True, id="too fast"),
+        pytest.param(-24.0, 8.0, False, id="more than 2 s away"),
+        pytest.param(-6.5, 1.5, False, id="braking of 0.45 m/s^2 is enough"),
+        pytest.param(20.0, 8.0, False, id="is past"),
+    ],
+)
+def test_who_runs_into_somebody_else_is_believed_not_to_react(start: float, speed: float, expected: bool) -> None:
+    """An agent that stands 10 m beside sees the first of two others drive at the second, which stands."""
+    x, y, vx = jnp.array([0.0, start, 0.0]), jnp.array([0.0, 10.0, 10.0]), jnp.array([0.0, speed, 0.0])
+    zeros, ones = jnp.zeros(3), jnp.ones(3)
+    here = Scene(x, y, zeros, ones, zeros, vx, zeros, 2.0 * ones, ones, zeros, ones > 0.0, jnp.array([0, -1, -1]))
+    blank = Features(*[None] * len(Features._fields))  # type: ignore[arg-type]
+    features = blank._replace(others=Relative(x[None], y[None], *[None] * 6))  # type: ignore[arg-type]
+    asleep = jnp.array([False, True, False])
+    found = evasion.runs_into(here, features, jnp.array([True]), asleep)
+    np.testing.assert_array_equal(found, [False, expected, False])
+    assert not evasion.runs_into(here, features, jnp.array([True]), ~asleep)[1]
+
+
+@pytest.mark.parametrize(
     ("start", "speed", "pushes", "more", "expected"),
     [
         pytest.param((-20, 0), 8.0, [0.0] * 8, {}, True, id="keeps its velocity"),
@@ -215,6 +237,24 @@ def test_no_red_light_is_passed_to_evade() -> None:
     made = scenario([STANDS, line((-40, 0), (8, 0), T)], lights=[(5.0, [RED] * T)], road=wide)
     checked = trip(made, **CHECKED)
     assert checked.metrics["red_light"][0] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([line((-40, 0), (8, 0), T), line((9, 0), (0, 0), T)], id="asleep"),
+        pytest.param([driven((44, 3.6), np.pi, 6.0, *PUSHED, (2.0, -1.0, 0.8), (9.0, -1.0, 0.0))], id="wild"),
+    ],
+)
+def test_who_is_not_threatened_would_not_evade(others: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scenario([STANDS, *others], road=wide)
+    few = trip(made, **CHECKED)
+    monkeypatch.setattr(evasion, "threatened", lambda *_: jnp.array(True))
+    every = trip(made, **CHECKED)
+    moved = np.abs(every.states.motion.y[:, 0]).max()
+    assert moved > 0.2  # it evades
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), few.states.motion, every.states.motion)
 
 
 def test_only_where_is_the_function_where_it_is_needed_and_the_default_elsewhere() -> None:
