@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,7 +165,8 @@ def pathwise(
     The discount counts from the rollout's beginning. The gradient passes through policy, actions, environment and
     rewards; not into the previous rollout, nor from an episode into the next. `detach`: nor through the policy's
     observations, where that path is not smooth, or so long that it explodes. A step is computed again for its gradient,
-    so that memory holds little more than the states of worlds.
+    so that memory holds little more than the states of worlds. Where a world's gradient is not finite (a contact, a
+    norm at zero), it is cut there, and the rest of the batch is learnt from: metric "cuts", a world and rollout.
     """
 
     def acting(
@@ -172,19 +174,57 @@ def pathwise(
     ) -> tuple[jax.Array, PyTree, PyTree]:
         return act(params, memory, jax.lax.stop_gradient(observation) if detach else observation, key)
 
-    inner = collector(worlds._replace(step=jax.checkpoint(worlds.step)), acting, memory, steps=steps)
+    stepping = jax.checkpoint(worlds.step)
 
     def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Pathwise, Metrics]:
-        def objective(params: Params) -> tuple[jax.Array, tuple[Carry, Metrics]]:
+        def objective(params: Params, cuts: jax.Array) -> tuple[jax.Array, tuple[Carry, Metrics]]:
+            def step(state: WorldsState, tally: Tally, action: jax.Array, *others: Any) -> Any:
+                state, action = finite_gradient((state, action), worlds.worlds, cuts)
+                return stepping(state, tally, action, *others)
+
+            inner = collector(worlds._replace(step=step), acting, memory, steps=steps)
             after, data, metrics = inner.collect(params, carry, key, version)
             powers = gamma ** jnp.arange(steps, dtype=jnp.float32)
             earned = jnp.where(data.valid, data.reward, 0.0)
             return jnp.sum(powers[:, None] * earned) / worlds.columns, (after, metrics)
 
-        (value, (after, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
-        return after, Pathwise(gradient, {"objective": value}), metrics
+        found = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(params, jnp.float32(0.0))
+        (value, (after, metrics)), (gradient, cuts) = found
+        return after, Pathwise(gradient, {"objective": value, "cuts": cuts / worlds.worlds}), metrics
 
-    return Collector(inner.start, collect, inner.steps, inner.env_steps)
+    begun = collector(worlds, acting, memory, steps=steps)
+    return Collector(begun.start, collect, begun.steps, begun.env_steps)
+
+
+def finite_gradient(tree: PyTree, worlds: int, count: jax.Array) -> PyTree:
+    """`tree`, leaves [W, ...] or [B, ...], whose gradient is zero for each of the W `worlds` where it is not finite.
+
+    The gradient by `count`, float32, is the number of those worlds.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    for i, leaf in zip(smooth, _finite_gradient(worlds, [leaves[i] for i in smooth], count), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _finite_gradient(worlds: int, leaves: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+    return leaves
+
+
+def _no_residuals(worlds: int, leaves: list[jax.Array], count: jax.Array) -> tuple[list[jax.Array], tuple[()]]:
+    return leaves, ()
+
+
+def _of_finite_worlds(worlds: int, residuals: tuple[()], gradient: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+    rows = [leaf.reshape(worlds, -1) for leaf in gradient]
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(row), axis=1) for row in rows]), axis=0)
+    kept = [jnp.where(finite[:, None], row, 0.0).reshape(leaf.shape) for row, leaf in zip(rows, gradient, strict=True)]
+    return kept, jnp.sum(~finite).astype(jnp.float32)
+
+
+_finite_gradient.defvjp(_no_residuals, _of_finite_worlds)
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:

@@ -127,7 +127,7 @@ class Suite(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def make(name: str, **given: Any) -> Environment:
     """The environment of a name "SUITE/NAME", with "?option=value&..." behind it: `max_steps` in any suite, `backend`
-    of Brax, `impl` of Playground.
+    of Brax, `impl` of Playground, `iterations` of MJX in both.
 
     The same object for the same name. Raises ValueError, one line, where the suite is not installed, or has no such
     environment or option.
@@ -238,21 +238,37 @@ def gymnax_world(env: Any, params: Any) -> World:
     return World(action, begin, step, limit and int(limit), limit and int(limit))
 
 
-def brax(name: str, backend: str | None = None) -> World:
-    """Brax without its wrappers, of which the one for episodes cuts after 1,000 steps, as we do."""
+def brax(name: str, backend: str | None = None, iterations: Any = None) -> World:
+    """Brax without its wrappers, of which the one for episodes cuts after 1,000 steps, as we do.
+
+    `iterations` are those of MJX's solver, with backend mjx alone.
+    """
     env = _import("brax.envs").get_environment(name, **({"backend": backend} if backend else {}))
+    if iterations is not None:
+        if backend != "mjx":
+            raise ValueError(f"iterations is {iterations}, and they are MJX's: give backend=mjx, or leave it out")
+        env.unwrapped.sys = _iterated(env.unwrapped.sys, iterations)
     return physics_world(env, lambda seen: seen, 1000)
 
 
-def playground(name: str, impl: str = "jax") -> World:
+def _iterated(model: Any, iterations: Any) -> Any:
+    """Model of MJX whose solver makes at most so many iterations; a single one is no loop, and has a gradient."""
+    if not (str(iterations).isdecimal() and int(iterations) > 0):
+        raise ValueError(f"iterations is {iterations!r}; it must be a whole number of at least 1")
+    return model.tree_replace({"opt.iterations": int(iterations)})
+
+
+def playground(name: str, impl: str = "jax", iterations: Any = None) -> World:
     """MuJoCo Playground in MJX's JAX form, for its default needs Warp.
 
-    The policy sees `state`, where what only a critic may see is apart.
+    The policy sees `state`, where what only a critic may see is apart. `iterations` are those of MJX's solver.
     """
     registry = _import("mujoco_playground").registry
     config = registry.get_default_config(name)
     overrides = {"impl": impl} if "impl" in config else {}
     env = registry.load(name, config=config, config_overrides=overrides)
+    if iterations is not None:
+        env._mjx_model = _iterated(env.mjx_model, iterations)  # which has no setter
     repeat = int(config.get("action_repeat", 1))
     return physics_world(
         env, lambda seen: seen["state"] if isinstance(seen, dict) else seen, config.episode_length, repeat

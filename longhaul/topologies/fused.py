@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import overlap, partition
@@ -223,7 +223,11 @@ def _by_compiler(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progres
     """(output layout of a call, None where the compiler splits nothing; constraint that keeps a Progress in it between
     updates)."""
     if not meshes.splits(mesh):
-        return None, lambda progress: progress
+        if all(leaf.size for leaf in jax.tree.leaves(progress)):
+            return None, lambda progress: progress
+        # Physics has arrays without elements (a model without muscles, say), whose layout the compiler would forget.
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout(progress))
+        return (places, meshes.replicated(mesh)), lambda progress: progress
     specs = partition.specs_on(progress.state, mesh)
     everywhere = meshes.replicated(mesh)
     state = partition.shardings(progress.state, mesh)

@@ -19,7 +19,7 @@ from longhaul.config.resolve import agents, members_of, parts
 from longhaul.config.run import BEGINNING, Named, Origin, Run
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.environment import advising, vectorise
-from longhaul.envs import classic_control
+from longhaul.envs import classic_control, differentiability
 from longhaul.envs.host import jax_vector
 from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning import sampler
@@ -98,6 +98,9 @@ def assemble(
     siblings = members_of(run) if run.many else ()
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
+    if isinstance(run.algorithm, APGConfig):
+        name = run.environment.env if isinstance(run.environment, Named) else run.recipe
+        differentiability.check(name, within, context)
 
     collector_in = _collector_in(run, within, context, algorithm, worlds)
     if run.topology == "actors":

@@ -18,12 +18,16 @@ from longhaul.config.run import Named, Run
 from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
+from longhaul.envs import registry as environments
+from longhaul.envs import suite_adapters
 from longhaul.networks.config import NetworkConfig
-from longhaul.rollout import pathwise
+from longhaul.rollout import finite_gradient, pathwise
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Box, Discrete, Measure
+from longhaul.training.assemble import assemble
 from longhaul.types import Key, Spec, TimeStep, transition
+from tests.helpers.own_environments import LikeMJX
 from tests.helpers.quick import quick
 
 PUSH, COST, STEPS, GAMMA = 0.5, 1.0, 8, 0.95
@@ -94,6 +98,59 @@ def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
         assert abs(wanted) > 1e-2
 
 
+class Touching(LikeMJX):
+    """A cart whose reward has no finite gradient on the left."""
+
+    def reward(self, place: jax.Array) -> Any:
+        return super().reward(place) + jnp.sqrt(jnp.maximum(place[0], 0.0))
+
+
+def of_physics(physics: LikeMJX) -> Any:
+    """(policy, (policy, key) -> data of a rollout of 6 steps through Brax's interface, whose episodes end after 4)."""
+    environment = suite_adapters.adapted(suite_adapters.physics_world(physics, lambda seen: seen, 4))
+    config = APGConfig(network=NetworkConfig(hidden_dim=4, num_layers=1))
+    algorithm = registry.make(environment.spec, config, RunContext(updates=1, mean=meshes.identity))
+    collect = pathwise(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=6, gamma=GAMMA)
+    policy, carry = quick(lambda key: (algorithm.policy(algorithm.init(key)), collect.start(key)))(jax.random.key(0))
+    return policy, quick(lambda policy, key: collect.collect(policy, carry, key, jnp.int32(0))[1])
+
+
+def test_the_gradient_through_physics_and_its_resets_is_that_of_finite_differences() -> None:
+    """Of a state with keys, whole numbers and an array without elements."""
+    policy, collect = of_physics(LikeMJX())
+    data = collect(policy, jax.random.key(1))
+    rng, step = np.random.default_rng(0), np.float32(1e-2)
+    along = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), policy)
+    ahead, behind = (
+        float(collect(jax.tree.map(lambda x, d, s=s: x + s * d, policy, along), jax.random.key(1)).metrics["objective"])
+        for s in (step, -step)
+    )
+    found = sum(float(np.sum(x * d)) for x, d in zip(jax.tree.leaves(data.gradient), jax.tree.leaves(along)))
+    wanted = (ahead - behind) / (2 * step)
+    assert found == pytest.approx(wanted, rel=2e-2) and abs(wanted) > 1e-2
+    assert data.metrics["cuts"] == 0
+
+
+@pytest.mark.slow
+def test_a_world_without_a_finite_gradient_does_not_spoil_the_others() -> None:
+    policy, collect = of_physics(Touching())
+    data = collect(policy, jax.random.key(1))
+    assert data.metrics["cuts"] > 0
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(data.gradient))
+    assert any(np.any(np.abs(x) > 1e-3) for x in jax.tree.leaves(data.gradient))
+
+
+def test_what_is_not_finite_is_cut_in_its_world_alone() -> None:
+    def roots(x: jax.Array, count: jax.Array) -> jax.Array:
+        kept, _ = finite_gradient((x, jnp.arange(3)), 3, count)
+        return jnp.sum(jnp.sqrt(jnp.maximum(kept, 0.0)))
+
+    x = jnp.array([[1.0, 4.0], [-1.0, 4.0], [4.0, 1.0]])
+    by_x, cuts = jax.grad(roots, argnums=(0, 1))(x, jnp.float32(0.0))
+    np.testing.assert_allclose(by_x, [[0.5, 0.25], [0.0, 0.0], [0.25, 0.5]])
+    assert cuts == 1
+
+
 def test_it_finds_the_best_gain(collected: Any) -> None:
     """Known by trying all. Who looks one step ahead only would pay 32 % more."""
     algorithm, (state, carry), collect = collected
@@ -144,3 +201,10 @@ def test_choices_actors_and_a_discount_above_1_are_refused() -> None:
     ):
         with pytest.raises(RunError, match=message):
             runs.resolve(replace(Run("x", Named("pendulum"), APGConfig(), devices=1), **changes))
+
+
+def test_an_environment_without_a_gradient_is_refused_before_training() -> None:
+    name = "tests.helpers.own_environments:Surviving"
+    run = runs.resolve(Run("x", Named(name), APGConfig(), devices=1, total_steps=64, num_envs=2, num_steps=4))
+    with pytest.raises(ValueError, match=f"{name} has a reward without a gradient"):
+        assemble(run, lambda context: environments.make(name), ())

@@ -105,6 +105,61 @@ class LikeBrax:
         return BraxState(place, place, -jnp.sum(place**2), far.astype(jnp.float32))
 
 
+class Physics(NamedTuple):
+    pipeline_state: Any
+    obs: jax.Array
+    reward: Any
+    done: jax.Array
+    info: dict[str, Any]
+
+
+class LikeMJX:
+    """A cart that is braked by an iteration, with the parts of a state that have no gradient."""
+
+    observation_size, action_size = 2, 1
+
+    def reset(self, rng: jax.Array) -> Physics:
+        key, drawn = jax.random.split(rng)
+        place = jax.random.uniform(drawn, (2,), minval=-1.0)
+        info = {"rng": key, "steps": jnp.int32(0), "muscles": jnp.zeros(0)}
+        return Physics(place, place, jnp.float32(0.0), jnp.float32(0.0), info)
+
+    def step(self, state: Physics, action: jax.Array) -> Physics:
+        x, v = state.pipeline_state
+        v = self.solved(v + 0.2 * action[0])
+        place = jnp.stack([x + 0.2 * v, v])
+        key, drawn = jax.random.split(state.info["rng"])
+        info = state.info | {"rng": key, "steps": state.info["steps"] + 1}
+        seen = place + 0.01 * jax.random.normal(drawn, (2,))
+        return Physics(place, seen, self.reward(place), (jnp.abs(place[0]) > 1.0).astype(jnp.float32), info)
+
+    def solved(self, force: jax.Array) -> jax.Array:
+        """Velocity v with v + v^3 / 2 = force, by Newton's steps."""
+        newton = lambda i, v: v - (v + 0.5 * v**3 - force) / (1.0 + 1.5 * v**2)  # noqa: E731
+        return jax.lax.fori_loop(0, 3, newton, force)
+
+    def reward(self, place: jax.Array) -> Any:
+        return -jnp.sum(place**2)
+
+
+class Converging(LikeMJX):
+    """Newton's steps until they are small: a loop without a fixed number of turns."""
+
+    def solved(self, force: jax.Array) -> jax.Array:
+        far = lambda v: jnp.abs(v + 0.5 * v**3 - force) > 1e-3  # noqa: E731
+        return jax.lax.while_loop(far, lambda v: v - (v + 0.5 * v**3 - force) / (1.0 + 1.5 * v**2), force)
+
+
+class Surviving(LikeMJX):
+    def reward(self, place: jax.Array) -> Any:
+        return 1.0
+
+
+class Reaching(LikeMJX):
+    def reward(self, place: jax.Array) -> Any:
+        return jnp.where(jnp.abs(place[0]) < 0.1, 1.0, 0.0)
+
+
 class LikeJaxMARL:
     """Two agents in corridors of their own."""
 

@@ -28,13 +28,14 @@ def simple(rate: float = 0.1) -> Algorithm:
 
     def act(policy: jax.Array, memory: Any, seen: jax.Array, key: Any) -> tuple[jax.Array, Any, Any]:
         drawn = jax.random.uniform(key, seen.shape[:1])
-        return ((drawn + policy) * 3.0).astype(jnp.int32) % 3, (), {}
+        return ((drawn + policy) * 3.0).astype(jnp.int32) % 3, memory, {}
 
     def learn(state: jax.Array, data: Any, key: Any) -> tuple[jax.Array, Metrics]:
         step = meshes.mean_over_data(jnp.mean(data.reward) + jax.random.normal(key))
         return state + rate * step, {"toy/step": step}
 
-    return Algorithm(lambda key: jnp.float32(0.5), lambda state: state, lambda columns: (), act, learn)
+    empty = lambda columns: jnp.zeros((columns, 0))  # noqa: E731  # as of physics without muscles: it has a layout
+    return Algorithm(lambda key: jnp.float32(0.5), lambda state: state, empty, act, learn)
 
 
 Parts = tuple[Algorithm, fused.CollectorIn, Mesh]
