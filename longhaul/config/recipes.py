@@ -270,6 +270,22 @@ def pendulum_apg() -> Run:
     )  # fmt: skip
 
 
+def cartpole_swingup_apg() -> Run:
+    """Cart-pole swing-up of MuJoCo Playground by analytic policy gradient, through MJX's physics; needs playground.
+
+    Mean return 437 on 32 episodes after 2 M steps, seed 0; untrained 0.02. PPO with the settings of `pendulum`: 300.
+    """
+    return Run(
+        "cartpole-swingup-apg",
+        Named("playground/CartpoleSwingup"),
+        APGConfig(lr=3e-3, gamma=0.99, max_grad_norm=1.0),
+        total_steps=2_048_000,
+        num_envs=32,
+        num_steps=64,
+        evaluation_episodes=32,
+    )  # fmt: skip
+
+
 def bc() -> Run:
     """Behaviour cloning of what was recorded in any environment: give --env NAME and --recorded FILES."""
     return Run("bc", Named("cartpole"), BCConfig(), total_steps=500_000, num_envs=16, num_steps=32)
@@ -577,6 +593,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,
     "pendulum-apg": pendulum_apg,
+    "cartpole-swingup-apg": cartpole_swingup_apg,
     "driving": driving,
     "driving-bc": driving_bc,
     "driving-sac": driving_sac,

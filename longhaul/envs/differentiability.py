@@ -74,6 +74,8 @@ def _depends(traced: Any, inputs: int) -> bool:
 
 def _reason(name: str, error: Exception) -> str:
     """Reason for an error of differentiation, with its remedy."""
+    if "Linearization failed" in str(error):
+        return "a step has a part that JAX can't differentiate backwards; in driving the safety check has: --no-safety"
     if "Reverse-mode differentiation does not work" not in str(error):
         return user_modules.described(error)
     remedy = "write it as lax.scan, or lax.fori_loop with fixed bounds"

@@ -27,7 +27,7 @@ EXCUSED = {
     r"^play hackmatrix( --latest)?$": "a terminal: tests/cli/play/",
     r"params_4|checkpoint_40|final_params": "files of the game's own trainer: tests/training/test_init_from.py",
     r"my_algo|my_env:recipe": "a module of the reader's: tests/training/test_api.py",
-    r"brax|minatar|pong|envs jumanji": "a library that the tests don't install",
+    r"brax|minatar|pong|swingup|envs jumanji": "a library that the tests don't install",
     r"data=8|data=4": "8 devices: tests/end_to_end/test_model_axis.py",
     r"--num-envs 4096": "a machine with more memory",
     r"^launch|--restarts": "several processes for each: tests/end_to_end/test_launch_faults.py",
