@@ -79,7 +79,8 @@ def description(run: Run) -> Description:
         options |= {"objects": task.objects} | ({"more": tuple(more)} if more else {})
         options |= {"skip_bad": True} if task.skip_bad_logs else {}
     else:
-        name, options = driving_vector.GENERATED, options | {"scenarios": task.scenarios, "least": task.least}
+        name, options = driving_vector.GENERATED, options | {"scenarios": task.scenarios}
+        options |= {"least": task.least} if task.least > 1 else {}
     options |= driving_vector.changes(task.simulator)
     return Description(driving_vector.KIND, name, tuple(sorted(options.items())))
 

@@ -65,10 +65,10 @@ def mapped(descriptor: int, rows: Rows) -> DeviceBank:
 
 
 def digest(bank: DeviceBank, config: Config) -> str:
-    """Digest of a bank of NumPy arrays and of the way to drive in it."""
+    """Digest of a bank of NumPy arrays and of the way to drive in it, behind what it is of."""
     sums = [(name, google_crc32c.value(np.ascontiguousarray(leaf).tobytes())) for name, leaf in _leaves(bank)]
     plain = replace(config, reward=None)  # a function of the user's own: its name depends on the process
-    return hashlib.sha256(repr((sums, plain)).encode()).hexdigest()[:16]
+    return f"scenarios and settings {hashlib.sha256(repr((sums, plain)).encode()).hexdigest()[:16]}"
 
 
 def _leaves(bank: DeviceBank) -> list[tuple[str, Any]]:

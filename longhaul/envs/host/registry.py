@@ -99,8 +99,15 @@ def describe(name: str, **options: Any) -> Description:
 
 def address(description: Description) -> str:
     """The same as text, from which `describe` makes it."""
-    written = "&".join(f"{key}={value!r}" for key, value in description.options)
+    written = "&".join(f"{key}={_written(value)}" for key, value in description.options)
     return f"{description}?{written}" if written else str(description)
+
+
+def _written(value: Any) -> str:
+    """Text that `_literal` reads as `value`, with as few quotes of the shell's as it can have."""
+    if isinstance(value, str) and _literal(value) == value:
+        return value
+    return repr(value).replace("'", '"') if isinstance(value, dict) else repr(value)
 
 
 def with_options(name: str) -> tuple[str, dict[str, Any]]:

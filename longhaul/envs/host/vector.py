@@ -54,7 +54,7 @@ class HostSpec:
     `observation` is a tree of `Leaf` for ONE column (a `Masked` where actions can be illegal). `agents` is the A of
     columns = worlds x A, None for ordinary environments. `truncation_interval` and `max_steps` are `types.Spec`'s.
     `true_successors` False: the environment does not tell what truncated steps led to; `finals` has there what the
-    step started from, the nearest that is known. `data` is a digest of what the environment reads, "" where that is
+    step started from, the nearest that is known. `data` says what the environment reads, by a digest, "" where that is
     nothing: two vectors whose data differ are not of one environment.
     """
 

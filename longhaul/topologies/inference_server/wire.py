@@ -123,14 +123,14 @@ class Layout(NamedTuple):
     action: Field
     scores: tuple[str, ...]  # scores of a finished episode that the server wants
     form: Tree  # tree of Leaf: structure of the observation
-    data: str = ""  # digest of what the environment reads
+    data: str = ""  # as `HostSpec.data`
 
     @property
     def text(self) -> str:
         """Text that both sides must agree on before they exchange steps."""
         fields = [*self.observation, self.action]
         lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
-        return "\n".join([f"columns {self.columns}", *lines, *([f"data {self.data}"] if self.data else [])])
+        return "\n".join([f"columns {self.columns}", *lines, *([self.data] if self.data else [])])
 
     @property
     def digest(self) -> int:

@@ -33,8 +33,12 @@ def test_a_description_comes_back_from_what_an_actor_is_started_with() -> None:
     description = inference_server.description(run)
     assert registry.describe(registry.address(description)) == description
     assert dict(description.options)["more"] == ("/b",)
+    assert '&weights={"progress": 0.15, ' in registry.address(description)
     kind, name, options = json.loads(json.dumps(description))
     assert Description(kind, name, tuple((key, _plain(value)) for key, value in options)) == description
+    named = registry.describe("driving/generated", dynamics="jerk", control="None")
+    assert registry.address(named) == "driving/generated?control='None'&dynamics=jerk"
+    assert registry.describe(registry.address(named)) == named
     generated = inference_server.description(recipes.recipe("driving-selfplay"))
     assert str(generated) == "driving/generated"
     assert dict(generated.options) == {"agents": 16, "least": 12, "scenarios": 2048}

@@ -57,9 +57,9 @@ def test_frames_read_back_bit_for_bit(seed: int) -> None:
 
 def test_environments_that_read_other_data_have_other_layouts() -> None:
     spec = HostSpec(Leaf((2,), np.dtype(np.float32)), Discrete(2))
-    layouts = [wire.layout(dataclasses.replace(spec, data=data), 3) for data in ("", "1a", "2b")]
+    layouts = [wire.layout(dataclasses.replace(spec, data=data), 3) for data in ("", "maps 1a", "maps 2b")]
     assert len({layout.digest for layout in layouts}) == 3
-    assert wire.difference(layouts[1].text, layouts[2].text) == "the server has 'data 1a' where the actor has 'data 2b'"
+    assert wire.difference(layouts[1].text, layouts[2].text) == "the server has 'maps 1a' where the actor has 'maps 2b'"
 
 
 def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
