@@ -217,7 +217,7 @@ def _dry_run(recipe: Run, parsed: flags.Parsed) -> int:
     else:
         program = compiled(run)
         parts = device_memory.parts(program.assembly.algorithm, program.start(run.seed), program.context)
-        footprint = device_memory.footprint(program.executable, program.assembly.mesh, parts)
+        footprint = device_memory.footprint(program.executable, program.assembly.mesh, parts, program.ahead)
     if footprint is None:
         print("the compiler does not say what memory the run takes")
         return 0

@@ -560,12 +560,9 @@ def _actors(run: Run, devices: int) -> ActorConfig:
         return _inference_actors(run, devices)
     if run.acting.actor_kind == "device":
         _check_on_device(run, devices)
-    if isinstance(run.environment, Driving):
-        if run.environment.bank is not None:
-            raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
-        if run.acting.actor_kind != "thread":
-            kind = run.acting.actor_kind
-            raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
+    if isinstance(run.environment, Driving) and run.acting.actor_kind != "thread":
+        kind = run.acting.actor_kind
+        raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
     return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
 
 
@@ -616,7 +613,7 @@ def _check_driving_elsewhere(task: Driving) -> None:
     """Raises FieldError where actors of central inference can't drive as the run asks."""
     if task.bank is not None:
         raise FieldError("bank", f"{task.bank}, and actors of central inference hold all scenarios",
-                         "leave it out, or give --topology fused")  # fmt: skip
+                         "leave it out, or give --topology fused or actors")  # fmt: skip
     reward = task.simulator.reward
     if reward is not None and not external.importable(reward):
         raise FieldError("reward", f"{reward}, which processes of actors can't import",

@@ -54,6 +54,7 @@ class Program(NamedTuple):
     parameters: int
     own_bytes: int  # bytes of the parameters on a device
     begin: Callable[[Key], Progress]  # as `Assembly.start`, compiled once
+    ahead: dict[str, int] = {}  # noqa: RUF012  bytes of contexts prepared in advance
 
     @property
     def optimiser_steps(self) -> int:
@@ -100,7 +101,7 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     assert run.block is not None
     source = source or feed(run)
     with closing(Feeding(source)) as feeding:
-        context = feeding.now.context
+        context, ahead = feeding.now.context, feeding.ahead()
     assembly = assemble(run, source.within, context)
     check_room(assembly, context, fused_too=True)
     algorithm, mesh = assembly.algorithm, assembly.mesh
@@ -126,6 +127,7 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     return Program(
         run, assembly, source, context, executable, started - began, traced - started, ended - traced,
         ledger.hits > 0, actor_critic.count(params), partition.shares(params, mesh.shape[meshes.MODEL]).own, begin,
+        ahead,
     )  # fmt: skip
 
 

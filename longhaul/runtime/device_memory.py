@@ -59,6 +59,7 @@ class Footprint(NamedTuple):
     capacity: int | None  # bytes of a device; None if unknown
     devices: int
     beside: dict[str, int] = {}  # noqa: RUF012  bytes outside of the program, by kind
+    elsewhere: dict[str, int] = {}  # noqa: RUF012  bytes on each of other devices, by kind; in no sum
 
     @property
     def total(self) -> int:
@@ -71,16 +72,18 @@ class Footprint(NamedTuple):
 
     def line(self) -> str:
         """ "memory a device: 0.31 GB of 12.6 GB: parameters 1.2 MB, ...; 9 MB of it donated"."""
-        (_, whole), *inner, (_, donated) = self.rows()
-        return f"memory a device: {whole}: {', '.join(f'{name} {n}' for name, n in inner)}; {donated} donated"
+        (_, whole), *inner, (_, donated) = self._replace(elsewhere={}).rows()
+        others = "".join(f"; {name} {size(n)}" for name, n in self.elsewhere.items())
+        return f"memory a device: {whole}: {', '.join(f'{name} {n}' for name, n in inner)}; {donated} donated{others}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Need, its parts and its donated bytes, each as (name, bytes)."""
+        """Need, its parts, its donated bytes and those elsewhere, each as (name, bytes)."""
         known = f" of {size(self.capacity)}" if self.capacity else ""
         inner = self.parts | {"temporaries": self.need.temporaries, "code": self.need.code}
         inner["the rest"] = self.need.total - sum(inner.values())
         within = [(name, size(n)) for name, n in (inner | self.beside).items() if n > 0]
-        return [("memory a device", size(self.total) + known), *within, ("donated", size(self.need.donated))]
+        others = [(name, size(n)) for name, n in self.elsewhere.items()]
+        return [("memory a device", size(self.total) + known), *within, ("donated", size(self.need.donated)), *others]
 
     def warning(self) -> str | None:
         """Warning line if memory is tight."""
@@ -102,7 +105,8 @@ class Footprint(NamedTuple):
         """The footprint as JSON can hold it."""
         return {
             "devices": self.devices, "needed": self.total, "beside": self.beside, "capacity": self.capacity,
-            "share": self.share if self.capacity else None, **self.need._asdict(), "parts": self.parts,
+            "elsewhere": self.elsewhere, "share": self.share if self.capacity else None, **self.need._asdict(),
+            "parts": self.parts,
         }  # fmt: skip
 
 

@@ -89,6 +89,13 @@ def opened(rule: Rule, version: int) -> Book:
     return Book(rule, version, ((),) * n, (0,) * n, (version,) * n, version * n)
 
 
+def entered(book: Book, until: int) -> Book:
+    """Book of the same run up to batch `until`. ValueError while tickets are out: their environments are in use."""
+    if any(book.given):
+        raise ValueError(f"actors have rollouts of before batch {book.version} under way; learn from those first")
+    return book._replace(rule=book.rule._replace(until=until))
+
+
 def begin(book: Book, actor: int) -> tuple[Book, Ticket | None]:
     """Next ticket of an actor; None while it must wait for the learner."""
     rule, number = book.rule, book.following

@@ -34,10 +34,12 @@ from longhaul.runtime import device_memory, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
+from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import config, device_rollout, host_rollout, learner, placement
-from longhaul.topologies.actor_learner.actor import Collect
+from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import LIVE
+from longhaul.topologies.staleness import Ticket
 from longhaul.training import reasoning_setup, rollout_servers
 from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Params, Progress, PyTree
@@ -64,7 +66,10 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     if shares(run, assembly):
         parts = learner.parted(policy, assembly.algorithm, shared=True)
         held = parts, parts.split(assembly.algorithm.policy(progress.state))[1]
-    acting = _compiled_actor(run, assembly.algorithm, policy, lambda: assembly.collector_in(context), held)
+    collector_in = assembly.collector_in
+    if isinstance(run.environment, Reasoning):  # problems stay the same: they are a part of the program
+        collector_in, context = _always(assembly.collector_in(context)), ()
+    acting = _compiled_actor(run, assembly.algorithm, policy, collector_in, held, context)
     if run.acting.rollout_servers:
         acting = rollout_servers.specification(acting, policy)
     together = sampler.together if isinstance(run.environment, Reasoning) else join
@@ -111,6 +116,11 @@ def placed(run: Run, assembly: Assembly) -> list[jax.Device]:
     return placement.devices(assembly.mesh, count, (0,) if shares(run, assembly) else run.acting.actor_devices)
 
 
+def acts_on_learner(run: Run, assembly: Assembly) -> bool:
+    """True if an actor in a thread acts on a device that learns."""
+    return not set(placed(run, assembly)).isdisjoint(assembly.mesh.local_devices)
+
+
 def beside(run: Run, assembly: Assembly, prepared: CompiledActorLearner, state: PyTree) -> dict[str, int]:
     """Bytes that a language model's run takes beside the learner's program, where actors are threads on the learner's
     CPU: the process as it stands with its tools, the travelling weights, and what sampling needs more than learning.
@@ -149,26 +159,35 @@ def process(plain: dict[str, Any], first: int, actor: int) -> Collect:
     algorithm = registry.make(environment.spec, run.algorithm, RunContext(updates=1, mean=meshes.identity))
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
 
-    def on_device() -> Collector:
-        if isinstance(environment, World):
-            return completing(run, environment, share)
-        return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
+    if isinstance(environment, World):
+        on_device = _always(completing(run, environment, share))
+    else:
+
+        def on_device(context: PyTree) -> Collector:
+            return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
 
     return learner.placed(_compiled_actor(run, algorithm, policy, on_device).collect, first)
+
+
+def _always(known: Collector) -> fused.CollectorIn:
+    """The same collector in every context."""
+    return lambda context: known
 
 
 def _compiled_actor(
     run: Run,
     algorithm: Algorithm,
     policy: PyTree,
-    on_device: Callable[[], Collector] | None = None,
+    on_device: fused.CollectorIn | None = None,
     held: tuple[learner.Parted, list[jax.Array]] | None = None,
+    context: PyTree = (),
 ) -> learner.CompiledActor:
-    """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
+    """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns in contexts
+    like `context`."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         assert on_device is not None
         last = reasoning_setup.finisher(run)
-        acting = learner.acting(on_device(), policy, None if last is None else last.finish, held)
+        acting = learner.acting(on_device, policy, None if last is None else last.finish, held, context)
         if last is not None and held is not None:
             acting = acting._replace(finishing=last.ahead(policy, acting.data))
         if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.resample:
@@ -178,6 +197,21 @@ def _compiled_actor(
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return host_rollout.acting(run.environment.env, algorithm, policy, sizes)
+
+
+class Scenarios(NamedTuple):
+    """Scenarios of a driving run, which all actors of a device share."""
+
+    now: Callable[[], PyTree]  # on the devices of the actors, see `data.layout`
+    enter: learner.Entered  # changes them; no actor acts then
+
+    def driven(self, acting: learner.CompiledActor, device: jax.Device) -> Collect:
+        """Rollout function of an actor on `device`, in the scenarios of its time."""
+
+        def collect(weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int) -> Any:
+            return acting.collect(weights, state, key, ticket, version, context=placement.copy_on(device, self.now()))
+
+        return collect
 
 
 class Opened(NamedTuple):
@@ -198,9 +232,10 @@ def opened(
     progress: Progress,
     closed: ExitStack,
     leaving: Callable[[], bool] = lambda: False,
+    scenarios: Scenarios | None = None,
 ) -> Opened:
     """Actors of the run in `folder`, started; closing `closed` stops them. Once `leaving`, calls end instead of
-    waiting for actors."""
+    waiting for actors. `scenarios`: of a driving run."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     assert run.acting.actors is not None
     own, where = learner.process_places(run.acting.actors), placed(run, assembly)
@@ -212,6 +247,8 @@ def opened(
     def made(actor: int) -> Collect:
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
             return _compiled_actor(run, assembly.algorithm, policy).collect
+        if scenarios is not None:
+            return scenarios.driven(prepared.acting, where[actor])
         return prepared.acting.collect if served is None else served.collecting(lambda: pool.beat(actor))
 
     kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
@@ -228,6 +265,7 @@ def opened(
         prepared.update, assembly.mesh, pool, progress,
         learner.weights_of(assembly.algorithm, assembly.mesh, shared=shared), updates=assembly.updates, leaving=leaving,
         parts=learner.parted(progress.state, assembly.algorithm, shared=shared),
+        enter=None if scenarios is None else scenarios.enter,
     )  # fmt: skip
     return Opened(pool, calls)
 
@@ -267,6 +305,7 @@ def calls(
     progress: Progress,
     note: Callable[[str], None],
     leaving: Callable[[], bool] = lambda: False,
+    scenarios: Scenarios | None = None,
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates, as in `fused.fused`, or those until `leaving`. Notes news of actors and writes `LIVE`.
     Closing it stops them."""
@@ -286,7 +325,7 @@ def calls(
         where = placed(run, assembly)
         if where:
             note(placement.describe(where))
-        pool, updates = opened(run, folder, assembly, prepared, progress, closed, left)
+        pool, updates = opened(run, folder, assembly, prepared, progress, closed, left, scenarios)
         written = 0.0
         for progress, n, rows in updates:
             left()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul.config.run import Origin, Run, to_dict
+from longhaul.config.run import Driving, Origin, Run, to_dict
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
@@ -122,9 +122,11 @@ def compiled(
         raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
 
 
-def weigh(folder: Path, run: Run, assembly: Assembly, program: Program, progress: Progress, context: PyTree) -> None:
+def weigh(
+    folder: Path, run: Run, assembly: Assembly, program: Program, progress: Progress, feeding: Feeding
+) -> None:  # fmt: skip
     """Report the run's device memory before its first update. Raises RunError if it cannot fit."""
-    footprint = _footprint(run, assembly, program, progress, context)
+    footprint = _footprint(run, assembly, program, progress, feeding)
     if footprint is None:
         return
     if refusal := footprint.refusal():  # nothing is written: a run that never started leaves no folder
@@ -143,27 +145,36 @@ def learner_footprint(run: Run) -> footprints.Footprint | None:
     """
     with closing(Feeding(source := feed(run))) as feeding:
         context = feeding.now.context
-    assembly = assemble(run, source.within, context)
-    check_room(assembly, context, fused_too=False)
-    progress = assembly.start(run.seed, context)
-    progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
-    untrained = actor_learner.policy_on_host(run, assembly, progress.state)  # as a run keeps it
-    program = compiled(run, assembly, context, progress)
-    result = _footprint(run, assembly, program, progress, context)
-    del untrained
+        assembly = assemble(run, source.within, context)
+        check_room(assembly, context, fused_too=False)
+        progress = assembly.start(run.seed, context)
+        progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+        untrained = actor_learner.policy_on_host(run, assembly, progress.state)  # as a run keeps it
+        program = compiled(run, assembly, context, progress)
+        result = _footprint(run, assembly, program, progress, feeding)
+        del untrained
     return result
 
 
 def _footprint(
-    run: Run, assembly: Assembly, program: Program, progress: Progress, context: PyTree
+    run: Run, assembly: Assembly, program: Program, progress: Progress, feeding: Feeding
 ) -> footprints.Footprint | None:
     """Device memory of a compiled program with the state that it carries; None if the compiler does not report it."""
+    context = feeding.now.context
     if isinstance(program, fused.Program):
         parts = footprints.parts(assembly.algorithm, progress, context)
-        return footprints.footprint(program.executable, assembly.mesh, parts)
+        return footprints.footprint(program.executable, assembly.mesh, parts, feeding.ahead())
     parts = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
     footprints.trim()
     beside: dict[str, int] = {}
+    elsewhere: dict[str, int] = {}
     if isinstance(program, actor_learner.CompiledActorLearner):
         beside = actor_learner.beside(run, assembly, program, progress.state)
-    return footprints.footprint(program.update, assembly.mesh, parts, beside)
+    if run.topology == "actors" and isinstance(run.environment, Driving):
+        banks = {"bank": footprints.bytes_on_device(context)} | feeding.ahead()
+        if actor_learner.acts_on_learner(run, assembly):
+            beside |= banks
+        else:
+            elsewhere = {f"{name} on each device of actors": n for name, n in banks.items()}
+    found = footprints.footprint(program.update, assembly.mesh, parts, beside)
+    return None if found is None else found._replace(elsewhere=elsewhere)

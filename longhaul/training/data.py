@@ -3,9 +3,9 @@
 Scenarios that fit on the device form one bank. Shards that hold more than `Driving.bank` scenarios are read in chunks
 of that size (`shards.stream`: shuffled by the run's seed, each once an epoch; the same in all processes, or in each
 those of its own, `Driving.bank_by_host`: an epoch's scenarios then fall to all processes together). A thread reads,
-compiles and sends the next chunk while the run trains, so two are on the device at a time. After `Driving.bank_updates`
-updates all worlds start new episodes in the next chunk. The order of chunks follows from the seed and the number of
-updates alone.
+compiles and sends the next chunk while the run trains, so two are on the device at a time; where actors drive, on each
+of their devices (`layout`). After `Driving.bank_updates` updates all worlds start new episodes in the next chunk. The
+order of chunks follows from the seed and the number of updates alone.
 
 All chunks of a run have the same shapes, known before any is read: the shards' indices hold the size of each scenario
 and the composition of each chunk is known, so the padding is that of the run's largest chunk.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.run_context import RunContext
@@ -45,6 +46,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import screen
+from longhaul.topologies.actor_learner import learner, placement
 from longhaul.training import offline_data, reasoning_setup
 from longhaul.training.assemble import last_update
 from longhaul.types import Environment, PyTree, Spec
@@ -129,6 +131,12 @@ class Feeding:
         over = self.ends(updates) and self.now.place.swaps < due
         return self.now.following if over else self.now.place
 
+    def ahead(self) -> dict[str, int]:
+        """Bytes on a device of the contexts that are prepared in advance, by their name."""
+        if self._source.period is None:
+            return {}
+        return {"next bank": AHEAD * device_memory.bytes_on_device(self.now.context)}
+
     def close(self) -> None:
         self._contexts.close()
 
@@ -153,6 +161,7 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
             title = run.algorithm.title
             raise RunError(f"{title} has no expert in {task.env}; give --recorded FILES, or train driving-bc")
         return Feed(lambda context: environment, once(()))
+    layout(run)
     check_network(run)
     if task.bank is not None:
         for path in readers.expand(task.data):
@@ -224,7 +233,7 @@ def _extrapolated_shapes(run: Run, task: Driving, library: Library, sizes: Sizes
     assert task.bank is not None
     few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
     first, second = (_device_layout(task, few[:count], sizes) for count in (1, 2))
-    more, where = task.bank - 1, meshes.replicated(meshes.make_mesh(*run.mesh))
+    more, where = task.bank - 1, layout(run)
 
     def shape(path: Any, a: np.ndarray, b: np.ndarray) -> jax.ShapeDtypeStruct:
         grown = [i + more * (j - i) for i, j in zip(a.shape, b.shape, strict=True)]
@@ -295,9 +304,25 @@ def _within(shell: Simulator) -> Callable[[PyTree], Environment]:
 
 
 def _send(run: Run, host: PyTree) -> Any:
-    """Data replicated on each device of the run's mesh; with `bank_by_host` on each of this process, whose shards alone
-    read them."""
+    """Data on each device that reads them; with `bank_by_host` on each of this process, whose shards alone do."""
+    if _by_actors(run):
+        return jax.device_put(host, layout(run))
     return meshes.everywhere(host, meshes.make_mesh(*run.mesh))
+
+
+def layout(run: Run) -> NamedSharding:
+    """Layout of a run's contexts, whole on each device of its mesh; scenarios that actors drive on those of this
+    process's actors. Raises RunError for a device that is not there."""
+    mesh = meshes.make_mesh(*run.mesh)
+    if not _by_actors(run):
+        return meshes.replicated(mesh)
+    assert run.acting.actors is not None
+    actors = len(learner.process_places(run.acting.actors))
+    return placement.copies(placement.devices(mesh, actors, run.acting.actor_devices))
+
+
+def _by_actors(run: Run) -> bool:
+    return run.topology == "actors" and isinstance(run.environment, Driving)
 
 
 def _checksum(array: np.ndarray) -> int:

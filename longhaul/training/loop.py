@@ -23,7 +23,7 @@ import jax
 
 from longhaul.algorithms import pbt
 from longhaul.config import population
-from longhaul.config.run import Named, Run
+from longhaul.config.run import Driving, Named, Run
 from longhaul.envs import external
 from longhaul.networks import actor_critic
 from longhaul.runtime import bounded_json, compile_cache, files, heartbeat, partition, process_group, user_modules
@@ -432,7 +432,7 @@ class Loop:
         # Printed by each process: all wait for the one that compiles.
         print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
               f"of that traced; {clock.ledger.summary}", file=sys.stderr, flush=True)  # fmt: skip
-        compilation.weigh(self.folder, run, assembly, program, self.progress, context)
+        compilation.weigh(self.folder, run, assembly, program, self.progress, self.feeding)
         return program
 
     def _drop_records_after(self, done: int) -> None:
@@ -449,7 +449,12 @@ class Loop:
         run, assembly, feeding, progress = self.run, self.assembly, self.feeding, self.progress
         if run.topology == "actors":
             leaving = (lambda: False) if assembly.mesh.is_multi_process else lambda: self.stop.requested
-            yield from actor_learner.calls(run, self.folder, assembly, program, progress, self.out.note, leaving)
+            scenarios = None
+            if isinstance(run.environment, Driving):
+                scenarios = actor_learner.Scenarios(lambda: feeding.now.context, self._enter)
+            yield from actor_learner.calls(
+                run, self.folder, assembly, program, progress, self.out.note, leaving, scenarios
+            )
             return
         if run.topology == "central":
             yield from inference_server.calls(run, assembly, program, progress, self.out.note)
@@ -463,19 +468,23 @@ class Loop:
                 evolve=evolve if every else None, every=every,
             )  # fmt: skip
             return
-        done = int(progress.updates)
-        while done < assembly.updates:  # through one context after the other
-            if feeding.ends(done):
-                jax.block_until_ready(progress.updates)  # no program uses the old context any more
-                self.tell(heartbeat.RESTS)
-                feeding.turn(done)
-                self.tell(heartbeat.WORKS)
-                progress = fused.entered(progress, assembly.enter, feeding.now.context)
-            until = min(assembly.updates, feeding.until(done) or assembly.updates)
-            context = feeding.now.context
-            for progress, n, rows in fused.fused(program, progress, context, updates=until, block=run.block):
-                done += n
+        while int(progress.updates) < assembly.updates:  # through one context after the other
+            progress, until = self._enter(progress)
+            calls = fused.fused(program, progress, feeding.now.context, updates=until, block=run.block)
+            for progress, n, rows in calls:
                 yield progress, n, rows
+            del calls  # and with it the context
+
+    def _enter(self, progress: Progress) -> tuple[Progress, int]:
+        """Progress between two calls in the context that is due, and the update at which that one ends."""
+        feeding, updates, done = self.feeding, self.assembly.updates, int(progress.updates)
+        if feeding.ends(done):
+            jax.block_until_ready(progress.updates)  # no program uses the old context any more
+            self.tell(heartbeat.RESTS)
+            feeding.turn(done)
+            self.tell(heartbeat.WORKS)
+            progress = learner.entered(progress, self.assembly.enter, feeding.now.context)
+        return progress, min(updates, feeding.until(done) or updates)
 
     def _evaluate(self, evaluations: Evaluations, done: int) -> None:
         """Evaluate the policy after `done` updates; all processes call this, and the first one evaluates."""

@@ -54,7 +54,7 @@ def by_actors(
     algorithm, mesh = made(probe, settings, devices), meshes.make_mesh(devices)
     collector_in = collecting(probe, algorithm, WORLDS // COUNT)
     begun = fused.start(algorithm, learner.entering(collector_in, COUNT), (), jax.random.key(0), mesh)
-    does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
+    does = learner.acting(collector_in, jax.eval_shape(algorithm.policy, begun.state))
     update = learner.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
     rows = []
     rule = Rule(COUNT, bound, until=updates)

@@ -17,9 +17,11 @@ BOUNDS = some.sampled_from([None, 0, 1, 2, 5])
 RULES = some.builds(Rule, some.integers(1, 4), BOUNDS, some.just(False), some.integers(1, 12), some.just(0))
 
 
-def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
-    """A whole run in an order that `choose` makes: (ticket, version that acted, update that learnt from it)."""
-    book, _ = out = staleness.hand_out(staleness.opened(rule, 0))
+def play(rule: Rule, choose: Any, period: int = 2**62) -> list[tuple[Ticket, int, int]]:
+    """A whole run in an order that `choose` makes: (ticket, version that acted, update that learnt from it). Every
+    `period` updates the actors enter other states."""
+    until = min(period, rule.until)
+    book, _ = out = staleness.hand_out(staleness.opened(rule._replace(until=until), 0))
     started: dict[Ticket, int] = {}  # and the version that acts
     doing: list[list[Ticket]] = [[] for _ in range(rule.places)]
     learnt = []
@@ -41,6 +43,8 @@ def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
             batch = sorted(t for mine in book.given for t in mine if t.batch == book.version)
             learnt += [(t, started[t], book.version) for t in batch]
             book = staleness.learnt(book)
+        if book.version == book.rule.until < rule.until:
+            book = staleness.entered(book, min(book.version + period, rule.until))
         book, new = staleness.hand_out(book)
         for who, ticket in new:
             doing[who].append(ticket)
@@ -71,6 +75,23 @@ def test_every_ticket_is_learnt_from_once_in_order_and_none_too_late(rule: Rule,
     for place in range(rule.places):
         turns = [t.turn for t, _, _ in learnt if t.place == place]
         assert rule.staleness is None or turns == list(range(rule.until))
+
+
+@settings(max_examples=40, deadline=None)
+@given(RULES, some.integers(1, 5), some.data())
+def test_no_rollout_begins_before_the_states_that_it_goes_on_from_are_entered(
+    rule: Rule, period: int, data: some.DataObject
+) -> None:
+    learnt = play(rule, lambda n: data.draw(some.integers(0, n - 1)), period)
+    assert [(t.batch, t.place) for t, _, _ in learnt] == [(b, k) for b in range(rule.until) for k in range(rule.places)]
+    for ticket, version, update in learnt:
+        assert update // period * period <= version <= update == ticket.batch
+
+
+def test_states_are_not_entered_while_a_rollout_is_under_way() -> None:
+    book, _ = staleness.hand_out(staleness.opened(Rule(1, 1, until=1), 0))
+    with pytest.raises(ValueError, match="rollouts of before batch 0 under way"):
+        staleness.entered(book, 2)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

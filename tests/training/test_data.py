@@ -32,7 +32,9 @@ from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
-from longhaul.training import assemble, compilation, final_evaluation, loop
+from longhaul.topologies.actor_learner import learner
+from longhaul.topologies.actor_learner.config import ActorConfig
+from longhaul.training import actor_learner, assemble, compilation, final_evaluation, loop
 from longhaul.training import data as feeds
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
@@ -109,9 +111,19 @@ class Glance:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[pytest.MonkeyPatch]:
+    prepare = actor_learner.prepare
+    prepared: dict[str, Any] = {}
+
+    def prepare_once(run: Run, *given: Any) -> Any:
+        key = repr((run.acting, run.devices, run.total_steps))
+        if key not in prepared:
+            prepared[key] = prepare(run, *given)
+        return prepared[key]
+
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         patch.setattr(feeds, "_within", lambda *_: Glance)
+        patch.setattr(actor_learner, "prepare", prepare_once)
         yield patch
 
 
@@ -354,6 +366,131 @@ def test_worlds_begin_anew_in_another_chunk(data: Path, quick: pytest.MonkeyPatc
     feeding.close()
 
 
+# ---------------------------------------------------------------------------------------------------------- actors
+
+
+def by_actors(data: Path, acting: ActorConfig, devices: int = 1, updates: int = 11, **changes: Any) -> Run:
+    run = dataclasses.replace(streaming(data, updates, **changes), topology="actors", acting=acting, devices=devices)
+    return runs.resolve(run)
+
+
+def learnt(folder: Path) -> Any:
+    """The parameters of a run at its end, and of each record what does not tell of the actors' work."""
+    seen = [{k: v for k, v in r.items() if not k.startswith("actors/")} for r in records(folder)]
+    return result(folder)["params_sha256"], seen
+
+
+def stopped_at_each_save(run: Run, folder: Path) -> list[int]:
+    """Trains with a stop after each save; the updates after which it stopped."""
+    stops = []
+    while not (folder / "result.json").exists():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
+            outcome = resume(folder) if folder.exists() else begin(run, folder)
+        assert outcome.code in (0, loop.STOPPED)
+        stops.append(max(checkpoints(folder)))
+    return stops
+
+
+@pytest.mark.slow  # quick: tests/topologies/actor_learner/test_learner.py
+def test_an_actor_learns_in_chunks_what_fused_does_also_if_it_was_stopped(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Parameters and what was seen, bit for bit; stops lie at the end of a chunk and within one."""
+    stops = []
+    for every in (3, 2):
+        run, folder = by_actors(data, ActorConfig(1, "thread")), tmp_path / f"run-{every}"
+        stops += stopped_at_each_save(dataclasses.replace(run, save_interval=every), folder)
+        assert learnt(folder) == learnt(whole)
+    assert {stop % PERIOD for stop in stops} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [(), (2, 3), (3,)])
+def test_two_actors_are_two_devices_of_fused(
+    data: Path, quick: pytest.MonkeyPatch, tmp_path: Path, asked: tuple[int, ...]
+) -> None:
+    """On the learner's devices, on two others, and both on one of those."""
+    assert begin(dataclasses.replace(streaming(data), devices=2), tmp_path / "fused").code == 0
+    run = by_actors(data, ActorConfig(2, "thread", actor_devices=asked), devices=2)
+    stopped_at_each_save(run, tmp_path / "run")
+    assert learnt(tmp_path / "run") == learnt(tmp_path / "fused")
+
+
+@pytest.mark.slow
+def test_pinned_actors_end_the_same_also_if_they_were_stopped(
+    data: Path, quick: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights of two updates ago act at the beginning of a chunk, too: they are those that a checkpoint has."""
+    run = by_actors(data, ActorConfig(2, "thread", 2, pin=True))
+    assert begin(run, tmp_path / "whole").code == 0
+    stopped_at_each_save(run, tmp_path / "run")
+    assert learnt(tmp_path / "run") == learnt(tmp_path / "whole")
+    for record in records(tmp_path / "whole")[1:]:
+        assert record["actors/staleness_max"] == 2
+    other = by_actors(data, ActorConfig(2, "thread", 0))
+    assert begin(other, tmp_path / "other").code == 0
+    assert learnt(tmp_path / "other")[0] != learnt(tmp_path / "whole")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_rollouts_of_a_chunk_are_driven_in_it_from_their_beginning(
+    data: Path, quick: pytest.MonkeyPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int | None
+) -> None:
+    """Also where actors may run ahead: they wait for the next chunk. Each device of theirs has two, the learner's
+    none."""
+    driven, sizes = actor_learner.Scenarios.driven, list[int]()
+    held: list[weakref.ref[Any]] = []
+    found: list[tuple[int, int, set[float], Any]] = []
+    send = feeds._send
+
+    def watched(run: Run, host: Any) -> Any:
+        sizes.append(1 + sum(each() is not None for each in held))
+        sent = send(run, host)
+        assert {device.id for device in sent.cells.devices()} == {1, 3}
+        held.append(weakref.ref(sent.cells))
+        return sent
+
+    def noted(scenarios: Any, acting: Any, device: jax.Device) -> Any:
+        collect = driven(scenarios, acting, device)
+
+        def run(weights: Any, state: Any, key: Any, ticket: Any, version: int) -> Any:
+            ended = collect(weights, state, key, ticket, version)
+            rollout = learner.tree(acting.data, ended[1])
+            found.append((ticket.batch, device.id, {*rollout.observation[:, :, 0].ravel().tolist()},
+                          rollout.observation[0, :, 1].tolist()))  # fmt: skip
+            return ended
+
+        return run
+
+    monkeypatch.setattr(feeds, "_send", watched)
+    monkeypatch.setattr(actor_learner.Scenarios, "driven", noted)
+    run = by_actors(data, ActorConfig(2, "thread", staleness, actor_devices=(1, 3)))
+    assert begin(run, tmp_path / "run").code == 0
+    assert {device for _, device, _, _ in found} == {1, 3}
+    assert sorted(batch for batch, *_ in found) == sorted([*range(11)] * 2)
+    position: Any = (0, 0)
+    for chunk in range(6):
+        chosen, position = stream.picks(COUNT, BANK, position, seed=3)
+        there = np.array([SCENARIOS[i].route_length[0] / 10 for i in chosen])
+        inside = [each for each in found if each[0] // PERIOD == chunk]
+        for _, _, lengths, _ in inside:
+            assert all(np.abs(there - length).min() < 1e-3 for length in lengths)
+        for device in (1, 3):
+            first = next(times for _, acted_on, _, times in inside if acted_on == device)
+            assert first == [0.0, 0.0]
+    assert max(sizes) == 2
+
+
+def test_a_device_that_is_not_there_is_named_before_anything_is_read(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "open", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(RunError, match="there is no device 7"):
+        feeds.feed(by_actors(data, ActorConfig(2, "thread", actor_devices=(7,))))
+
+
 # ------------------------------------------------------------------------------------------------------------ data
 
 
@@ -416,6 +553,8 @@ def train_by_host(folder: Path) -> int:
         patch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
         patch.setattr(feeds, "_within", lambda *_: Glance)
         run = dataclasses.replace(streaming(folder / "shards", bank_by_host=True), devices=4, num_envs=8)
+        if folder.name == "acted":
+            run = dataclasses.replace(run, topology="actors", acting=ActorConfig(4, "thread"))
         loop.train(runs.resolve(run), folder / "run", resumed=False)
     (folder / f"read-{process_group.index()}").write_text(json.dumps(read[: 2 * BANK]))
     return 0
@@ -423,17 +562,23 @@ def train_by_host(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_two_processes_read_disjoint_scenarios_whose_union_is_the_epoch(tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir(), (tmp_path / "run").mkdir()
-    for name, part in (("a", SCENARIOS[:4]), ("c", SCENARIOS[4:6])):  # six: an epoch is one chunk of each
-        shard.write(tmp_path / "shards" / f"{name}.lhs", part)
-    ended = together("train_by_host", tmp_path, "training.test_data")
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
-    both = [json.loads((tmp_path / f"read-{i}").read_text()) for i in range(2)]
-    for epoch in range(2):
-        mine, theirs = (each[epoch * BANK : (epoch + 1) * BANK] for each in both)
-        assert sorted(mine + theirs) == list(range(6))
-    assert both[0][:BANK] != both[0][BANK:]
+    """And learn the same from them fused and with actors."""
+    for folder in (tmp_path / "fused", tmp_path / "acted"):
+        (folder / "shards").mkdir(parents=True), (folder / "run").mkdir()
+        for name, part in (("a", SCENARIOS[:4]), ("c", SCENARIOS[4:6])):  # six: an epoch is one chunk of each
+            shard.write(folder / "shards" / f"{name}.lhs", part)
+        ended = together("train_by_host", folder, "training.test_data")
+        assert [code for code, _ in ended] == [0, 0], ended
+        assert json.loads((folder / "run/result.json").read_text())["status"] == "done"
+        both = [json.loads((folder / f"read-{i}").read_text()) for i in range(2)]
+        for epoch in range(2):
+            mine, theirs = (each[epoch * BANK : (epoch + 1) * BANK] for each in both)
+            assert sorted(mine + theirs) == list(range(6))
+        assert both[0][:BANK] != both[0][BANK:]
+    (one, seen), (other, its_seen) = (learnt(tmp_path / name / "run") for name in ("acted", "fused"))
+    assert one == other
+    for mine, theirs in zip(seen, its_seen, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)  # sums of four places are added up in another order
 
 
 def test_impossible_settings_of_streaming_are_one_line(data: Path) -> None:
@@ -469,9 +614,13 @@ sys.exit(training.train(run, folder, resumed=resumed).code)
 
 
 @pytest.mark.slow
-def test_killed_between_two_chunks_it_ends_bit_identical(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("acting", [None, ActorConfig(2, "thread")])
+def test_killed_between_two_chunks_it_ends_bit_identical(
+    data: Path, tmp_path: Path, acting: ActorConfig | None
+) -> None:
     """kill -9, in processes of their own, of a run that drives."""
-    run = dataclasses.replace(streaming(data), save_interval=1, threads=1)
+    run = streaming(data) if acting is None else by_actors(data, acting)
+    run = dataclasses.replace(run, save_interval=1, threads=1)
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
 
     def started(folder: Path) -> subprocess.Popen:

@@ -48,7 +48,7 @@ def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, le
     vitals = shared.vitals[actor]
     ring = shared.weights.reader()
     kept: Leaves | None = None  # state after the last turn of this life
-    kept_turn = 0
+    kept_at = 0, 0  # its turn, and the entry into states of the learner's that it goes on from
     since = shared.set_state(actor, buffers.WAITS)
     while not shared.closed[0]:
         ticket = shared.next_ticket(actor)
@@ -59,12 +59,13 @@ def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, le
             continue
         began = shared.set_state(actor, buffers.ACTS)
         version, weights = ring.at(ticket.version)
-        state = kept if kept is not None and kept_turn == ticket.turn - 1 else shared.state(actor, ticket.turn)
+        entry = shared.entry
+        state = kept if kept is not None and kept_at == (ticket.turn - 1, entry) else shared.state(actor, ticket.turn)
         carry, data, scores = collect(split(weights, shared.shapes), state, shared.key, ticket, version)
         now = shared.set_state(actor, buffers.WRITES)
         shared.deliver(actor, ticket, version, data, scores, carry)
         learner.wake()
-        kept, kept_turn = carry, ticket.turn
+        kept, kept_at = carry, (ticket.turn, entry)
         vitals[buffers.WAITED_NS] += began - since
         vitals[buffers.ACTED_NS] += now - began
         vitals[buffers.LONGEST_NS] = max(int(vitals[buffers.LONGEST_NS]), now - began)

@@ -244,10 +244,14 @@ class ActorPool:
         self.waited = 0.0  # seconds of the learner, for actors
         self.book: Book = staleness.opened(rule, 0)
 
-    def open(self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]) -> None:
+    def open(
+        self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray],
+        until: int | None = None,
+    ) -> None:  # fmt: skip
         """Start after `version` updates. `weights`: consecutive versions, `version` last. `carry`: states of the
-        environments, [N, ...] each."""
-        self.book = staleness.opened(self.rule, version)
+        environments, [N, ...] each. `until`: batch before which all are collected; None: the rule's."""
+        rule = self.rule if until is None else self.rule._replace(until=until)
+        self.book = staleness.opened(rule, version)
         self.shared.key[: key.size] = key.ravel()
         self.shared.set_carry([turn - 1 for turn in self.book.turn], carry)
         for back, policy in zip(range(len(weights) - 1, -1, -1), weights, strict=True):
@@ -255,6 +259,12 @@ class ActorPool:
                 self._publish(version - back, policy)
         self._hand_out()
         self._watch(time.monotonic())
+
+    def enter(self, carry: Sequence[np.ndarray], until: int) -> None:
+        """Continue up to batch `until` in other states of the environments, once all that was ordered is learnt."""
+        self.book = staleness.entered(self.book, until)
+        self.shared.set_carry([turn - 1 for turn in self.book.turn], carry)
+        self._hand_out()
 
     def take(self, leaving: Callable[[], bool] = lambda: False) -> Batch | None:
         """Next batch of the learner; waits until it is complete, or returns None once `leaving`."""

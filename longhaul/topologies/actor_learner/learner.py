@@ -38,7 +38,7 @@ from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.shared_buffers import Shapes
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree, changing
+from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, changing
 
 Join = Callable[[Sequence[PyTree]], PyTree]
 """Rollouts of several actors joined along the batch axis."""
@@ -75,7 +75,7 @@ def parted(tree: PyTree, algorithm: Algorithm, *, shared: bool) -> Parted:
 class CompiledActor(NamedTuple):
     """Rollout function of one actor, and the shapes of its results."""
 
-    collect: Collect
+    collect: Callable[..., tuple[Leaves, Leaves, Leaves]]  # a `Collect`; `context`: that of its environment, if any
     shapes: Shapes
     data: PyTree  # ShapeDtypeStructs of a rollout
     scores: Metrics  # of its scores
@@ -102,12 +102,14 @@ Finish = Callable[[Params, Key, PyTree, Metrics], tuple[PyTree, Metrics]]
 
 
 def acting(
-    collector: Collector,
+    collector_in: fused.CollectorIn,
     policy: Params,
     finish: Finish | None = None,
     held: tuple[Parted, Sequence[jax.Array]] | None = None,
+    context: PyTree = (),
 ) -> CompiledActor:
-    """Actor that runs a compiled collector with a policy of these shapes. `finish` is the host's last step, if any.
+    """Actor that runs a compiled collector with a policy of these shapes, in contexts of the shapes of `context`.
+    `finish` is the host's last step, if any.
 
     `held`: parts of the policy and its fixed arrays, which an actor in this process shares with the learner; such an
     actor is compiled at once.
@@ -115,25 +117,28 @@ def acting(
     nothing = Parted(jax.tree.structure(policy), (False,) * len(jax.tree.leaves(policy)))
     parts, own = held or (nothing, ())
     version = jax.ShapeDtypeStruct((), jnp.int32)
-    carry = jax.eval_shape(collector.start, jax.random.key(0))
-    data, scores = jax.eval_shape(collector.collect, policy, carry, jax.random.key(0), version)[1:]
+    carry = jax.eval_shape(lambda context, key: collector_in(context).start(key), context, jax.random.key(0))
+    _, data, scores = jax.eval_shape(
+        lambda context, *args: collector_in(context).collect(*args), context, policy, carry, jax.random.key(0), version
+    )
 
     @jax.jit
-    def program(weights: Leaves, state: Leaves, key: jax.Array, where: tuple[Any, Any, Any]) -> Any:
+    def program(weights: Leaves, state: Leaves, key: jax.Array, where: tuple[Any, Any, Any], context: PyTree) -> Any:
         batch, place, version = where
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
         key_data, _ = jax.random.split(drawn)  # the second is the learning key of a shard of `fused`
-        after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
+        speaker, before = tree(policy, weights), tree(carry, state)
+        after, data, scores = collector_in(context).collect(speaker, before, key_data, version)
         return _raw_leaves(after), _raw_leaves(data), _raw_leaves(scores)
 
     key_size = jax.random.key_data(jax.random.key(0)).size
 
     def collect(
-        weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
+        weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int, context: PyTree = ()
     ) -> tuple[Leaves, Leaves, Leaves]:
         where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
         every = jax.tree.leaves(parts.join(weights, own))
-        after, *results = jax.block_until_ready(run(every, list(state), key[:key_size], where))
+        after, *results = jax.block_until_ready(run(every, list(state), key[:key_size], where, context))
         rollout, sums = ([np.asarray(x) for x in leaves] for leaves in results)
         if finish is not None:
             finishing_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key[:key_size])), ticket.batch)
@@ -148,7 +153,7 @@ def acting(
         return CompiledActor(collect, travelling, data, scores)
     like = jax.eval_shape(lambda: (_raw_leaves(_zeros(policy)), _raw_leaves(_zeros(carry))))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = program.lower(*like, jax.ShapeDtypeStruct((key_size,), jnp.uint32), (number,) * 3).compile()
+    compiled = program.lower(*like, jax.ShapeDtypeStruct((key_size,), jnp.uint32), (number,) * 3, ()).compile()
     run = compiled
     return CompiledActor(collect, travelling, data, scores, True, compiled)
 
@@ -214,17 +219,36 @@ def placed(collect: Collect, first: int) -> Collect:
 def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
     """Initial carry of a run with `actors` actors: the states of this process's environments, NumPy arrays [N, ...].
 
-    They equal the shards of `fused` on a mesh of N devices.
+    They equal the shards of `fused` on a mesh of N devices. Compiles once per shape of context.
     """
 
+    def start(context: PyTree, key: Key, place: Any) -> PyTree:
+        return collector_in(context).start(jax.random.fold_in(key, place))
+
+    begin = jax.jit(lambda context, key, place: _raw_leaves(start(context, key, place)))
+
     def enter(key: Key, context: PyTree) -> PyTree:
-        start = collector_in(context).start
-        begin = jax.jit(lambda key, place: _raw_leaves(start(jax.random.fold_in(key, place))))
-        each = [jax.device_get(begin(key, jnp.int32(place))) for place in process_places(actors)]
-        structure = jax.tree.structure(jax.eval_shape(start, key))
+        # Arrays of a mesh would have all its processes compute the same.
+        words = jnp.asarray(np.asarray(jax.random.key_data(key)))
+        own = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+        context = jax.tree.map(lambda x: x.addressable_data(0), context)
+        leaves, structure = jax.tree.flatten(jax.eval_shape(start, context, own, 0))
+        each = [jax.device_get(begin(context, own, np.int32(place))) for place in process_places(actors) if leaves]
         return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
 
     return enter
+
+
+def entered(progress: Progress, enter: fused.Enter, context: PyTree) -> Progress:
+    """`fused.entered`, after which a pinned run still has its older weights."""
+    begun = fused.entered(progress, enter, context)
+    if not isinstance(progress.carry, PinnedCarry):
+        return begun
+    return begun._replace(carry=begun.carry._replace(weights=progress.carry.weights))
+
+
+Entered = Callable[[Progress], tuple[Progress, int]]
+"""Progress between two updates -> (progress in the context that is due, the update at which that ends)."""
 
 
 def with_pinned_weights(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
@@ -256,12 +280,16 @@ def _from_processes(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(layout, np.asarray(x)), tree)
 
 
-def _own_rows(leaf: Any) -> np.ndarray:
-    """This process's rows of an array [all, ...]: the inverse of `_from_processes`."""
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
-    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+def _own_rows(tree: PyTree) -> list[np.ndarray]:
+    """This process's rows of arrays [all, ...]: the inverse of `_from_processes`."""
+
+    def own(leaf: Any) -> np.ndarray:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
+        return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+
+    return [own(leaf) for leaf in _raw_leaves(tree)]
 
 
 # ---------------------------------------------------------------------------------------------- the learner's side
@@ -347,27 +375,32 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 def actors(
     update: jax.stages.Compiled, mesh: Mesh, pool: ActorPool, progress: Progress,
     publish: Callable[[PyTree], np.ndarray], *, updates: int, leaving: Callable[[], bool] = lambda: False,
-    parts: Parted | None = None,
+    parts: Parted | None = None, enter: Entered | None = None,
 ) -> Iterator[tuple[Progress, int, Metrics]]:  # fmt: skip
     """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
     `progress` and its carry are donated when the iterator advances: save them before. Once `leaving`, it ends and waits
     for no batch; nor, longer than `GRACE`, for an update that leaves the state as it was. `parts` of the state are
-    those that `update` was compiled for; none: nothing is fixed.
+    those that `update` was compiled for; none: nothing is fixed. No actor acts while `enter` changes the context.
     """
+    enter = enter or (lambda progress: (progress, updates))
+    progress, until = enter(progress)
     parts = parts or Parted(jax.tree.structure(progress.state), (False,) * len(jax.tree.leaves(progress.state)))
     pinned = pool.rule.pinned
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
     structure = jax.tree.structure(held.carry)
     layout = meshes.sharded(mesh)
-    begun = [_own_rows(x) for x in _raw_leaves(held.carry)]
     done = int(progress.updates)
     weights = [*(np.asarray(meshes.local_part(x) if isinstance(x, jax.Array) else x) for x in held.weights)]
     weights.append(publish(progress.state))
-    pool.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
+    pool.open(done, np.asarray(jax.random.key_data(progress.key)), weights, _own_rows(held.carry), until)
     state, key, count = progress.state, progress.key, progress.updates
     meter = _Meter(pool)
+    carry: Any = progress.carry
     while done < updates:
+        if done == until:
+            begun, until = enter(Progress(state, carry, key, count))
+            pool.enter(_own_rows(begun.carry.carry if pinned else begun.carry), until)
         # Several learners meet in each update, so all leave after the same one, as the run's loop asks them to.
         batch = pool.take((lambda: False) if mesh.is_multi_process else leaving)
         if batch is None:
@@ -394,7 +427,8 @@ def actors(
         timings = meter.read(done, versions)
         done += 1
         carry = jax.tree.unflatten(structure, pool.carry())
-        yield Progress(state, PinnedCarry(carry, pool.past()) if pinned else carry, key, count), 1, rows | timings
+        carry = PinnedCarry(carry, pool.past()) if pinned else carry
+        yield Progress(state, carry, key, count), 1, rows | timings
 
 
 GRACE, LOOK = 5.0, 0.1

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.staleness import Ticket
+from longhaul.types import PyTree
 
 
 def devices(mesh: Mesh, actors: int, asked: Sequence[int] = ()) -> list[jax.Device]:
@@ -35,6 +36,20 @@ def devices(mesh: Mesh, actors: int, asked: Sequence[int] = ()) -> list[jax.Devi
     if free:
         return [free[actor % len(free)] for actor in range(actors)]
     return [own[actor * len(own) // actors] for actor in range(actors)]
+
+
+def copies(devices: Sequence[jax.Device]) -> NamedSharding:
+    """Layout of arrays that each of these devices holds whole, once."""
+    return NamedSharding(Mesh(np.array([*dict.fromkeys(devices)]), ("actors",)), PartitionSpec())
+
+
+def copy_on(device: jax.Device, tree: PyTree) -> PyTree:
+    """Arrays of which each of several devices has a copy, as `device` holds them: the same memory."""
+
+    def own(leaf: jax.Array) -> jax.Array:
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+    return jax.tree.map(own, tree)
 
 
 def on(device: jax.Device, collect: Collect) -> Collect:

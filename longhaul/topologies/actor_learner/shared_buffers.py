@@ -165,6 +165,7 @@ def planned(shapes: Shapes, size: Size) -> Plan:
     named = {
         "closed": Leaf((8,), "int64"),
         "key": Leaf((8,), "uint32"),
+        "entries": Leaf((8,), "int64"),
         "ordered": Leaf((n, 8), "int64"),
         "finished": Leaf((n, 8), "int64"),
         "orders": Leaf((n, depth, 8), "int64"),
@@ -184,7 +185,7 @@ class SharedBuffers:
     def __init__(self, descriptor: int, shapes: Shapes, size: Size) -> None:
         self.shapes, self.size = shapes, size
         views = shared_memory.arrays(descriptor, planned(shapes, size))
-        self.closed, self.key = views["closed"], views["key"]
+        self.closed, self.key, self._entries = views["closed"], views["key"], views["entries"]
         self.ordered, self.finished = views["ordered"][:, 0], views["finished"][:, 0]
         self.vitals = views["vitals"]
         self.weights = WeightRing(views)
@@ -228,10 +229,11 @@ class SharedBuffers:
         return [np.stack([x[place, a] for a, place in enumerate(places)]) for x in self._carry]
 
     def set_carry(self, turns: Sequence[int], leaves: Sequence[np.ndarray]) -> None:
-        """Inverse of `carry`."""
+        """Inverse of `carry`: another entry, after which no actor goes on from a state of its own."""
         for x, leaf in zip(self._carry, leaves, strict=True):
             for actor, turn in enumerate(turns):
                 x[turn % self.size.depth, actor] = leaf[actor]
+        self._entries[0] += 1
 
     def last_error(self, actor: int) -> str:
         """Last error of an actor that failed."""
@@ -245,6 +247,11 @@ class SharedBuffers:
         if finished >= self.ordered[actor]:
             return None
         return Ticket(*(int(word) for word in self._orders[actor, finished % self.size.depth, :4]))
+
+    @property
+    def entry(self) -> int:
+        """Number of times that the states of the environments were set by the learner."""
+        return int(self._entries[0])
 
     def state(self, actor: int, turn: int) -> list[np.ndarray]:
         """State of an actor's environment before a turn."""

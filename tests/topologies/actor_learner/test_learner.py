@@ -80,18 +80,22 @@ def parts(devices: int, count: int) -> Made:
         return fused.start(algorithm, enter, (), jax.random.key(0), mesh)
 
     begun = start()
-    does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
+    does = learner.acting(collector_in, jax.eval_shape(algorithm.policy, begun.state))
     return learner.compiled(algorithm, does, join, begun, mesh, actors=count), mesh, does, algorithm, start
 
 
-def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarray]]:
+def run(
+    made: Made, rule: Rule, make: Any = None, enter: Any = None, begun: Progress | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarray]]:  # fmt: skip
+    """(state, carry, metrics of each update) of a run, from `begun` on if that is given."""
     update, mesh, does, algorithm, start = made
-    rows, begun = [], start()
-    if rule.pinned:
+    rows, begun = [], begun or start()
+    if rule.pinned and not isinstance(begun.carry, learner.PinnedCarry):
         past = tuple(np.zeros(does.shapes.weight_bytes, np.uint8) for _ in range(rule.pinned))
         begun = begun._replace(carry=learner.PinnedCarry(begun.carry, past))
     with closing(ActorPool(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
-        calls = learner.actors(update, mesh, crew, begun, learner.weights_of(algorithm, mesh), updates=UPDATES)
+        weights = learner.weights_of(algorithm, mesh)
+        calls = learner.actors(update, mesh, crew, begun, weights, updates=rule.until, enter=enter)
         for progress, n, row in calls:
             assert n == 1
             rows.append(jax.device_get(row))
@@ -126,6 +130,26 @@ def test_without_staleness_it_is_fused_bit_for_bit(slow: bool) -> None:
         np.testing.assert_array_equal(rows[name], values, err_msg=name)
     assert np.all(rows["actors/staleness_max"] == 0)
     assert np.unique(rows["toy/step"]).size == UPDATES
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_actors_that_enter_other_states_go_on_as_those_of_a_new_run(bound: int) -> None:
+    """A pinned run with its older weights."""
+    made, rule = parts(2, 2), Rule(2, bound, bound > 0, UPDATES)
+    other = jax.tree.map(lambda x: x[::-1].copy(), made[4]().carry)
+    left: list[Progress] = []
+
+    def enter(progress: Progress) -> tuple[Progress, int]:
+        if int(progress.updates) == 0:
+            return progress, UPDATES // 2
+        assert int(progress.updates) == UPDATES // 2
+        left.append(jax.tree.map(jnp.array, learner.entered(progress, lambda key, context: begins, ())))
+        return left[0], UPDATES
+
+    begins = learner.PinnedCarry(other, ()) if bound else other
+    whole = run(made, rule, enter=enter)
+    assert_same(whole[0], run(made, rule, begun=left[0])[0])
+    assert np.any(whole[0][0] != run(made, rule)[0][0]), "in the states of before it learns something else"
 
 
 def test_a_run_that_leaves_does_not_wait_for_an_update_that_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +197,7 @@ def test_arrays_that_no_update_changes_are_held_in_common_and_do_not_travel() ->
         begun = fused.start(algorithm, learner.entering(collector_in, 1), (), jax.random.key(0), mesh)
         parts = learner.parted(policy, algorithm, shared=shared)
         fixed = begun.state[1]
-        does = learner.acting(collector_in(()), policy, held=(parts, [fixed]) if shared else None)
+        does = learner.acting(collector_in, policy, held=(parts, [fixed]) if shared else None)
         update = learner.compiled(algorithm, does, join, begun, mesh, actors=1)
         make = dict.fromkeys(range(1), does.collect).__getitem__
         with closing(ActorPool(Rule(1, 0, until=3), does.shapes, make, kind="thread")) as crew:
