@@ -585,7 +585,7 @@ def _check_on_device(run: Run, devices: int) -> None:
 def _inference_actors(run: Run, devices: int) -> ActorConfig:
     """Actors of central inference, checked."""
     if isinstance(run.environment, Driving):
-        _check_driving_elsewhere(run.environment)
+        _check_driving_elsewhere(run, run.environment)
     if run.acting.actor_kind == "device":
         raise RunError("--actor-kind is device, and central inference has actors elsewhere; choose --topology actors")
     if len(run.acting.actor_devices) > 1:
@@ -609,11 +609,12 @@ def _inference_actors(run: Run, devices: int) -> ActorConfig:
     return acting
 
 
-def _check_driving_elsewhere(task: Driving) -> None:
+def _check_driving_elsewhere(run: Run, task: Driving) -> None:
     """Raises FieldError where actors of central inference can't drive as the run asks."""
-    if task.bank is not None:
-        raise FieldError("bank", f"{task.bank}, and actors of central inference hold all scenarios",
-                         "leave it out, or give --topology fused or actors")  # fmt: skip
+    if task.bank is not None and (run.central.bind is not None or run.acting.actor_kind == "ray"):
+        where = "--actor-kind ray" if run.acting.actor_kind == "ray" else "--bind"
+        raise FieldError("bank", f"{task.bank}, and actors on other machines hold all scenarios",
+                         f"leave it out, or leave {where} out")  # fmt: skip
     reward = task.simulator.reward
     if reward is not None and not external.importable(reward):
         raise FieldError("reward", f"{reward}, which processes of actors can't import",

@@ -205,9 +205,7 @@ def _resident(run: Run, task: Driving) -> Feed:
         )  # fmt: skip
     with screen.stage("laying out scenarios"):
         shell, host = simulator.arranged(banks.stack(scenarios, agents=agents), task.simulator)
-    # With central inference the actors hold the scenarios, and the learner's device has none.
-    context = host if run.topology == "central" else _send(run, host)
-    return Feed(_within(shell), once(context), about=about)
+    return Feed(_within(shell), once(_send(run, host)), about=about)
 
 
 def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Feed:
@@ -304,7 +302,10 @@ def _within(shell: Simulator) -> Callable[[PyTree], Environment]:
 
 
 def _send(run: Run, host: PyTree) -> Any:
-    """Data on each device that reads them; with `bank_by_host` on each of this process, whose shards alone do."""
+    """Data on each device that reads them; with `bank_by_host` on each of this process, whose shards alone do. With
+    central inference actors hold the scenarios, which stay on the host."""
+    if run.topology == "central" and isinstance(run.environment, Driving):
+        return host
     if _by_actors(run):
         return jax.device_put(host, layout(run))
     return meshes.everywhere(host, meshes.make_mesh(*run.mesh))

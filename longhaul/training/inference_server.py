@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Generator
@@ -15,7 +14,6 @@ import numpy as np
 from longhaul.config.resolve import agents
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim import shared_bank
-from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.envs.host import driving_vector, jax_vector, registry
 from longhaul.envs.host.registry import is_hosted
@@ -25,6 +23,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner import placement
+from longhaul.topologies.actor_learner.learner import Entered
 from longhaul.topologies.inference_server import actor_pool, learner, wire
 from longhaul.topologies.inference_server.actor_pool import ActorPool, Orders, process
 from longhaul.topologies.inference_server.config import load
@@ -48,14 +47,13 @@ class Serving(NamedTuple):
     book: Book
     store: TrajectoryBuffer
     codec: Codec
-    scenarios: Scenarios | None = None
+    scenarios: Scenarios | None = None  # known once a run is under way: others may follow
 
 
 class Scenarios(NamedTuple):
     """Scenarios that a run's actors drive in."""
 
-    shell: Simulator  # the environment without tables
-    tables: DeviceBank  # of NumPy arrays
+    environment: Simulator  # whose tables are NumPy arrays
     digest: str
 
 
@@ -102,22 +100,20 @@ def serves(run: Run, assembly: Assembly, context: PyTree, progress: Progress) ->
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
-    groups, keeps, scenarios = run.acting.actors * run.central.slots, NOTHING, None
+    groups, keeps = run.acting.actors * run.central.slots, NOTHING
     columns, within = run.num_envs // groups * agents(run), assembly.within
     if isinstance(run.environment, Named) and is_hosted(run.environment.env):
         with closing(registry.make(description(run), 1)) as vector:
             layout = wire.layout(vector.spec, columns)
     else:
-        spec = jax_vector.host_spec(shell := within(context))
-        if isinstance(shell, Simulator):
-            scenarios = Scenarios(shell, context, shared_bank.digest(context, shell.config))
-            spec = dataclasses.replace(spec, data=scenarios.digest)
 
         def scores(context: PyTree, key: Key) -> PyTree:
             environment = within(context)
             return environment.metrics(environment.reset(key)[0])
 
-        layout = wire.layout(spec, columns, tuple(jax.eval_shape(scores, context, jax.random.key(0))))
+        layout = wire.layout(
+            jax_vector.host_spec(within(context)), columns, tuple(jax.eval_shape(scores, context, jax.random.key(0)))
+        )
     if run.acting.staleness == 0:  # to resume exactly, states of environments are sent, too
         size = state_size(run, within, context, run.num_envs // groups)
         keeps = Keeps(size, run.num_steps if size else 0)
@@ -137,7 +133,17 @@ def serves(run: Run, assembly: Assembly, context: PyTree, progress: Progress) ->
         inference.shapes, rooms=rule.ahead + 1, steps=run.num_steps, places=groups, columns=columns,
         interval=assembly.spec.truncation_interval,
     )  # fmt: skip
-    return Serving(inference, book, store, codec, scenarios)
+    return Serving(inference, book, store, codec)
+
+
+def entered(serving: Serving, environment: Any, begun: int, until: int) -> Serving:
+    """Serving from `begun` updates on to `until`, of actors that step `environment`; no actor is at work."""
+    book = staleness.opened(serving.book.rule._replace(until=until), begun)
+    if not isinstance(environment, Simulator):
+        return serving._replace(book=book)
+    digest = shared_bank.digest(environment.tables, environment.config)
+    codec = Codec(serving.codec.layout._replace(data=digest), serving.codec.keeps)
+    return serving._replace(book=book, codec=codec, scenarios=Scenarios(environment, digest))
 
 
 def opened(
@@ -207,12 +213,12 @@ def _sharing(run: Run, serving: Serving, closed: ExitStack) -> Own:
     `closed`."""
     if serving.scenarios is None:
         return lambda: (description(run), ())
-    shell, tables, digest = serving.scenarios
-    shared = closed.enter_context(shared_bank.sharing(tables))
+    environment, digest = serving.scenarios
+    shared = closed.enter_context(shared_bank.sharing(environment.tables))
 
     def own() -> tuple[Description, tuple[int, ...]]:
         mine = shared._replace(descriptor=os.dup(shared.descriptor))
-        return driving_vector.shared(mine, shell, digest), (mine.descriptor,)
+        return driving_vector.shared(mine, environment, digest), (mine.descriptor,)
 
     return own
 
@@ -248,12 +254,20 @@ def _actor_command(run: Run, lane: GrpcTransport) -> str:
 
 
 def calls(
-    run: Run, assembly: Assembly, prepared: CompiledServer, progress: Progress, note: Callable[[str], None]
-) -> Generator[tuple[Progress, int, Metrics]]:
-    """All remaining updates, as in `fused.fused`. Closing it stops the server and its actors."""
-    device = placed(run, assembly)
+    run: Run, assembly: Assembly, prepared: CompiledServer, progress: Progress, note: Callable[[str], None],
+    context: Callable[[], PyTree], enter: Entered,
+) -> Generator[tuple[Progress, int, Metrics]]:  # fmt: skip
+    """All remaining updates, as in `fused.fused`, in one `context` after the other, which `enter` changes. Closing it
+    stops the server and its actors; new ones begin in each context."""
+    device, policy = placed(run, assembly), jax.jit(assembly.algorithm.policy)
     note(f"the policy acts on {placement.name(device)}")
-    policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state), device)
-    with ExitStack() as closed:
-        server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
-        yield from learner.central(prepared.update, server, progress, policy, device, updates=assembly.updates)
+    while int(progress.updates) < assembly.updates:
+        progress, until = enter(progress)
+        serving = entered(prepared.serving, assembly.within(context()), int(progress.updates), until)
+        acting = learner.local(policy(progress.state), device)
+        with ExitStack() as closed:
+            server, _ = opened(run, serving, int(progress.updates), closed, note)
+            del serving  # and with it the context
+            updates = learner.central(prepared.update, server, progress, acting, device, updates=until)
+            for progress, n, rows in updates:
+                yield progress, n, rows

@@ -457,7 +457,8 @@ class Loop:
             )
             return
         if run.topology == "central":
-            yield from inference_server.calls(run, assembly, program, progress, self.out.note)
+            context = lambda: feeding.now.context  # noqa: E731
+            yield from inference_server.calls(run, assembly, program, progress, self.out.note, context, self._enter)
             return
         assert run.block is not None
         if run.many:

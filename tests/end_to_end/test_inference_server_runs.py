@@ -12,7 +12,9 @@ import pytest
 
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config.run import Driving, Named, Run
+from longhaul.driving.shards import stream
 from longhaul.driving.sim import config as simulator
+from longhaul.driving.sim import shared_bank
 from longhaul.networks.config import NetworkConfig
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
@@ -21,7 +23,8 @@ from longhaul.topologies.inference_server import learner as topology
 from longhaul.topologies.inference_server.config import ServerConfig
 from longhaul.training import final_evaluation, loop
 from tests.helpers.inference_server_runs import POLES, processes
-from tests.helpers.small_runs import after, begin, records, result, resume, small
+from tests.helpers.small_runs import after, begin, checkpoints, records, result, resume, small
+from tests.training.test_data import BANK, COUNT, EGO, SCENARIOS, written
 
 
 def in_processes(**changes: Any) -> Run:
@@ -95,6 +98,42 @@ def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
 
 
 @pytest.mark.slow
+def test_actors_drive_in_one_chunk_after_the_other_also_if_the_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops lie at the end of a chunk, after update 3, and within one, after update 5."""
+    monkeypatch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
+    (tmp_path / "shards").mkdir()
+    task = Driving((str(written(tmp_path / "shards")),), bank=BANK, bank_updates=3, simulator=EGO)
+    run = in_processes(
+        environment=task, acting=ActorConfig(2, staleness=0), num_envs=8, num_steps=5, total_steps=8 * 5 * 6,
+        log_interval=1, save_interval=3, block=1,
+    )  # fmt: skip
+    driven, real = [], shared_bank.sharing
+
+    def sharing(tables: Any) -> Any:
+        driven.append(tables.route_length[:, 0].tolist())
+        return real(tables)
+
+    monkeypatch.setattr(shared_bank, "sharing", sharing)
+    assert begin(run, tmp_path / "whole").code == 0
+    position: Any = (0, 0)
+    assert len(driven) == 2
+    for lengths in driven:
+        chosen, position = stream.picks(COUNT, BANK, position, seed=3)
+        assert lengths == [SCENARIOS[i].route_length[0] for i in chosen]
+    folder = tmp_path / "cut"
+    for updates, last in ((2, 3), (1, 5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Sums, "add", after(updates, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
+            assert (resume(folder) if folder.exists() else begin(run, folder)).code == loop.STOPPED
+        assert checkpoints(folder)[-1] == last
+    assert resume(folder).code == 0
+    assert result(folder) == result(tmp_path / "whole")
+    assert [kept(row) for row in records(folder)] == [kept(row) for row in records(tmp_path / "whole")]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("actions", "lane"), [("discrete", "shm"), ("continuous", "grpc")])
 def test_driving_that_learns_nothing_acts_as_its_policy_says(actions: str, lane: str, tmp_path: Path) -> None:
     """With lr 0 the learner finds again what the server drew, with memory too."""
@@ -133,8 +172,8 @@ def test_a_reward_that_actors_can_not_import_is_named(monkeypatch: pytest.Monkey
         ({"acting": ActorConfig(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
         ({"acting": ActorConfig(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
         (
-            {"environment": Driving(("logs",), bank=4)},
-            "--bank is 4, and actors of central inference hold all .* leave it out, or give --topology fused",
+            {"environment": Driving(("logs",), bank=4), "central": ServerConfig("grpc", bind="127.0.0.1:1")},
+            "--bank is 4, and actors on other machines hold all scenarios; leave it out, or leave --bind out",
         ),
         ({"central": ServerConfig(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
         ({"central": ServerConfig(slots=0), "acting": ActorConfig()}, "--slots is 0; it must lie in 1 to 8"),

@@ -84,13 +84,13 @@ def driving(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
     return JaxVector(_programs(name, num_envs, json.dumps(options, sort_keys=True, default=dataclasses.asdict)))
 
 
-def shared(tables: Shared, shell: Simulator, data: str) -> Description:
-    """Description, for a process that inherits the descriptor, of driving in shared `tables`, whose digest is `data`.
-    `shell` is the environment without them."""
-    spec = shell.spec
+def shared(tables: Shared, like: Simulator, data: str) -> Description:
+    """Description, for a process that inherits the descriptor, of driving in shared `tables`, whose digest is `data`,
+    and else as in the environment `like`."""
+    spec = like.spec
     assert spec.truncation_interval is not None and spec.max_steps is not None
-    shape = {"least": spec.truncation_interval + 1, "most": spec.max_steps + 1, "search": shell.search}
-    options = changes(shell.config) | {"descriptor": tables.descriptor, "rows": tables.rows, "data": data} | shape
+    shape = {"least": spec.truncation_interval + 1, "most": spec.max_steps + 1, "search": like.search}
+    options = changes(like.config) | {"descriptor": tables.descriptor, "rows": tables.rows, "data": data} | shape
     return Description(KIND, SHARED, tuple(sorted(options.items())))
 
 

@@ -55,10 +55,13 @@ def entering(
     size: Callable[[PyTree], int], algorithm: Algorithm, groups: int, columns: int
 ) -> Callable[[Key, PyTree], PyTree]:  # fmt: skip
     """Initial carry of a run with `groups` groups of `columns` columns before their start, whose states take `size` of
-    a context bytes; () if they report none."""
+    any of its contexts bytes; () if they report none."""
+    known: list[int] = []
 
     def enter(key: Key, context: PyTree) -> PyTree:
-        if not (state := size(context)):
+        if not known:
+            known.append(size(context))
+        if not (state := known[0]):
             return ()
         memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
         many = groups, columns
