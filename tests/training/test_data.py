@@ -40,6 +40,7 @@ from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
 from longhaul.types import Spec, TimeStep, transition
 from tests.helpers.driving_scenarios import line, scenario
+from tests.helpers.launch_faults import wait_for
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 from tests.runtime.test_process_group import together
 
@@ -252,6 +253,7 @@ def test_never_more_than_two_chunks_are_held(data: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(feeds, "_send", watched)
     feeding = Feeding(feeds.feed(streaming(data, updates=30 * PERIOD)))
+    wait_for(lambda: len(held) == 2)  # the thread is ahead
     for updates in range(PERIOD, 30 * PERIOD, PERIOD):
         assert feeding.ends(updates)
         feeding.turn(updates)
