@@ -52,6 +52,9 @@ if version("jax").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 if os.environ.get("QUICK_COMPILE"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # Of JAX's own: checks of mutable arrays, of which there are none here, and where in the source an operation is.
+    os.environ["JAX_MUTABLE_ARRAY_CHECKS"] = "0"
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     if version("jax").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_disable_hlo_passes=simplify-while-loops"
 
@@ -68,6 +71,7 @@ ROOM = max(3 << 29, psutil.virtual_memory().available // 3)
 what they need of them, and dropping takes four to eight seconds."""
 
 import jax  # noqa: E402  (the environment must be set first)
+import jaxlib  # noqa: E402
 
 from longhaul.telemetry import screen  # noqa: E402
 from longhaul.training import evaluate  # noqa: E402
@@ -75,6 +79,9 @@ from tests.helpers import shared_programs  # noqa: E402
 
 if "--xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
     shared_programs.share()
+    # A traceback for each operation that is traced, and the two settings above: test_ppo.py and test_sampler.py take 28
+    # CPU-seconds without them (31), test_simulator.py with them 81 (85).
+    jaxlib._jax.set_tracebacks_enabled(False)
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes objects by the million, and the collector looks at all of them again and again: a fifth of what tests
