@@ -37,7 +37,7 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["tra"], ["train"]),
         (["data", ""], ["inspect", "convert"]),
         (["sync", "p"], ["plan", "pull"]),
-        (["train", "cartpole-"], ["cartpole-dqn", "cartpole-pqn"]),
+        (["train", "cartpole-"], ["cartpole-dqn", "cartpole-pqn", "cartpole-swingup-apg"]),
         (["evaluate", ""], ["new", "old"]),
         (["serve", "n"], ["new"]),
         (["push", "n"], ["new"]),
