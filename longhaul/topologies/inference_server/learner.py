@@ -54,8 +54,8 @@ def local(policy: Params, device: jax.Device) -> Params:
 def entering(
     size: Callable[[PyTree], int], algorithm: Algorithm, groups: int, columns: int
 ) -> Callable[[Key, PyTree], PyTree]:  # fmt: skip
-    """Initial carry of a run with `groups` groups of `columns` columns before their start, whose states take `size` of
-    any of its contexts bytes; () if they report none."""
+    """Initial carry of a run with `groups` groups of `columns` columns before their start; () if they report no state.
+    `size` tells the bytes of a group's state in a context, which are the same in all."""
     known: list[int] = []
 
     def enter(key: Key, context: PyTree) -> PyTree:
