@@ -253,8 +253,8 @@ class Ways(NamedTuple):
     ridden: jax.Array  # m along the route
 
 
-class Company(NamedTuple):
-    """Those whom plans keep clear of, for the STEPs of HORIZON."""
+class Obstacles(NamedTuple):
+    """Objects that plans keep clear of, as they are predicted for each STEP of HORIZON."""
 
     view: View  # of the others [K] that are looked at
     habits: Habits
@@ -265,19 +265,19 @@ class Company(NamedTuple):
     behind: jax.Array  # bool [K]: follows
 
 
-def company(view: View, habits: Habits) -> Company:
-    """Company of an agent."""
+def predicted(view: View, habits: Habits) -> Obstacles:
+    """Obstacles of an agent."""
     strange = wildest(view, habits.wild)
     view, blind, behind = around(view, habits)
     chosen, there = view.others
     times = np.float32(STEP) * np.arange(1, round(HORIZON / STEP) + 1, dtype=np.float32)
     boxes = unchanged(view, habits, others_at(view, times), blind)
     speed = jnp.hypot(pick(view.scene.vx, chosen), pick(view.scene.vy, chosen))
-    return Company(view, habits, strange, boxes, blind, there & (speed < MOVES), behind)
+    return Obstacles(view, habits, strange, boxes, blind, there & (speed < MOVES), behind)
 
 
-class Course(NamedTuple):
-    """What ways [P] lead to."""
+class Conflicts(NamedTuple):
+    """Conflicts of ways [P]."""
 
     met: jax.Array  # bool [2, P, T, K]: nearer to others than the usual room, and than little
     barred: jax.Array  # bool [2, P, T]
@@ -285,49 +285,49 @@ class Course(NamedTuple):
     risk: jax.Array  # [P], of contacts with wild vehicles
 
 
-def course(company: Company, ways: Ways) -> Course:
-    """Course of each of `ways`."""
-    view = company.view
+def conflicts(obstacles: Obstacles, ways: Ways) -> Conflicts:
+    """Conflicts of each of `ways` with obstacles, the road's edge and a red light."""
+    view = obstacles.view
     moved = jnp.diff(ways.ridden, axis=1, prepend=0.0)[..., None]
     own_length, own_width = view.features.others.own
     own = own_length + SWEPT * moved, jnp.broadcast_to(own_width, moved.shape)
     x, y, cos, sin = (value[..., None] for value in ways[:4])
-    gap = gaps((x, y, cos, sin), own, company.boxes)
-    usual = jnp.minimum(jnp.where(company.blind, ROOM, GAP), 0.7 * pick(view.features.separation, view.others[0]))
+    gap = gaps((x, y, cos, sin), own, obstacles.boxes)
+    usual = jnp.minimum(jnp.where(obstacles.blind, ROOM, GAP), 0.7 * pick(view.features.separation, view.others[0]))
     met = gap[None] < jnp.stack([usual, jnp.minimum(usual, TIGHT)])[:, None, None]
-    beside_wild = jnp.any(company.strange[1])
-    risk = if_any(risks)(beside_wild, view, company.habits, company.strange, (x, y, cos, sin), own)
-    return Course(met, forbidden(view, ways), gap, risk)
+    beside_wild = jnp.any(obstacles.strange[1])
+    risk = if_any(risks)(beside_wild, view, obstacles.habits, obstacles.strange, (x, y, cos, sin), own)
+    return Conflicts(met, forbidden(view, ways), gap, risk)
 
 
-def unharmed(company: Company, found: Course) -> jax.Array:
+def unharmed(obstacles: Obstacles, found: Conflicts) -> jax.Array:
     """Seconds [2, P] until who does not react, or stands, or the road's edge is met, with the usual room and little."""
-    counts = company.blind | company.stands
+    counts = obstacles.blind | obstacles.stands
     return seconds(jnp.any(found.met & counts[None, None, None], axis=-1) | found.barred)
 
 
 def threatened(view: View, habits: Habits, drive: Drive) -> jax.Array:
-    """bool: the check's command, which leads to `drive`, meets somebody, whatever of WAITS follows. Else `plan` evades
-    nobody, and costs thirty times as much."""
-    with_whom = company(view, habits)
-    waits = course(with_whom, roll(view, drive, WAITS, LASTS)[0])
-    lasts = unharmed(with_whom, waits)[0]
+    """bool: the check's command, which leads to `drive`, meets somebody, whatever of WAITS follows. Else `plan`, which
+    looks at all of PLANS, evades nobody."""
+    obstacles = predicted(view, habits)
+    waits = conflicts(obstacles, roll(view, drive, WAITS, LASTS)[0])
+    lasts = unharmed(obstacles, waits)[0]
     risky = jnp.min(harm(lasts) + waits.risk) > NOTICED
-    return jnp.where(jnp.any(with_whom.strange[1]), risky, jnp.max(lasts) + BETTER < HORIZON)
+    return jnp.where(jnp.any(obstacles.strange[1]), risky, jnp.max(lasts) + BETTER < HORIZON)
 
 
 def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     """(`drive`, to which the check's command leads, or the first step of the plan that evades those who are believed
     not to react; bool: it evades)."""
-    with_whom = company(view, habits)
-    blind, there = with_whom.blind, with_whom.view.others[1]
-    waits = course(with_whom, roll(view, drive, WAITS, LASTS)[0])
-    lasting = unharmed(with_whom, waits)
+    obstacles = predicted(view, habits)
+    blind, there = obstacles.blind, obstacles.view.others[1]
+    waits = conflicts(obstacles, roll(view, drive, WAITS, LASTS)[0])
+    lasting = unharmed(obstacles, waits)
     ways, curvature = roll(view, drive, PLANS)
-    found = course(with_whom, ways)
+    found = conflicts(obstacles, ways)
     push, side = jnp.asarray(PLANS[0]), jnp.asarray(PLANS[3])
     leaves = jnp.abs(side) > LANE
-    counts = there[None] & ((blind | ~with_whom.behind)[None] | leaves[:, None])  # [P, K]
+    counts = there[None] & ((blind | ~obstacles.behind)[None] | leaves[:, None])  # [P, K]
     free = seconds(jnp.any(found.met & counts[None, :, None], axis=-1) | found.barred)
     room = jnp.min(jnp.where(blind, found.gap, FREE), axis=(1, 2))
     cost = 0.5 * jnp.abs(push - drive.acceleration) + jnp.abs(side) + LEAVING * leaves
@@ -341,7 +341,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     risk_of_command, risk_of_plan = jnp.min(harm(lasting[0]) + waits.risk), harm(free[0]) + found.risk
     safest = jnp.argmin(RISK * risk_of_plan + cost)
     safer = (risk_of_command > NOTICED) & (risk_of_plan[safest] < risk_of_command - SAFER)
-    beside_wild = jnp.any(with_whom.strange[1])
+    beside_wild = jnp.any(obstacles.strange[1])
     best, evades = jnp.where(beside_wild, safest, best), jnp.where(beside_wild, safer, evades)
     evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
     return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
