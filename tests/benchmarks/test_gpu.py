@@ -22,11 +22,11 @@ def test_nobody_measures_before_all_are_ready_or_have_failed_and_then_one_at_a_t
 
     def figure(benchmark: str, case: dict[str, Any], *, turn: gpu.Turn) -> dict[str, Any]:
         if benchmark == "fails":
-            released.wait(10.0)
+            released.wait(60.0)
             order.append("failed")
             raise RuntimeError("its process ended")
         if benchmark == "late":
-            released.wait(10.0)
+            released.wait(60.0)
         order.append("ready")
         with turn:
             inside.append(1)

@@ -78,22 +78,26 @@ k, folder, words = int(os.environ["LONGHAUL_PROCESS_ID"]), Path(sys.argv[1]), sy
 (folder / f"pid{k}").write_text(str(os.getpid()))
 print(f"{folder}\\nprocess {k} of {os.environ['LONGHAUL_NUM_PROCESSES']}", flush=True)
 print("on stderr", file=sys.stderr, flush=True)
+(folder / f"printed{k}").touch()
 mode = words[0]
+def wait(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
 if mode == "end":
     sys.exit(int(words[1 + k]))
 if mode == "die" and k == 1:
-    while not (folder / "pid0").exists():
-        time.sleep(0.01)
+    wait("pid0")
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "recover" and "--resume" not in words:
     if k == 1:
         (folder / "run.json").write_text("{}")
-        time.sleep(0.2)
+        wait("printed0")
         os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "recover":
     sys.exit(words[words.index("--resume") + 1] != str(folder))
 if mode == "hang" and k == 1 and "--resume" not in words:
     signs = int(os.environ["LONGHAUL_PULSE"])
+    wait("run.json")
     if words[1] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     for sign in b"wccc" if words[1] == "silent" else b"":

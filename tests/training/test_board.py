@@ -151,7 +151,7 @@ def test_strangers_who_say_nothing_take_no_place_of_those_who_ask(folder: Path) 
         with urlopen(f"{address}/api/runs") as answer:
             assert len(json.load(answer)["runs"]) == 4
         assert len(os.listdir("/proc/self/fd")) <= before + 200 + 32 + 2
-        idle[-1].settimeout(5.0)
+        idle[-1].settimeout(60.0)
         with suppress(ConnectionError):
             assert idle[-1].recv(1) == b""  # after its time, the newest too
 
@@ -185,7 +185,7 @@ def test_a_record_is_on_the_page_at_once(folder: Path, address: str, window: Bro
     window.page.wait_for_selector("#live.on")
     with open(folder / "b" / "metrics.jsonl", "a") as file:
         file.write(record(4321))
-    window.page.get_by_text("432,100").wait_for(timeout=2000)
+    window.page.get_by_text("432,100").wait_for(timeout=30_000)
     sound(window, address)
 
 
@@ -226,7 +226,7 @@ def test_pages_work_by_keys_and_without_a_finding_in_a_browser(
             line = {"update": update, "agent_steps": 100 * update, "wall_seconds": 1.0, "episodes": 8}
             found = {"metrics": {"return": [20.0 + update, 20.0, 40.0]}, "chains": chains}
             file.write(json.dumps(line | found) + "\n")
-    page.get_by_text(f"{MARKUP} twice").wait_for(timeout=2000)
+    page.get_by_text(f"{MARKUP} twice").wait_for(timeout=30_000)
     assert "20 to 40" in page.get_by_role("region", name="Table: Evaluations during training").inner_text()
     checked()
     window.open(f"{address}/run/{quote(MARKUP)}")

@@ -22,7 +22,7 @@ PARAMS = {"w": np.arange(6, dtype=np.float32)}
 
 def fleet(updates: Any, epoch: int | None, addresses: list[str], dialect: str = "vllm") -> Fleet:
     def servers(version_of: Any, revive: Any) -> Servers:
-        return Servers(addresses, DIALECTS[dialect], RULES, version_of, revive, patience=5.0)
+        return Servers(addresses, DIALECTS[dialect], RULES, version_of, revive, patience=60.0)
 
     return Fleet(updates, epoch, lambda params: params, servers)
 

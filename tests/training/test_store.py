@@ -171,7 +171,7 @@ def test_a_store_that_is_away_is_said_once_and_caught_up_with(tmp_path: Path, mo
     assert resumable(url, "run") == (2, 2)
 
 
-def wait(done, seconds: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+def wait(done, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline

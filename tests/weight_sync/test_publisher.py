@@ -68,22 +68,23 @@ def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path)
         def _take(self, *parcel: object) -> None:
             self._closed.wait()
 
-    for ends, least, most in ((None, 1.0, 5.0), (0.0, 0.0, 0.9)):
-        sender = Publisher("run", transports=[Slow(tmp_path / "slow")], settings=Settings(lease=30.0, deadline=1.0))
+    for ends, deadline in ((None, 1.0), (0.0, 100.0)):
+        settings = Settings(lease=200.0, deadline=deadline)
+        sender = Publisher("run", transports=[Slow(tmp_path / "slow")], settings=settings)
         assert sender.publish(1, tensors(1))
         began = time.monotonic()
         sender.close(ends)
-        assert least <= time.monotonic() - began < most
+        assert (deadline if ends is None else 0.0) <= time.monotonic() - began < 60.0
     began = time.monotonic()
 
     def fails() -> None:
-        settings = Settings(lease=30.0, deadline=20.0)
+        settings = Settings(lease=200.0, deadline=100.0)
         with Publisher("run", transports=[Slow(tmp_path / "slow")], settings=settings) as sender:
             raise KeyError(sender.publish(1, tensors(1)))
 
     with pytest.raises(KeyError, match="True"):
         fails()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 60.0
 
 
 # -------------------------------------------------------------------------------------------------------- many

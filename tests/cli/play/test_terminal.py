@@ -165,8 +165,13 @@ def test_whatever_ends_the_program_puts_everything_back(on_terminal: Any, end: A
 def test_a_stopped_process_leaves_the_terminal_and_draws_again_when_it_goes_on(on_terminal: Any) -> None:
     there = on_terminal("-c", PROGRAM, session=False)  # nobody stops the only group of a session
     there.until("frame 0")
-    time.sleep(0.3)  # curses ignores the signal while it draws
-    there.process.send_signal(signal.SIGTSTP)
+    end = time.monotonic() + 60.0
+    while LEAVE not in there.text:  # curses ignores the signal while it draws
+        assert time.monotonic() < end, there.text[-2000:]
+        there.process.send_signal(signal.SIGTSTP)
+        for _ in range(10):
+            if LEAVE not in there.text:
+                there.read(0.2)
     there.until(LEAVE)
     assert os.WIFSTOPPED(os.waitpid(there.process.pid, os.WUNTRACED)[1])
     assert there.is_as_before()

@@ -150,7 +150,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_stream() -> None:
     found = stream.prefetch(items(), 3)
     assert next(found) == 0
     for _ in range(4):  # the one given, and three that wait
-        assert made_so_far.acquire(timeout=10)
+        assert made_so_far.acquire(timeout=60)
     assert not made_so_far.acquire(timeout=0.3)
     found.close()
     assert threading.active_count() == before

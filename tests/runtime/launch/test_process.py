@@ -41,7 +41,8 @@ def test_it_is_killed_when_it_takes_too_long_and_may_be_talked_to() -> None:
 PARENT = """
 import sys, time
 from longhaul.runtime.launch.process import Process
-child = "from longhaul.runtime.launch.process import end_with_parent as tie; import time; tie(); time.sleep(60)"
+child = "from longhaul.runtime.launch.process import end_with_parent as tie; import time; tie(); "
+child += "open('tied', 'w').close(); time.sleep(600)"
 print(Process([sys.executable, "-c", child]).id, flush=True)
 time.sleep(60)
 """
@@ -49,15 +50,17 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a stopped process runs no thread that could end it")
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_child_ends_with_a_parent_that_is_killed(stopped: bool) -> None:
-    parent = Process([sys.executable, "-c", PARENT], out=PIPE, error=DROP)
+def test_a_child_ends_with_a_parent_that_is_killed(stopped: bool, tmp_path: Path) -> None:
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    parent = Process([sys.executable, "-c", PARENT], out=PIPE, error=DROP, variables=variables, folder=str(tmp_path))
     assert parent.out is not None
     child = int(parent.out.readline())
     if stopped:
-        time.sleep(1.0)  # until it has asked for it
+        while not (tmp_path / "tied").exists():
+            time.sleep(0.02)
         os.kill(child, signal.SIGSTOP)
     parent.end()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not lives(child)
@@ -81,7 +84,7 @@ def test_an_actor_ends_with_its_learner_while_it_imports(tmp_path: Path) -> None
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
     parent.end()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not lives(child)

@@ -22,9 +22,15 @@ from longhaul.training.serving import connections
 SILENT = 0.5
 
 
+ASKED, ANSWERED = threading.Semaphore(0), threading.Event()
+"""A release for each `/slow` that was asked for, and the event until which none of them is answered."""
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/slow":
-        await asyncio.sleep(1.0)
+        ASKED.release()
+        while not ANSWERED.is_set():
+            await asyncio.sleep(0.01)
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
@@ -47,21 +53,23 @@ def serving(most: int, silent: float) -> Iterator[int]:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    with serving(4, SILENT) as found:
+def crowded() -> Iterator[int]:
+    """Port of a server of four connections, which ends none of them for its silence."""
+    ANSWERED.clear()
+    with serving(4, silent=600.0) as found:
         yield found
 
 
 def closed(connection: socket.socket) -> bool:
-    """True if the other side closes a connection within 2 s."""
-    connection.settimeout(2.0)
+    """True if the other side closes a connection."""
+    connection.settimeout(60.0)
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
 
 
 def status(port: int) -> int:
-    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
     asked.request("GET", "/")
     try:
         return asked.getresponse().status
@@ -69,17 +77,31 @@ def status(port: int) -> int:
         asked.close()
 
 
-def test_silent_and_slow_connections_are_closed_and_others_served(port: int) -> None:
-    silent, slow = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
-    with silent, slow:
-        slow.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-")
-        assert status(port) == 204
-        assert closed(silent) and closed(slow)
-    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
-    for _ in range(2):  # one that asks goes on
+def test_silent_and_slow_connections_are_closed_and_others_served() -> None:
+    """One that waits for its answer is no silent one, however often silence is looked for."""
+    ANSWERED.clear()
+    with serving(4, SILENT) as port, socket.create_connection(("127.0.0.1", port)) as waits:
+        waits.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert ASKED.acquire(timeout=60.0)
+        silent, slow = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        with silent, slow:
+            slow.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-")
+            assert status(port) == 204
+            assert closed(silent) and closed(slow)
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            assert closed(silent)
+        ANSWERED.set()
+        assert waits.recv(12) == b"HTTP/1.1 204"
+
+
+def test_a_connection_that_asks_goes_on(crowded: int) -> None:
+    asked = http.client.HTTPConnection("127.0.0.1", crowded, timeout=60.0)
+    asked.connect()
+    first = asked.sock
+    for _ in range(2):
         asked.request("GET", "/")
         assert asked.getresponse().read() == b""
-        time.sleep(0.2)
+        assert asked.sock is first, "it was closed, and another one was opened"
     asked.close()
 
 
@@ -96,27 +118,29 @@ def test_a_head_without_an_end_ends_its_connection() -> None:
             pass
 
 
-def test_connections_beyond_the_bound_are_closed(port: int) -> None:
-    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+def test_connections_beyond_the_bound_are_closed(crowded: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", crowded)) for _ in range(4)]
     for each in held:
         each.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
-    time.sleep(0.1)
-    with socket.create_connection(("127.0.0.1", port)) as further:
+        assert ASKED.acquire(timeout=60.0)
+    with socket.create_connection(("127.0.0.1", crowded)) as further:
         assert closed(further)
+    ANSWERED.set()
     for each in held:
         assert each.recv(12) == b"HTTP/1.1 204"
-    assert status(port) == 204  # in place of one that was answered
+    assert status(crowded) == 204  # in place of one that was answered
     for each in held:
         each.close()
 
 
-def test_the_oldest_that_asks_nothing_makes_room(port: int) -> None:
-    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+def test_the_oldest_that_asks_nothing_makes_room(crowded: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", crowded)) for _ in range(4)]
     held[0].sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
-    time.sleep(0.1)
-    assert status(port) == 204
-    held[1].settimeout(0.1)  # long before it is closed as a silent one
-    assert held[1].recv(1) == b"" and held[0].recv(12) == b"HTTP/1.1 204"
+    assert ASKED.acquire(timeout=60.0)
+    assert status(crowded) == 204
+    assert closed(held[1])  # long before it would be closed as a silent one
+    ANSWERED.set()
+    assert held[0].recv(12) == b"HTTP/1.1 204"
     for each in held:
         each.close()
 
@@ -135,7 +159,7 @@ def test_a_handshake_of_tls_that_waits_is_ended(tmp_path: Path, monkeypatch: pyt
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 data = await reader.read()
             writer.close()
             return data

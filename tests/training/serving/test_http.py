@@ -7,6 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.training.api import Policy
 from longhaul.training.data import spec
-from longhaul.training.serving import actions, batch_programs, http, live_weights, metrics
+from longhaul.training.serving import actions, batch_programs, completions, http, live_weights, metrics
 from longhaul.training.serving.completions import Engine, Job, Limits
 from longhaul.training.serving.work_queue import QueueFull
 from longhaul.weight_sync.producer import named
@@ -184,10 +185,10 @@ def test_a_full_queue_refuses_and_a_late_request_frees_its_row(engine: Engine) -
 
 
 def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = engine._programs.read
+    read, clock, passed = engine._programs.read, time.monotonic, [0.0]
 
     def slow(*given: Any) -> Any:
-        time.sleep(0.3)
+        passed[0] += 100.0
         return read(*given)
 
     first = job("3")
@@ -197,11 +198,12 @@ def test_a_deadline_does_not_count_what_is_compiled(engine: Engine, monkeypatch:
         trimmed: list[bool] = []
         with monkeypatch.context() as patch:
             patch.setattr(engine._programs, "read", slow)
+            patch.setattr(completions, "time", SimpleNamespace(monotonic=lambda: clock() + passed[0]))
             patch.setattr(device_memory, "trim", lambda to=trimmed: to.append(True))
             if not compiled:
                 engine._programs._kept.clear()
             asked = job("3")
-            asked.deadline = time.monotonic() + 0.2
+            asked.deadline = clock() + passed[0] + 60.0
             engine.queue.submit(asked)
             assert (asked.done.exception(60.0) is not None) == late
             assert bool(trimmed) != compiled, "what the compiler took is given back"
