@@ -105,7 +105,8 @@ class ByFolder:
     def __init__(
         self, folder: Path, run: str, epoch: int, beside: Mapping[str, bytes], engine: Callable[[str], Reloading]
     ) -> None:
-        self._engine, self._label = engine, ""
+        self._engine = engine
+        self._newest: tuple[str, str] | None = None  # its folder and its label
         self._transport = FolderTransport(folder, beside=beside)
         self._publisher = Publisher(run, epoch=epoch, transports=[self._transport])
 
@@ -114,14 +115,14 @@ class ByFolder:
         if not self._publisher.flush(LOADING):  # renamed, and so to be seen
             why = self._transport.errors[-1:] or [f"not written in {LOADING:g} s"]
             raise TimeoutError(f"version {version} is not in {self._transport.folder}: {why[0]}; see to its disk")
-        self._label = label
+        self._newest = str(self._transport.latest), label
 
     def load(self, server: Server) -> float:
-        latest, engine = self._transport.latest, self._engine(server.address)
-        assert latest is not None
+        assert self._newest is not None
+        (newest, label), engine = self._newest, self._engine(server.address)
         began = time.monotonic()
         engine.pause()
-        engine.reload(str(latest), self._label)
+        engine.reload(newest, label)
         engine.resume()
         return time.monotonic() - began
 

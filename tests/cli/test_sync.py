@@ -24,7 +24,7 @@ from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.transports import safetensors_files, sockets
 from longhaul.weight_sync.transports.folder import FolderTransport
 from tests.helpers.command_line import assert_refused
-from tests.helpers.weight_sync_transports import is_whole, tensors, until
+from tests.helpers.weight_sync_transports import free_address, is_whole, tensors, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,8 +189,7 @@ def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.
 
 def test_an_address_is_printed_when_it_listens_and_of_two_servers_at_one_port_one_ends(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()  # while there is no version, nobody listens, and both can be bound
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = int(free_address().rpartition(":")[2])
     command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port", str(port)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:

@@ -1,7 +1,8 @@
 """Actors and a learner of a few NumPy sums, which start at once, and tell any mistake by their last number.
 
 What an actor brings depends on its weights, the state of its environment, the run's key and its ticket; and it does
-what a plan says, once: is killed, stops, fails, writes nonsense, is slow.
+what a plan says, once: is killed, stops, fails, hangs, or awaits that another one ("1-5": actor 1 with batch 5) comes
+to what the plan says of it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def _befall(fault: str, mark: Path) -> None:
         raise ValueError("the environment broke")
     if fault == "hang":
         time.sleep(600.0)
-    if fault == "slow":
-        time.sleep(0.3)
+    if fault.startswith("awaits "):
+        there, ends = mark.with_name(fault.removeprefix("awaits ")), time.monotonic() + 60.0
+        while not there.exists() and time.monotonic() < ends:
+            time.sleep(0.002)
 
 
 def weights(version: int, total: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,10 +53,14 @@ def way(kind: str, folder: Path) -> Way:
 
 
 def free_address() -> str:
-    """An address that is free now, and that a lane may take again and again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """An address that is free now, and that a lane may take again and again.
+
+    Its port is below those that systems hand out (from 32,768 on), which another test may get meanwhile.
+    """
+    while True:
+        address = "127.0.0.1", 20_000 + (64 * os.getpid() + next(_number)) % 12_000
+        with suppress(OSError), socket.create_server(address):
+            return f"127.0.0.1:{address[1]}"
 
 
 CODEC = pytest.mark.skipif(

@@ -55,6 +55,28 @@ def test_versions_reach_servers_as_folders_and_one_that_was_away_gets_the_newest
         made.close()
 
 
+def test_a_server_gets_a_folder_by_its_own_label_also_where_a_version_comes_meanwhile(tmp_path: Path) -> None:
+    """One that is revived while the run goes on would serve older weights as the newest."""
+    loaded: list[tuple[str, str]] = []
+
+    class Engine:
+        def pause(self) -> None:
+            if not loaded:
+                updates.offer(2, lambda: PARAMS, "77-2")
+
+        def reload(self, folder: str, weight_version: str) -> None:
+            loaded.append((Path(folder).name, weight_version))
+
+        def resume(self) -> None: ...
+
+    updates = ByFolder(tmp_path, "run", 77, {}, lambda address: Engine())
+    updates.offer(1, lambda: PARAMS, "77-1")
+    for _ in range(2):
+        updates.load(Server("http://127.0.0.1:1"))
+    assert loaded == [("version-77-1", "77-1"), ("version-77-2", "77-2")]
+    updates.close()
+
+
 @pytest.mark.parametrize("label", ["default", "76-1", "1", "77-3", "77-", "x77-1", "77-1x"])
 def test_a_label_of_no_version_of_this_run_is_refused(label: str) -> None:
     made = fleet(ByThemselves(), 77, ["http://127.0.0.1:1"])
