@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -319,22 +320,29 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(files: Path, 
 
 
 def serving(files: Path) -> RolloutServer:
-    """A server of vLLM's routes whose model is ours, and which loads folders of versions."""
-    words, held = huggingface.tokeniser(files), [huggingface.load(files)[1]]
+    """A server of vLLM's routes whose model is ours, and which loads folders of versions.
+
+    What it draws follows from the prompt and the version, whichever server is asked and when: what a run learns does
+    not depend on how busy the machine is.
+    """
+    words, held, version = huggingface.tokeniser(files), [huggingface.load(files)[1]], [0]
     draw = jax.jit(sampler.sampler(READER, sampler.Sampling(SHORT, 8), tokeniser=words))
 
     def sample(prompt: list[int], count: int, most: int, seed: int) -> list[tuple[list[int], list[float], str]]:
         assert (count, most) == (8, SHORT)
         asked = np.full((1, 8), -1, np.int32)
         asked[0, -len(prompt) :] = prompt
-        keys = jax.random.split(jax.random.key(seed), 8)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(version[0]), zlib.crc32(bytes(prompt))), 8)
         drawn = jax.device_get(draw(held[0], asked, keys, jnp.int32(sampler.UNBOUNDED)))
         return [
             (token[on].tolist(), probs[on].tolist(), "stop" if 0 in token[on] else "length")
             for token, probs, on in zip(drawn.token, drawn.log_prob, drawn.written, strict=True)
         ]
 
-    return RolloutServer(sample, lambda folder: held.__setitem__(0, huggingface.load(folder)[1]))
+    def load(folder: str) -> None:
+        held[0], version[0] = huggingface.load(folder)[1], int(folder.rpartition("-")[2])
+
+    return RolloutServer(sample, load)
 
 
 @pytest.mark.slow
@@ -350,7 +358,8 @@ def test_a_run_that_servers_sample_learns_as_well_and_one_of_them_may_die(
         one.fault = lambda asked: "die" if asked == route and 40 <= len(one.asks(route)) < 43 else None
         acting = ActorConfig(1, "thread", staleness, rollout_servers=(one.address, other.address),
                              rollout_updates="folder", rollout_requests=2)  # fmt: skip
-        algorithm = GRPOConfig(model_folder=str(files), group=8, lr=1e-2, warmup=0, num_minibatches=1)
+        # By its own thread seeds 0 to 5 end at 0.66 to 0.86 with this rate; with 1e-2 seeds 0 to 7 at 0.53 to 0.99.
+        algorithm = GRPOConfig(model_folder=str(files), group=8, lr=5e-3, warmup=0, num_minibatches=1)
         run = asking(files, algorithm=algorithm, acting=acting, total_steps=120 * 64 * SHORT)
         assert begin(run, tmp_path / "run").code == 0
         asked = one.asks(route) + other.asks(route)
