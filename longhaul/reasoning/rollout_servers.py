@@ -271,7 +271,7 @@ class Servers:
         self.all = [Server(address) for address in addresses]
         self.moved = 0  # requests that were answered by another server than the first
         self._dialect, self._rules, self._version_of, self._revive = dialect, rules, version_of, revive
-        self._requests, self._seconds, self._patience, self._token = requests, seconds, patience, token
+        self._requests, self._seconds, self.patience, self._token = requests, seconds, patience, token
         self._note, self._closed = note, False
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Servers:
         self, asks: Sequence[Ask], oldest: int, beat: Callable[[], object] = lambda: None
     ) -> list[list[Answer]]:
         """Completions of each request, none with a token of a version before `oldest`. `beat` is called meanwhile."""
-        work = _Work(len(asks), self._patience)
+        work = _Work(len(asks), self.patience)
         threads = [
             threading.Thread(target=self._serve, args=(server, asks, oldest, work), daemon=True, name=server.address)
             for server in self.all
@@ -298,9 +298,9 @@ class Servers:
                 report = self._reported(report, work)
                 if self._closed:
                     work.error = ServerError("the servers are left")
-                if time.monotonic() - work.progress > self._patience:
+                if time.monotonic() - work.progress > self.patience:
                     why = "; ".join(f"{each.address}: {each.why or 'no answer'}" for each in self.all)
-                    work.error = ServerError(f"no server answered for {self._patience:g} s ({why})")
+                    work.error = ServerError(f"no server answered for {self.patience:g} s ({why})")
             work.changed.notify_all()
             for connection in work.open:  # nobody waits for these
                 with suppress(OSError, AttributeError):
@@ -327,7 +327,7 @@ class Servers:
             return now + SILENT
         if now < report:
             return report
-        left = max(0.0, work.progress + self._patience - now)
+        left = max(0.0, work.progress + self.patience - now)
         failures = "; ".join(f"{server.address}: {server.why}" for server in self.all)
         self._note(f"waits for a server, {left:.0f} s more at most; none answers ({failures})")
         return now + AGAIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,11 +38,23 @@ def version_of(label: str) -> int:
 
 
 def servers(*several: RolloutServer, dialect: str = "vllm", revive: Any = None, **changes: Any) -> Servers:
-    settings: dict[str, Any] = {"requests": 2, "seconds": 5.0, "patience": 5.0}
+    settings: dict[str, Any] = {"requests": 2, "seconds": 20.0, "patience": 20.0}
     back = revive or (lambda server: None)
     made = Servers([each.address for each in several], DIALECTS[dialect], RULES, version_of, back,
                    **settings | changes)  # fmt: skip
     return made
+
+
+def complaint(made: Servers, asks: Sequence[Ask], seen: Callable[[], bool] | None = None) -> str:
+    """Error of a call whose patience ends once `seen` (each server failed): a short one might end before."""
+
+    def beat() -> None:
+        if seen() if seen else all(server.why for server in made.all):
+            made.patience = 0.01
+
+    with pytest.raises(ServerError) as caught:
+        made.complete(asks, 3, beat)
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -59,7 +71,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolloutServer, Rollou
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_each_dialect_asks_as_documented_and_reads_groups_in_order(
-    dialect: str, two: tuple[RolloutServer, RolloutServer]
+    dialect: str, two: tuple[RolloutServer, RolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in refuses bodies with any other field."""
     assert servers(*two, dialect=dialect).complete(ASKS, 3) == EXPECTED
@@ -68,8 +80,9 @@ def test_each_dialect_asks_as_documented_and_reads_groups_in_order(
     inner = asked[0].get("sampling_params", asked[0])
     assert (inner["temperature"], inner["n"], inner["stop"], inner["min_p"]) == (1.0, 2, ["\n"], 0.0)
     two[0].label = two[1].label = "2"
-    with pytest.raises(ServerError, match="of version 2, and 3 is the oldest"):
-        servers(*two, dialect=dialect, patience=0.2).complete(ASKS[:1], 3)
+    monkeypatch.setattr(rollout_servers, "REST", 60.0)
+    why = complaint(servers(*two, dialect=dialect), ASKS[:1])
+    assert why.startswith("no server answered for 0.01 s") and "of version 2, and 3 is the oldest" in why
 
 
 @pytest.mark.parametrize("fault", ["die", "garbage", "error"])
@@ -102,21 +115,22 @@ def test_a_slow_server_holds_up_nothing(two: tuple[RolloutServer, RolloutServer]
     began = time.monotonic()
     made = servers(*two)
     assert made.complete(ASKS, 3) == EXPECTED
-    assert time.monotonic() - began < 4.0 and made.moved == 1
+    assert time.monotonic() - began < 15.0 and made.moved == 1
     assert {server.why for server in made.all} == {None}
 
 
 def test_without_any_server_a_call_ends_in_time_and_says_why(two: tuple[RolloutServer, RolloutServer]) -> None:
     for each in two:
         each.fault = lambda route: "die"
+    tried: list[Server] = []
 
     def revive(server: Server) -> None:
+        tried.append(server)
         raise ConnectionRefusedError("nobody listens")
 
-    beats: list[int] = []
-    with pytest.raises(ServerError, match=r"no server answered for 0\.3 s .*nobody listens"):
-        servers(*two, revive=revive, patience=0.3).complete(ASKS, 3, lambda: beats.append(1))
-    assert len(beats) > 5
+    made = servers(*two, revive=revive)
+    why = complaint(made, ASKS, lambda: all(tried.count(server) > 1 for server in made.all))
+    assert re.match(r"no server answered for 0\.01 s .*nobody listens.*nobody listens", why)
 
 
 def test_while_no_server_answers_the_run_says_that_it_waits_and_for_which(
@@ -137,7 +151,7 @@ def test_while_no_server_answers_the_run_says_that_it_waits_and_for_which(
         for each in two:
             each.fault = lambda route: None
 
-    made = servers(*two, revive=revive, note=news.append)
+    made = servers(*two, revive=revive, note=news.append, patience=5.0)
     assert made.complete(ASKS, 3) == EXPECTED
     addresses = rf"{two[0].address}: .*nobody listens; {two[1].address}: .*nobody listens"
     assert re.fullmatch(rf"waits for a server, [45] s more at most; none answers \({addresses}\)", waits()[0])
@@ -196,8 +210,8 @@ def test_an_answer_that_is_too_large_is_not_read(
 ) -> None:
     monkeypatch.setattr(rollout_servers, "ANSWER", 10)
     monkeypatch.setattr(rollout_servers, "TOKEN", 1)
-    with pytest.raises(ServerError, match="more than 18 bytes"):
-        servers(*two, patience=0.2).complete(ASKS[:1], 3)
+    monkeypatch.setattr(rollout_servers, "REST", 60.0)
+    assert "more than 18 bytes" in complaint(servers(*two), ASKS[:1])
 
 
 def test_a_completion_ends_at_the_token_or_text_that_ends_it() -> None:
