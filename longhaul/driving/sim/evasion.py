@@ -180,7 +180,7 @@ PLANS = np.array([(*pushes, side) for pushes in PUSHES for side in SIDES], np.fl
 """Accelerations and offset of all plans, [4, P]."""
 
 WAITS = np.array([(push, push, 0.0, 0.0) for push in (FIRM, SOFT, 0.0)], np.float32).T
-"""What may follow the check's command, as PLANS. It is not counted on that the agent will push."""
+"""What may follow the check's command after LASTS, as PLANS. It is not counted on that the agent will push."""
 
 LASTS = 0.5
 """s for which the check's command is taken to last."""
@@ -284,6 +284,10 @@ class Conflicts(NamedTuple):
     gap: jax.Array  # m, [P, T, K]
     risk: jax.Array  # [P], of contacts with wild vehicles
 
+    def part(self, which: slice) -> Conflicts:
+        """Conflicts of some of the ways."""
+        return Conflicts(self.met[:, which], self.barred[:, which], self.gap[which], self.risk[which])
+
 
 def conflicts(obstacles: Obstacles, ways: Ways) -> Conflicts:
     """Conflicts of each of `ways` with obstacles, the road's edge and a red light."""
@@ -321,10 +325,12 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     not to react; bool: it evades)."""
     obstacles = predicted(view, habits)
     blind, there = obstacles.blind, obstacles.view.others[1]
-    waits = conflicts(obstacles, roll(view, drive, WAITS, LASTS)[0])
+    count = WAITS.shape[1]
+    lasts = np.where(np.arange(count + PLANS.shape[1]) < count, LASTS, 0.0)
+    ways, curvature = roll(view, drive, np.concatenate([WAITS, PLANS], axis=1), lasts)
+    both = conflicts(obstacles, ways)
+    waits, found = both.part(slice(count)), both.part(slice(count, None))
     lasting = unharmed(obstacles, waits)
-    ways, curvature = roll(view, drive, PLANS)
-    found = conflicts(obstacles, ways)
     push, side = jnp.asarray(PLANS[0]), jnp.asarray(PLANS[3])
     leaves = jnp.abs(side) > LANE
     counts = there[None] & ((blind | ~obstacles.behind)[None] | leaves[:, None])  # [P, K]
@@ -343,7 +349,7 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     safer = (risk_of_command > NOTICED) & (risk_of_plan[safest] < risk_of_command - SAFER)
     beside_wild = jnp.any(obstacles.strange[1])
     best, evades = jnp.where(beside_wild, safest, best), jnp.where(beside_wild, safer, evades)
-    evaded = arc(view.agent.drive, push[best], curvature[best], view.limits, view.dt)
+    evaded = arc(view.agent.drive, push[best], curvature[count + best], view.limits, view.dt)
     return jax.tree.map(lambda new, old: jnp.where(evades, new, old), evaded, drive), evades
 
 
@@ -452,13 +458,13 @@ def forbidden(view: View, ways: Ways) -> jax.Array:
     return off | (red & (ways.ridden > jnp.maximum(stop - LINE, 0.0)))[None]
 
 
-def roll(view: View, drive: Drive, plans: np.ndarray, lasts: float = 0.0) -> tuple[Ways, jax.Array]:
-    """(ways of `plans` [4, P], as PLANS, from `lasts` seconds on, until which the check's command `drive` holds; the
-    first curvature of each [P])."""
+def roll(view: View, drive: Drive, plans: np.ndarray, lasts: np.ndarray | float) -> tuple[Ways, jax.Array]:
+    """(ways of `plans` [4, P], as PLANS, from `lasts` seconds [P] on, until which the check's command `drive` holds;
+    the first curvature of each [P])."""
     features, limits = view.features, view.limits
     first, then, until, side = plans
     begun = np.arange(round(HORIZON / STEP), dtype=np.float32) * np.float32(STEP)
-    pushes, held = np.where(begun[:, None] < until, first, then), begun < lasts
+    pushes, held = np.where(begun[:, None] < until, first, then), begun[:, None] < lasts
 
     def spread(value: jax.Array) -> jax.Array:
         return jnp.broadcast_to(value, side.shape)

@@ -457,19 +457,20 @@ class Simulator:
 
         def checked(
             agent: Agent, drive: Drive, limits: Limits, gentle: Any, key: Key | None
-        ) -> tuple[Drive, jax.Array]:
+        ) -> tuple[Drive, jax.Array, Features]:
             seen = scene if config.perfect else perceive(config, scene, agent, key)
             features = extract(self.tables, self.search, state.scenario, state.t, seen, agent)
             view = safety.view_of(agent, features, seen, limits, road, dt, config.neighbours)
-            return safety.keep_safe(view, drive, gentle)
+            return *safety.keep_safe(view, drive, gentle), features
 
         road = device_bank.field(self.tables, state.scenario)
         keys = prng.split(key, config.agents) if config.draws else None
         limits = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.agents,)), self._limits(state.scenario))
         check_all = jax.vmap(checked, in_axes=(0, 0, 0, 0, None if keys is None else 0))
-        safe, unsafe = check_all(self._agents(state), drive, limits, metrics.gentle_range(state.tally, dt), keys)
+        gentle = metrics.gentle_range(state.tally, dt)
+        safe, unsafe, features = check_all(self._agents(state), drive, limits, gentle, keys)
         if state.habits is not None:
-            safe, unsafe = self._evade(state, scene, safe, unsafe, limits, dt)
+            safe, unsafe = self._evade(state, scene, features, safe, unsafe, limits, dt)
         if state.partners is None:
             return safe, unsafe
         counts = state.partners.checked | (jnp.arange(config.agents) == 0)
@@ -481,23 +482,23 @@ class Simulator:
         return self.config.safety and self.config.driver == "policy" and self.config.perfect
 
     def _evade(
-        self, state: State, scene: Scene, drive: Drive, unsafe: jax.Array, limits: Limits, dt: jax.Array
-    ) -> tuple[Drive, jax.Array]:
+        self, state: State, scene: Scene, features: Features, drive: Drive, unsafe: jax.Array, limits: Limits,
+        dt: jax.Array,
+    ) -> tuple[Drive, jax.Array]:  # fmt: skip
         """`drive` and `unsafe` [A] of a checked command, or those of the plan that evades objects that do not react."""
-        search, neighbours = self.search, self.config.neighbours
 
-        def view_of(agent: Agent, limits: Limits, world: Any, tables: DeviceBank) -> safety.View:
-            scenario, t, here, _, dt = world
-            features = extract(tables, search, scenario, t, here, agent)
-            return safety.view_of(agent, features, here, limits, device_bank.field(tables, scenario), dt, neighbours)
+        def view_of(agent: Any, world: Any, tables: DeviceBank) -> safety.View:
+            (about, features, limits, *_), (scenario, here, _, dt) = agent, world
+            road = device_bank.field(tables, scenario)
+            return safety.view_of(about, features, here, limits, road, dt, self.config.neighbours)
 
         def threatened(agent: Any, world: Any, tables: DeviceBank) -> jax.Array:
-            about, drive, _, limits = agent
-            return evasion.threatened(view_of(about, limits, world, tables), world[3], drive)
+            (*_, drive, _), (_, _, habits, _) = agent, world
+            return evasion.threatened(view_of(agent, world, tables), habits, drive)
 
         def evaded(agent: Any, world: Any, tables: DeviceBank) -> tuple[Drive, jax.Array]:
-            about, drive, unsafe, limits = agent
-            drive, evades = evasion.plan(view_of(about, limits, world, tables), world[3], drive)
+            (*_, drive, unsafe), (_, _, habits, _) = agent, world
+            drive, evades = evasion.plan(view_of(agent, world, tables), habits, drive)
             return drive, unsafe | evades
 
         assert state.habits is not None
@@ -508,8 +509,7 @@ class Simulator:
         needed = state.playing & jnp.any(near & blind[None] & (scene.slot[None] != agents.slot[:, None]), axis=-1)
         if state.partners is not None:
             needed = needed & (state.partners.checked | (agents.slot == 0))
-        world = state.scenario, state.t, scene, state.habits, dt
-        given = (agents, drive, unsafe, limits), world, self.tables
+        given = (agents, features, limits, drive, unsafe), (state.scenario, scene, state.habits, dt), self.tables
         needed = evasion.only_where(threatened)(needed, jnp.zeros_like(needed), *given)
         return evasion.only_where(evaded)(needed, (drive, unsafe), *given)
 

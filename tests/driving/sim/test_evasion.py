@@ -18,6 +18,7 @@ from tests.driving.sim.test_safety import CHECKED, SPEED, T, both
 from tests.helpers.driving_scenarios import DT, line, scenario, trip
 
 STANDS = line((0, 0), (0, 0), T)
+watch = jax.jit(evasion.watch)
 
 
 def wide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -60,7 +61,7 @@ def watched(
             habits = evasion.begin(here)
         else:
             yes, may = jnp.array([True]), jnp.array([excused])
-            habits = evasion.watch(habits, here, features, jnp.full(1, own), yes, may, jnp.float32(DT))
+            habits = watch(habits, here, features, jnp.full(1, own), yes, may, jnp.float32(DT))
         x, y, mine = x + vx * DT, y + vy * DT, mine + own * DT
         # a turn of the velocity by `turn` across, whose change has the heading after it
         heading += turn * DT / max(speed, 1.0)
