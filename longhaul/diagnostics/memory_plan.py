@@ -84,8 +84,9 @@ def parts(config: GRPOConfig, load: Load, devices: int) -> dict[str, int]:
     gradients = own * (2 if config.accumulate > 1 or config.pack else 1)
     table = 4 * sizes.vocabulary * sizes.width
     fetched = 0
-    if devices > 1:  # a layer's kernels and their gradient, and the embedding split by its features
-        fetched = 2 * item * _of_layers(sizes, params) // sizes.layers + table // devices
+    if devices > 1:  # a layer's kernels and, where they are learnt, their gradient; a tied embedding lies in two ways
+        fetched = (1 if rest else 2) * item * _of_layers(sizes, params) // sizes.layers
+        fetched += table // devices if sizes.tied else 0
     slots, rows = load.prompt + load.length, min(load.wave, completions)  # on all devices together
     large = transformer.size(sizes) >= LARGE and load.length >= LONG
     rows += int(rows / FEWER[0]) if large else 0  # the last completions', whose cache is copied out of the whole one

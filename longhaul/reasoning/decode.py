@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from longhaul.networks.layers import PRECISIONS, rms_norm
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
-from longhaul.types import Params, platform
+from longhaul.types import Params
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
 """Kernels of the same input, which are joined: name -> their names."""
@@ -72,29 +71,44 @@ def prepare(config: ModelConfig, params: Params, slots: int) -> Kernels:
     """Kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
     shared = meshes.parts()[1] > 1
-    if shared:  # one by one: what is merged or moves is there twice
-        kernels = jax.lax.map(functools.partial(_shared_layer, config), params["layers"])
-    else:
-        kernels = transformer.merged(config, params["layers"])
-    for joined, names in ({} if shared else JOINED).items():  # a device's part of a kernel is of one input alone
-        kernels[joined] = jnp.concatenate([kernels.pop(name) for name in names], axis=-1)
-        if config.biased and joined == "enter":
-            kernels["enter_bias"] = jnp.concatenate([kernels.pop(f"{name}_bias") for name in names], axis=-1)
-    kernels = {name: jnp.swapaxes(x, 1, 2).astype(dtype) if x.ndim == 3 else x for name, x in kernels.items()}
+    each = (_shared_layers if shared else _joined_layers)(config, params["layers"])
     embedding = params["embedding"]
     kernel = meshes.spread(embedding if config.tied else params["unembedding"].T, 0)
     embedding = meshes.spread(embedding.astype(dtype), 1)
     angles = jnp.arange(slots, dtype=jnp.float32)[:, None] * transformer.frequencies(config)[None]
-    each = tuple({name: x[number] for name, x in kernels.items()} for number in range(config.layers))
     return Kernels(embedding, kernel.astype(jnp.float32), params["final_norm"], each,
                    (jnp.cos(angles), jnp.sin(angles)))  # fmt: skip
 
 
-def _shared_layer(config: ModelConfig, layer: Params) -> dict[str, jax.Array]:
-    """Kernels of a layer [inputs, outputs] whose parameters devices share, each with its part of them."""
-    kernels = transformer.merged(config, layer)
-    large = {name: x.astype(PRECISIONS[config.precision]) for name, x in kernels.items() if x.ndim == 2}
-    return meshes.whole({n: x for n, x in kernels.items() if n not in large}) | partition.tensor_parallel(large)
+Layers = tuple[dict[str, jax.Array], ...]
+"""Kernels [outputs, inputs] of each layer."""
+
+
+def _joined_layers(config: ModelConfig, layers: Params) -> Layers:
+    """Kernels of layers that a device has whole."""
+    kernels = transformer.merged(config, layers)
+    for joined, names in JOINED.items():
+        kernels[joined] = jnp.concatenate([kernels.pop(name) for name in names], axis=-1)
+        if config.biased and joined == "enter":
+            kernels["enter_bias"] = jnp.concatenate([kernels.pop(f"{name}_bias") for name in names], axis=-1)
+    dtype = PRECISIONS[config.precision]
+    kernels = {name: jnp.swapaxes(x, 1, 2).astype(dtype) if x.ndim == 3 else x for name, x in kernels.items()}
+    return tuple({name: x[number] for name, x in kernels.items()} for number in range(config.layers))
+
+
+def _shared_layers(config: ModelConfig, layers: Params) -> Layers:
+    """Kernels of layers that devices share. A device's part of one is of one input alone, and is joined with no other.
+
+    They are made layer by layer: stacked, all of them would be there twice.
+    """
+
+    def one(number: int) -> dict[str, jax.Array]:
+        kernels = transformer.merged(config, {name: x[number] for name, x in layers.items()})
+        large = {name: x.astype(PRECISIONS[config.precision]) for name, x in kernels.items() if x.ndim == 2}
+        small = meshes.whole({name: x for name, x in kernels.items() if name not in large})
+        return small | {name: x.T for name, x in partition.tensor_parallel(large).items()}
+
+    return tuple(map(one, range(config.layers)))
 
 
 def room(prompt: int, length: int) -> tuple[int, int]:
@@ -112,9 +126,7 @@ def laid(x: jax.Array) -> jax.Array:
     Left to XLA, the loop over tokens and the one within it that begins a row's next completion choose different ones,
     and the whole cache is transposed twice a token. Devices that share the parameters have some heads each.
     """
-    if platform() != "gpu":
-        return meshes.spread(x, 1)
-    return meshes.on_parts(lambda part: with_layout_constraint(part, Layout(major_to_minor=(1, 3, 0, 2))), x, 1)
+    return meshes.in_order(x, (1, 3, 0, 2), 1)
 
 
 def begin(kept: transformer.KeyValue, mask: jax.Array, length: int) -> Cache:

@@ -494,6 +494,8 @@ def predicted(
         chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
 
+    if config.tied:  # its features are split; the pieces below share one exchange
+        params = {**params, "embedding": meshes.spread(params["embedding"], 0)}
     number, size = len(token), max(1, logits_at_once() // config.vocabulary)
     if number <= size:
         return some((hidden, token))

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from longhaul.runtime import pytree_serialization
-from longhaul.types import PyTree
+from longhaul.types import PyTree, platform
 
 DATA, FSDP, MODEL = "data", "fsdp", "model"
 """Axes of every mesh; those that a run does not use have one device."""
@@ -159,6 +160,14 @@ def on_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array, axis: int
         function, in_specs=part, out_specs=part, axis_names={FSDP}, check_vma=False
     )(spread(x, axis))  # fmt: skip
     return computed
+
+
+def in_order(x: jax.Array, order: tuple[int, ...], axis: int) -> jax.Array:
+    """`x` split over `fsdp` along `axis`, and on a GPU each part in memory with its axes in this order, the longest
+    stride first. Left to XLA, a loop may want another order than the code around it, and what it reads is copied."""
+    if platform() != "gpu":
+        return spread(x, axis)
+    return on_parts(lambda part: with_layout_constraint(part, Layout(major_to_minor=order)), x, axis)
 
 
 def whole(tree: PyTree) -> PyTree:

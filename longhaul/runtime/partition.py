@@ -4,7 +4,8 @@ A kernel [inputs, outputs] is split by its outputs, or by its inputs if these ar
 a pair of layers needs one sum over the devices and no exchange between them (Megatron-LM, Shoeybi et al. 2019, arXiv
 1909.08053). If neither can be split evenly, and for leaves other than kernels, it is the longest axis that can be
 (ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). Small leaves are whole on every device: fetching them
-would take longer than keeping them. Over `fsdp` it is the longest axis of what is left that can be split.
+would take longer than keeping them. Over `fsdp` it is the same axis, or the next one where `model` has it: so what
+computes by tensor parallelism on the devices of `fsdp` takes each kernel where it lies.
 
 Where we differ: the rule sees one leaf at a time, by the end of its name and its shape. So Adam's moments, whose names
 end like their parameter's, have its layout. The layout changes no number except by the order of sums.
@@ -48,9 +49,7 @@ def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int, fsdp: int = 
     if model > 1 and (chosen := next((axis for axis in axes if shape[axis] % model == 0), None)) is not None:
         axes_of[chosen] = (MODEL,)
     if fsdp > 1:
-        # A kernel's own axes come first: of stacked layers a loop takes one, which then lies on all devices.
-        own = [axis for axis in longest if axis in pair or len(shape) == 1]
-        free = [axis for axis in dict.fromkeys([*own, *longest]) if axis not in axes_of and shape[axis] % fsdp == 0]
+        free = [axis for axis in axes if axis not in axes_of and shape[axis] % fsdp == 0]
         both = [axis for axis in axes_of if shape[axis] % (fsdp * model) == 0]
         for axis in [*free, *both][:1]:
             axes_of[axis] = (FSDP, *axes_of.get(axis, ()))
@@ -110,7 +109,7 @@ def fetched(tree: PyTree) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _fetched(leaf: jax.Array, there: PartitionSpec, here: PartitionSpec) -> jax.Array:
-    return jax.lax.with_sharding_constraint(leaf, here)
+    return jax.lax.with_sharding_constraint(_by_rows(leaf, there), here)
 
 
 def _fetched_forwards(leaf: jax.Array, there: PartitionSpec, here: PartitionSpec) -> tuple[jax.Array, None]:
@@ -118,7 +117,17 @@ def _fetched_forwards(leaf: jax.Array, there: PartitionSpec, here: PartitionSpec
 
 
 def _fetched_backwards(there: PartitionSpec, here: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(gradient, there),)
+    return (_by_rows(jax.lax.with_sharding_constraint(gradient, there), there),)
+
+
+def _by_rows(kernel: jax.Array, there: PartitionSpec) -> jax.Array:
+    """A kernel that lies `there`, row by row in a GPU's memory.
+
+    A GPU gathers along the axis of the longest stride, and products take transposed kernels. Left to XLA, the stack of
+    all layers would be copied into the order of either; so a layer's part is turned where it is used.
+    """
+    split = kernel.ndim == 2 and set(there) == {None, FSDP}
+    return meshes.in_order(kernel, (0, 1), there.index(FSDP)) if split else kernel
 
 
 _fetched.defvjp(_fetched_forwards, _fetched_backwards)
@@ -134,7 +143,8 @@ def tensor_parallel(tree: PyTree) -> PyTree:
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         axes = spec(names(path), leaf.shape, model * fsdp)
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*(both if axis else None for axis in axes)))
+        here = PartitionSpec(*(both if axis else None for axis in axes))
+        return _by_rows(jax.lax.with_sharding_constraint(leaf, here), here)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 

@@ -19,7 +19,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.config_fields import replaced
 from longhaul.spaces import Discrete
-from longhaul.types import Algorithm, Spec
+from longhaul.types import PLATFORM, Algorithm, Spec
 from tests.helpers.quick import quick
 
 WHOLE = PartitionSpec()
@@ -60,7 +60,8 @@ def test_kernels_are_split_by_the_rule(path: str, shape: tuple[int, ...], model:
         ("params torso layer_0 kernel", (64, 256), 2, PartitionSpec("fsdp", "model")),
         ("params torso layer_1 kernel", (256, 64), 2, PartitionSpec("model", "fsdp")),
         ("params torso layer_0 kernel", (3, 512), 2, PartitionSpec(None, ("fsdp", "model"))),  # one axis for both
-        ("params layers up", (8, 64, 48), 1, PartitionSpec(None, "fsdp", None)),  # not by layers: a loop takes one
+        ("params layers up", (8, 64, 48), 1, PartitionSpec(None, None, "fsdp")),  # not by layers: a loop takes one
+        ("params layers narrow", (8, 48, 64), 1, PartitionSpec(None, "fsdp", None)),
         ("params layers up", (8, 63, 47), 1, PartitionSpec("fsdp", None, None)),
         ("params torso layer_0 bias", (4096,), 2, PartitionSpec(("fsdp", "model"))),
         ("params torso layer_0 kernel", (4, 64), 2, WHOLE),
@@ -82,8 +83,24 @@ def test_any_shape_is_split_once_and_evenly_where_that_can_be() -> None:
         can = model > 1 and math.prod(shape) >= partition.LEAST and any(n % model == 0 for n in shape)
         assert len(parts) == can, (shape, model, found)
         assert all(shape[axis] % model == 0 for axis in parts)
+        alike = [over and "model" for over in partition.spec(("params", name), shape, 1, model)]
+        assert alike == list(found), "devices that share the data hold what devices of one model would"
         split += len(parts)
     assert 200 < split < 1800, "both kinds must have been drawn"
+
+
+def test_a_gpus_program_turns_a_layers_part_and_not_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel split by its outputs is taken row by row where it is gathered, and so is its gradient's part."""
+    rng = np.random.default_rng(0)
+    up, x = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 48), (8, 64)))
+
+    def slope(up: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda up: jnp.sum(jnp.square(x @ partition.fetched({"up": up})["up"])))(up)
+
+    monkeypatch.setenv(PLATFORM, "gpu")
+    program = jax.jit(meshes.per_shard(slope, meshes.make_mesh(2, fsdp=True), (WHOLE, WHOLE), WHOLE))
+    assert program.lower(up, x).as_text().count("LayoutConstraint") == 2
+    np.testing.assert_allclose(program(up, x), 2 * x.T @ (x @ up), rtol=1e-4, atol=1e-3)
 
 
 def algorithm(**settings: Any) -> Algorithm:
