@@ -95,6 +95,7 @@ TOGETHER = {
     "tests/algorithms/test_ppo.py": "actor_critics",
     "tests/algorithms/test_impala.py": "actor_critics",
     "tests/driving/sim/test_evasion.py": "simulators",
+    "tests/driving/sim/test_insertion.py": "simulators",
     "tests/driving/sim/test_safety.py": "simulators",
     "tests/driving/sim/test_simulator.py": "simulators",
     "tests/driving/sim/test_traffic.py": "simulators",

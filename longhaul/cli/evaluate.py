@@ -338,6 +338,9 @@ def _print(result: Result) -> None:
     print()
     _print_estimates("metric", result.estimates)
     _print_infractions(infractions.rates(scores.metrics))
+    if scores.waits is not None and scores.waits.tracks:
+        waits = scores.waits
+        print(f"\n{waits.tracks} track{'s' * (waits.tracks != 1)} waited for room, {waits.seconds:.1f} s in all")
     if result.realism is not None:
         print()
         _print_estimates("realism", bootstrap(result.realism.metrics, result.realism.groups()))
@@ -419,6 +422,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
         "interval": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
         "told": {name: estimate.episodes for name, estimate in estimates.items()},
         "infractions": {name: rate._asdict() for name, rate in infractions.rates(result.scores.metrics).items()},
+        "waits": None if result.scores.waits is None else result.scores.waits._asdict(),
         "scenarios": [entry for entry in _episode_rows(result) if entry["id"]],
     }
     if result.realism is None:

@@ -52,6 +52,13 @@ SHOWN = 12
 """Chains shown in a report, each of another problem."""
 
 
+class Waits(NamedTuple):
+    """Tracks that begin in the middle of an episode and waited for room (`driving.sim.insertion`)."""
+
+    tracks: int
+    seconds: float  # of all of them
+
+
 class Scores(NamedTuple):
     """Metrics of E agent episodes, a row each; `names` [E] are the scenarios' ("" if there is none)."""
 
@@ -60,6 +67,7 @@ class Scores(NamedTuple):
     scenario: np.ndarray | None = None  # number of the scenario; None if all episodes are independent
     agent: np.ndarray | None = None  # index of the agent in its scenario
     kind: np.ndarray | None = None  # kind of it, as `datasets.log` numbers them
+    waits: Waits | None = None  # None where no track waits by rule
 
     def groups(self) -> np.ndarray:
         """Group of each episode, int [E]: equal for episodes of one scenario."""

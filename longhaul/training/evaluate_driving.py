@@ -40,7 +40,7 @@ from longhaul.runtime.each_device import EachDevice
 from longhaul.runtime.errors import RunError, did_you_mean
 from longhaul.spaces import Measure
 from longhaul.telemetry import screen
-from longhaul.training.evaluate import EVENTS, MOST, Scores
+from longhaul.training.evaluate import EVENTS, MOST, Scores, Waits
 from longhaul.types import Act, Environment, Params
 
 LANES = 64
@@ -171,17 +171,21 @@ class Drives(NamedTuple):
         """
         shell = self.shell(driver, **changes)
         act, memory = self.actor(shell, driver)
-        steps = shell.spec.max_steps
+        steps, inserts = shell.spec.max_steps, shell.inserts()
         assert steps is not None
 
         def drive(policy: Params | None, tables: DeviceBank, selected: jax.Array) -> Any:
             environment = dataclasses.replace(shell, tables=tables)
 
             def observe(state: Any, metrics: MeasureTable) -> Any:
+                waiting = (state.t, jax.vmap(environment.waiting)(state)) if inserts else ()
+                if not films:
+                    return waiting, ()
                 state, metrics = jax.tree.map(lambda leaf: leaf[selected], (state, metrics))
-                return jax.vmap(environment.frame)(state), jax.vmap(environment.active)(state), metrics
+                return waiting, (jax.vmap(environment.frame)(state), jax.vmap(environment.active)(state), metrics)
 
-            through = rollout.play(environment, act, memory, steps=steps, observe=observe if films else None)
+            watched = observe if films or inserts else None
+            through = rollout.play(environment, act, memory, steps=steps, observe=watched)
             starts = jax.vmap(environment.start)(jnp.arange(self.lanes))
             return through(policy, starts, None, jax.random.key(1))
 
@@ -194,7 +198,7 @@ class Drives(NamedTuple):
                 program(program.put(policy), first.tables, none)
 
         def play(policy: Params | None, record: Sequence[int] = range(films)) -> tuple[Scores, list[Recording]]:
-            policies, rows, recordings = program.put(policy), [], {}
+            policies, rows, recordings, waited = program.put(policy), [], {}, np.zeros(2)
             count = len(self.scenarios)
             title = f"{count} scenario{'s' * (count != 1)} driven by {driver}"
             with screen.stage(title, len(self.scenarios)) as advance, opened() as batches:
@@ -208,12 +212,19 @@ class Drives(NamedTuple):
                     selected = np.zeros((len(program.devices), films), np.int32)
                     for i, _, device, lane in filmed:
                         selected[device, i] = lane
-                    episodes, frames = zip(*program(policies, batch.tables, selected), strict=True)
+                    episodes, seen = zip(*program(policies, batch.tables, selected), strict=True)
                     rows.append(rows_of(episodes, batch))
+                    if inserts:
+                        waited += waits_of([waiting for waiting, _ in seen], batch)
                     for i, scenario, device, _ in filmed:
-                        recordings[scenario] = self._film(frames[device], i, scenario, driver)
+                        recordings[scenario] = self._film(seen[device][1], i, scenario, driver)
                     advance(int(batch.numbers.max()) + 1)
-            return joined(rows, self), [recordings[scenario] for scenario in record]
+            scores = joined(rows, self)
+            if inserts:
+                if self.share[1] > 1:
+                    waited = np.sum(_gather_rows(waited[None]), axis=0)
+                scores = scores._replace(waits=Waits(int(waited[0]), float(waited[1])))
+            return scores, [recordings[scenario] for scenario in record]
 
         return Player(play, compile)
 
@@ -335,6 +346,17 @@ def rows_of(by_device: Sequence[rollout.Episodes], batch: Batch) -> Scores:
     return Scores(
         metrics, [], batch.numbers[device, lane], batch.agents[device, lane, slot], batch.kinds[device, lane, slot]
     )
+
+
+def waits_of(by_device: Sequence[tuple[np.ndarray, np.ndarray]], batch: Batch) -> np.ndarray:
+    """Tracks that waited in a batch, and seconds for which they did, [2], from the time [T+1, E] of each frame and
+    whether each object waits in it [T+1, E, N]. The frames after an episode repeat its last one."""
+    tracks, seconds = 0, 0.0
+    for device, (t, waiting) in enumerate(by_device):
+        waiting = waiting & (np.diff(t, axis=0, prepend=-1) > 0)[..., None] & (batch.numbers[device] >= 0)[:, None]
+        tracks += int(np.sum(np.any(waiting, axis=0)))
+        seconds += float(np.sum(waiting, axis=(0, 2)) @ np.asarray(batch.tables[device].dt, np.float64))
+    return np.array([tracks, seconds])
 
 
 def joined(rows: Sequence[Scores], drives: Drives) -> Scores:

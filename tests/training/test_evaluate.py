@@ -383,7 +383,10 @@ def test_evaluate_writes_what_it_prints(
         low, high = report["interval"][name]
         assert low <= report["mean"][name] <= high
     tables = [table.splitlines() for table in out.split("\n\n")]
-    assert [table[0].split()[0] for table in tables] == ["scenario", "file", "metric", "infraction"]
+    waits = report["waits"]
+    waited = [str(waits["tracks"])] if waits["tracks"] else []  # the first word of a line in place of a table
+    assert [table[0].split()[0] for table in tables] == ["scenario", "file", "metric", "infraction", *waited]
+    assert (waits["seconds"] > 0) == bool(waited)
     assert [row.split()[0] for row in tables[1][1:3]] == [logs[n].name for n in ("gpudrive", "womd-example")]
     assert len(tables[2]) - 1 == len(report["mean"])
     driven = sum(entry["distance"] for entry in report["scenarios"]) / 1000

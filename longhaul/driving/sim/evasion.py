@@ -518,12 +518,12 @@ def if_any(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return run
 
 
-def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+def only_where(function: Callable[[Any, Any, Any], Any], chunk: int = CHUNK) -> Callable[..., Any]:
     """(needed [A], default, agents, world, shared) -> tree like `default`, [A, ...]: `function(agent, world, shared)`
     of each agent where it is `needed`, else `default`.
 
     `agents` have leaves [A, ...]; `world` and `shared` hold for all. Batched by `jax.vmap`, it costs what is needed and
-    no more: those of all worlds for whom it is needed are computed, CHUNK at a time. `shared` can't be batched.
+    no more: those of all worlds for whom it is needed are computed, `chunk` at a time. `shared` can't be batched.
     """
 
     @custom_vmap
@@ -533,7 +533,7 @@ def only_where(function: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
 
         def some(carry: Any) -> Any:
             left, result = carry
-            index = jnp.nonzero(left, size=CHUNK, fill_value=worlds * count)[0]
+            index = jnp.nonzero(left, size=chunk, fill_value=worlds * count)[0]
             row = jnp.minimum(index, worlds * count - 1)
             theirs = jax.tree.map(lambda x: x[row], agents), jax.tree.map(lambda x: x[row // count], world)
             computed = jax.vmap(lambda agent, its: function(agent, its, shared))(*theirs)

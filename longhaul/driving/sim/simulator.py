@@ -27,6 +27,8 @@ Goals that only the log's end decides (nothing to reach) are as with "remove", a
 
 `Config.crash` is the fate of an agent whose episode ends by any other event: "remove" or "stop", likewise. Where goal
 and failure fall in one step, it failed.
+
+All others are in the world while their logs have them, but for those that wait for room (`insertion`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ import numpy as np
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.sim import device_bank, dynamics, evasion, idm, metrics, reward, safety, traffic
+from longhaul.driving.sim import device_bank, dynamics, evasion, idm, insertion, metrics, reward, safety, traffic
 from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
@@ -89,6 +91,7 @@ class State(NamedTuple):
     episode: jax.Array | None = None  # uint32 scalar, see `reward.weight_draws`; None without conditioning
     partners: Partners | None = None  # what drives the others; None: as the configuration says
     habits: Habits | None = None  # [N], of all objects; None where no agent evades
+    inserted: jax.Array | None = None  # bool [N]: is in the world; None where tracks begin as logged
 
     @property
     def playing(self) -> jax.Array:
@@ -200,6 +203,8 @@ class Simulator:
         scene = self._scene(state)
         features = self._features(state, scene)
         state = state._replace(s=features.s, tally=metrics.begin(agents, features.s))
+        if self.inserts(partners):
+            state = state._replace(inserted=scene.present)
         if self._evades:
             state = state._replace(habits=evasion.begin(scene))
         if key is None and self.config.draws:
@@ -218,7 +223,7 @@ class Simulator:
         advance = self._advance(key, state, action, held, dt)
         drive = advance.drive
         after = state.moved(drive)._replace(t=state.t + 1, reactive=advance.reactive)
-        scene = self._scene(after)
+        after, scene = self._with_room(after)
         features = self._features(after, scene)
         over = after.t >= tables.steps[state.scenario] - 1
         logged, present = self._logged(state.scenario, after.t)
@@ -396,7 +401,34 @@ class Simulator:
             present = present & self._logged(state.scenario, state.t)[1]
         drift = self.config.traffic == "constant"
         tables, reactive = self.tables, state.reactive
-        return traffic.scene_at(tables, state.scenario, state.t, state.motion, present, reactive, drift, state.partners)
+        return traffic.scene_at(
+            tables, state.scenario, state.t, state.motion, present, reactive, drift, state.partners, state.inserted
+        )
+
+    def inserts(self, partners: Partners | None = None) -> bool:
+        """True if tracks may have to wait for room, as `insertion` says."""
+        simulated = self.config.agents > 1 or self.config.traffic == "idm" or partners is not None
+        return simulated and self.config.driver != "log"
+
+    def waiting(self, state: State) -> jax.Array:
+        """Flag bool [N]: the object's track has begun, and waits for room."""
+        scene = self._scene(state._replace(inserted=None))
+        there = scene.present if state.inserted is None else state.inserted
+        return scene.present & ~there & (scene.slot < 0)
+
+    def _with_room(self, state: State) -> tuple[State, Scene]:
+        """The state after a motion, with those inserted whose tracks begin and who have room, and its scene."""
+        scene = self._scene(state._replace(inserted=None))
+        if state.inserted is None:
+            return state, scene
+        begins, drives = scene.present & ~state.inserted & (scene.slot < 0), scene.present & (scene.slot >= 0)
+        if state.partners is not None:
+            begins = begins & insertion.simulated(state.partners)
+        if state.reactive is not None:
+            reacts = traffic.reacts(self.tables, state.scenario, state.partners)
+            begins, drives = begins & ~reacts, drives | (scene.present & reacts)
+        scene = insertion.insert(scene, begins, drives, self.tables.dt[state.scenario])
+        return state._replace(inserted=scene.present), scene
 
     def _agents(self, state: State) -> Agent:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)

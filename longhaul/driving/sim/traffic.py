@@ -10,6 +10,8 @@ A reactive vehicle appears at the step and place at which the log sees it first,
 is gone when the log has lost it and it has come as far as there. One that the log lost while it stood is gone then:
 mostly it goes on under another name.
 
+When tracks enter that replay their log and begin in the middle of an episode, is told by `insertion`.
+
 With `drift`, every object that is not driven keeps the velocity that it has when the log sees it first.
 
 `Partners` say, as data of one world, what drives the agents beside the ego: one compiled program plays all kinds.
@@ -116,9 +118,11 @@ def scene_at(
     reactive: Reactive | None,
     drift: bool = False,
     partners: Partners | None = None,
+    inserted: jax.Array | None = None,
 ) -> Scene:
     """Scene at step t, with the controlled agents at `motion` [A] where `present_agents` [A] says so, and nowhere else.
-    With partners, those are the agents that the policy drives."""
+    With partners, those are the agents that the policy drives. Of all others those are absent that are not `inserted`
+    [N] yet; None: nobody waits."""
     logged, body = slice_at(tables, scenario, t), tables.body[scenario]
     x, y, heading, vx, vy, present = (logged[i] for i in range(6))
     slot = body[3].astype(jnp.int32)
@@ -130,15 +134,15 @@ def scene_at(
         x, y, heading, vx, vy = adrift(tables, scenario, t)
     if reactive is not None and tables.paths is not None:
         path_x, path_y, path_heading = on_path(tables.paths, scenario, reactive.s)
-        reacts = tables.paths.reactive[scenario]
-        if partners is not None:
-            reacts = reacts & partners.of(REACTING)
-        x, y = jnp.where(reacts, path_x, x), jnp.where(reacts, path_y, y)
-        heading = jnp.where(reacts, path_heading, heading)
-        vx = jnp.where(reacts, reactive.speed * jnp.cos(path_heading), vx)
-        vy = jnp.where(reacts, reactive.speed * jnp.sin(path_heading), vy)
-        present = jnp.where(reacts, inside(tables.paths, scenario, t, reactive), present)
-    driven = slot >= 0
+        react = reacts(tables, scenario, partners)
+        x, y = jnp.where(react, path_x, x), jnp.where(react, path_y, y)
+        heading = jnp.where(react, path_heading, heading)
+        vx = jnp.where(react, reactive.speed * jnp.cos(path_heading), vx)
+        vy = jnp.where(react, reactive.speed * jnp.sin(path_heading), vy)
+        present = jnp.where(react, inside(tables.paths, scenario, t, reactive), present)
+    driven, present = slot >= 0, present > 0.5
+    if inserted is not None:
+        present = present & inserted
 
     def put(agents: jax.Array, others: jax.Array) -> jax.Array:
         of_agents = jnp.broadcast_to(agents, slot.shape) if agents.shape[0] == 1 else agents[jnp.maximum(slot, 0)]
@@ -156,9 +160,16 @@ def scene_at(
         half_length=body[0],
         half_width=body[1],
         kind=body[2],
-        present=put(present_agents, present > 0.5),
+        present=put(present_agents, present),
         slot=slot,
     )
+
+
+def reacts(tables: DeviceBank, scenario: jax.Array, partners: Partners | None = None) -> jax.Array:
+    """bool [N]: which objects are vehicles that react. The tables have paths."""
+    assert tables.paths is not None
+    reactive: jax.Array = tables.paths.reactive[scenario]
+    return reactive if partners is None else reactive & partners.of(REACTING)
 
 
 def adrift(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
