@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -360,6 +361,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     environment = dataclasses.replace(recipes.recipe("driving").environment, horizon=25)
     save_run(made, driving(evaluation_episodes=2, environment=environment), {})
     return made
+
+
+def test_tracks_that_wait_are_counted_once_and_frames_after_an_episode_not_at_all() -> None:
+    """Two lanes of 0.1 s and 0.2 s a step and one that repeats a scenario; the first ends after two steps."""
+    t = np.array([[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 3, 3]])
+    waiting = np.zeros((4, 3, 5), bool)
+    waiting[1:, :, 0] = True  # to the end
+    waiting[2, 1, 3] = True
+    tables = SimpleNamespace(dt=np.array([0.1, 0.2, 0.2]))
+    batch = SimpleNamespace(numbers=np.array([[4, 5, -1]]), tables=(tables,))
+    tracks, seconds = evaluate_driving.waits_of([(t, waiting)], batch)  # type: ignore[arg-type]
+    assert tracks == 3 and seconds == pytest.approx(2 * 0.1 + 3 * 0.2 + 0.2)
 
 
 def test_evaluate_writes_what_it_prints(
