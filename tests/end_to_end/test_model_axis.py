@@ -175,6 +175,9 @@ def test_a_language_model_takes_its_share_of_each_device_and_gathers_a_kernel_on
     cache = 4 * model.kv_heads * model.head_dim * rows * steps  # of a layer's keys, at least
     sampling = [each.bytes for each in across if each.loops.count(None) > 1]  # within the loop over updates
     assert 0 < max(sampling) < cache
+    moved = [each.bytes for each in across if each.operation == "all-to-all"]
+    queries = 4 * model.layers * model.width * model.heads * model.head_dim // 4  # a device's kernels of them
+    assert max(moved, default=0) < queries, "each device samples with the parts of kernels that lie on it"
     whole, own = (need.total for each in (alone, shared) if (need := device_memory.need(each.executable)))
     layer = 2 * 4 * (transformer.size(model) // model.layers)  # whole, and its gradient
     assert own - layer < 1.1 * whole / 4
