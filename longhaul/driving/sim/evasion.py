@@ -326,8 +326,8 @@ def plan(view: View, habits: Habits, drive: Drive) -> tuple[Drive, jax.Array]:
     obstacles = predicted(view, habits)
     blind, there = obstacles.blind, obstacles.view.others[1]
     count = WAITS.shape[1]
-    lasts = np.where(np.arange(count + PLANS.shape[1]) < count, LASTS, 0.0)
-    ways, curvature = roll(view, drive, np.concatenate([WAITS, PLANS], axis=1), lasts)
+    commanded = np.where(np.arange(count + PLANS.shape[1]) < count, LASTS, 0.0)
+    ways, curvature = roll(view, drive, np.concatenate([WAITS, PLANS], axis=1), commanded)
     both = conflicts(obstacles, ways)
     waits, found = both.part(slice(count)), both.part(slice(count, None))
     lasting = unharmed(obstacles, waits)
