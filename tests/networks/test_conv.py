@@ -27,8 +27,13 @@ def _by_loops(x: np.ndarray, kernel: np.ndarray, stride: int, before: int, after
     return found
 
 
+def _plain(kind: str, seen: jax.ShapeDtypeStruct, **options: object) -> actor_critic.ActorCritic:
+    return actor_critic.actor_critic(seen, 6, torso=kind, init="lecun", **options)  # type: ignore[arg-type]
+
+
 def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> actor_critic.ActorCritic:
-    made = actor_critic.actor_critic(seen, 6, torso=kind, init="lecun", **options)  # type: ignore[arg-type]
+    """Network whose functions are compiled, each by itself."""
+    made = _plain(kind, seen, **options)
     return made._replace(init=quick(made.init), apply=quick(made.apply))
 
 
@@ -87,13 +92,13 @@ def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kin
     last = np.moveaxis(first, 2, -1)
     by_first = _network(kind, jax.ShapeDtypeStruct(first.shape[2:], jnp.uint8))
     by_last = _network(kind, jax.ShapeDtypeStruct(last.shape[2:], jnp.uint8))
-    params = quick(by_first.init)(jax.random.key(0))
-    wanted = quick(by_first.apply)(params, (), jnp.asarray(first))
+    params = by_first.init(jax.random.key(0))
+    wanted = by_first.apply(params, (), jnp.asarray(first))
     assert wanted[0].shape == (2, 3, 6) and wanted[1].shape == (2, 3)
     assert float(jnp.std(wanted[1])) > 1e-3  # it sees something
     for other in (jnp.asarray(last), jnp.asarray(last, jnp.float32) / 255.0):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted[:2],
-                     quick(by_last.apply)(params, (), other)[:2])  # fmt: skip
+                     by_last.apply(params, (), other)[:2])  # fmt: skip
 
 
 @pytest.mark.slow
@@ -104,7 +109,7 @@ def test_rematerialised_gradients_are_the_same_and_bf16_is_near(kind: str) -> No
     params = _network(kind, seen).init(jax.random.key(1))
 
     def gradient(**options: object) -> object:
-        network = _network(kind, seen, **options)
+        network = _plain(kind, seen, **options)
         return quick(jax.grad(lambda p: jnp.sum(network.apply(p, (), frames)[1] ** 2)))(params)
 
     plain = gradient()
@@ -147,10 +152,10 @@ def test_normalised_layers_do_not_see_how_bright_an_image_is() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(size=(3, *seen.shape)), jnp.float32)
     for kind in ("minatar", "mlp"):
         network = _network(kind, seen, norm=True, shared=True)
-        params, apply = quick(network.init)(jax.random.key(0)), quick(network.apply)
+        params, apply = network.init(jax.random.key(0)), network.apply
         wanted, found = (apply(params, (), factor * x)[0] for factor in (1.0, 2.0))
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
         assert float(jnp.std(wanted)) > 1e-3
         other = _network(kind, seen, shared=True)
-        params, apply = quick(other.init)(jax.random.key(0)), quick(other.apply)
+        params, apply = other.init(jax.random.key(0)), other.apply
         assert not np.allclose(*(apply(params, (), factor * x)[0] for factor in (1.0, 2.0)), rtol=0.1)
