@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -84,7 +85,8 @@ def main(argv: list[str]) -> int:
     os.dup2(2, 1)  # what a library prints goes to the log
 
     def say(line: str) -> None:
-        print(public(line), file=terminal, flush=True)
+        with suppress(BrokenPipeError):  # the run was killed, and nobody reads it
+            print(public(line), file=terminal, flush=True)
 
     tracked, title = tracking.load(folder, name), tracking.KINDS[name].title
     assert tracked is not None
