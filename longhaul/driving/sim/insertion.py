@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul.driving.sim.evasion import only_where
+from longhaul.driving.sim.conditional import only_where
 from longhaul.driving.sim.features import relative
 from longhaul.driving.sim.geometry import separation
 from longhaul.driving.sim.idm import STANDSTILL

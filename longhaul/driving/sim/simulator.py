@@ -44,6 +44,7 @@ from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
 from longhaul.driving.sim import device_bank, dynamics, evasion, idm, insertion, metrics, reward, safety, traffic
+from longhaul.driving.sim.conditional import only_where
 from longhaul.driving.sim.config import Config, Weights, check_settings
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
@@ -542,8 +543,8 @@ class Simulator:
         if state.partners is not None:
             needed = needed & (state.partners.checked | (agents.slot == 0))
         given = (agents, features, limits, drive, unsafe), (state.scenario, scene, state.habits, dt), self.tables
-        needed = evasion.only_where(threatened)(needed, jnp.zeros_like(needed), *given)
-        return evasion.only_where(evaded)(needed, (drive, unsafe), *given)
+        needed = only_where(threatened)(needed, jnp.zeros_like(needed), *given)
+        return only_where(evaded)(needed, (drive, unsafe), *given)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""

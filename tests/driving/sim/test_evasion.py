@@ -15,6 +15,7 @@ from longhaul.driving.sim.geometry import FREE, Relative
 from longhaul.driving.sim.safety import View
 from longhaul.driving.sim.traffic import Scene
 from tests.driving.sim.test_safety import CHECKED, SPEED, T, both
+from tests.helpers import driving_scenarios
 from tests.helpers.driving_scenarios import DT, line, scenario, trip
 
 STANDS = line((0, 0), (0, 0), T)
@@ -251,45 +252,11 @@ def test_no_red_light_is_passed_to_evade() -> None:
 def test_who_is_not_threatened_would_not_evade(others: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     made = scenario([STANDS, *others], road=wide)
     few = trip(made, **CHECKED)
-    monkeypatch.setattr(evasion, "threatened", lambda *_: jnp.array(True))
+    looked: list[int] = []
+    monkeypatch.setattr(evasion, "threatened", lambda *_: looked.append(1) or jnp.array(True))
+    monkeypatch.setattr(driving_scenarios, "_program", driving_scenarios._program.__wrapped__)  # traced anew
     every = trip(made, **CHECKED)
+    assert looked
     moved = np.abs(every.states.motion.y[:, 0]).max()
     assert moved > 0.2  # it evades
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), few.states.motion, every.states.motion)
-
-
-def test_only_where_is_the_function_where_it_is_needed_and_the_default_elsewhere() -> None:
-    def function(agent: jax.Array, world: jax.Array, shared: jax.Array) -> jax.Array:
-        return agent * world + shared.sum()
-
-    some = evasion.only_where(function)
-    key = jax.random.key(0)
-    agents, world = jax.random.normal(key, (3, 5, 7)), jnp.arange(15.0).reshape(3, 5)
-    shared = jnp.arange(4.0)
-    for share in (0.0, 0.3, 1.0):
-        needed = jax.random.uniform(jax.random.key(1), (3, 5, 7)) < share
-        default = jnp.full((3, 5, 7), -1.0)
-        found = jax.jit(jax.vmap(jax.vmap(some, (0, 0, 0, 0, None)), (0, 0, 0, 0, None)))(
-            needed, default, agents, world, shared
-        )
-        np.testing.assert_allclose(found, jnp.where(needed, agents * world[..., None] + 6.0, default), rtol=1e-6)
-
-
-def test_if_any_is_computed_for_a_batch_that_has_one_that_needs_it() -> None:
-    computed = []
-
-    def function(x: jax.Array, shared: jax.Array) -> jax.Array:
-        jax.debug.callback(lambda: computed.append(1))
-        return x * shared
-
-    x, shared = jnp.arange(6.0).reshape(2, 3) + 1.0, jnp.float32(2.0)
-    run = jax.jit(jax.vmap(evasion.if_any(function), (0, 0, None)))
-    np.testing.assert_array_equal(run(jnp.array([False, False]), x, shared), jnp.zeros((2, 3)))
-    jax.effects_barrier()
-    assert not computed
-    np.testing.assert_array_equal(run(jnp.array([False, True]), x, shared), 2.0 * x)
-    jax.effects_barrier()
-    assert computed
-    alone = evasion.if_any(function)
-    np.testing.assert_array_equal(alone(jnp.array(False), x[0], shared), jnp.zeros(3))
-    np.testing.assert_array_equal(alone(jnp.array(True), x[0], shared), 2.0 * x[0])
