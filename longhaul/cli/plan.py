@@ -72,7 +72,9 @@ def chosen(recipe: Run, parsed: Parsed) -> Run:
     """
     run, values = run_flags.chosen(recipe, parsed), parsed.values
     elsewhere = values["calibrate"] or values["hardware"] != "here"
-    return resolve(dataclasses.replace(run, devices=1) if elsewhere and not run.devices else run)
+    resolved = resolve(dataclasses.replace(run, devices=1) if elsewhere and not run.devices else run)
+    compiled_run.check(resolved)
+    return resolved
 
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +82,10 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     here = values["hardware"] == "here"
     if values["calibrate"]:
         _check_calibration(run, values["hardware"])
-    few = [n for n in DEVICES if n <= max(4, 2 * cores())] if values["calibrate"] else []
-    on = _numbers(values["on"] or few, run.model)
+    usual = [n for n in DEVICES if n <= max(4, 2 * cores()) or not values["calibrate"]]
+    assert run.devices is not None
+    worlds = run.num_envs // run.devices if values["share"] == "strong" else None
+    on = _numbers(values["on"], usual, run.model, worlds)
     if not here and getattr(run.algorithm, "chunk", 0) is None:  # the program that they would run
         of_theirs = dataclasses.replace(run.algorithm, chunk=ROWS_OF_AN_ACCELERATOR)  # type: ignore[arg-type]
         run = dataclasses.replace(run, algorithm=of_theirs)
@@ -142,15 +146,27 @@ def _check_calibration(run: Run, hardware: str) -> None:
         )
 
 
-def _numbers(numbers: Sequence[int], model: int) -> list[int]:
-    """The numbers of devices to plan for. Raises FlagError where `model` devices can't be a shard."""
+def _numbers(numbers: Sequence[int], usual: Sequence[int], model: int, worlds: int | None) -> list[int]:
+    """The numbers of devices to plan for; of the `usual` ones those that can be, where none is given. Raises FlagError
+    where `model` devices can't be a shard, or where shards can't share a batch of so many `worlds` (None: each has its
+    own)."""
+
+    def even(devices: int) -> bool:
+        return worlds is None or worlds % (devices // model) == 0
+
     if not numbers:
-        return [n for n in DEVICES if n % model == 0] or [model * n for n in DEVICES]
+        every = [n for n in usual if n % model == 0] or [model * n for n in usual]
+        return [n for n in every if even(n)]
     for devices in numbers:
         if devices % model:
             raise FlagError(
                 f"--on is {devices}, and with --mesh model={model} so many devices share the parameters; ask for "
                 f"multiples of {model}"
+            )
+        if not even(devices):
+            raise FlagError(
+                f"--on is {devices}, and --share strong shares {worlds} worlds, which {devices // model} shards do not "
+                "divide; ask for other numbers, or give other --num-envs"
             )
     return list(numbers)
 

@@ -275,7 +275,7 @@ def check_topology(run: Run, changes: Mapping[str, Any]) -> None:
     topologies = {leaf.name: leaf.setting.topologies for leaf in config_fields.walk(run)}
     for name, value in changes.items():
         have, flag = topologies[name] or TOPOLOGIES, name.replace("_", "-")
-        setting = f"--{flag} is {'none' if value is None else 'on' if value is True else value}"
+        setting = f"--{flag} is {'on' if value is True else config_fields.plain(value)}"
         if run.topology in TOPOLOGIES and run.topology not in have:
             raise RunError(
                 f"{setting}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
@@ -368,15 +368,22 @@ def named(environment: Named) -> Environment:
 
 
 def _check_shares(run: Run, devices: int, runs: int) -> None:
-    """Raises RunError where devices can't share the runs, or the worlds, evenly."""
+    """Raises RunError where devices can't share the runs, or the worlds, evenly, or processes the devices."""
     if run.many and runs % devices:
         raise RunError(
             f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
         )
+    processes = process_group.count()
+    if devices * run.model % processes:
+        raise RunError(
+            f"--mesh is {MeshShape(devices, run.model)}, of {devices * run.model} devices, which {processes} processes "
+            f"can't share evenly; choose a multiple of {processes}, or another number of processes"
+        )
     if run.num_envs % devices and not run.many:
+        fewer = f"--mesh {MeshShape(1, run.model)}" if processes == 1 else "another number of processes"
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
-            f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
+            f"choose a multiple of {devices}, or {fewer}"
         )
 
 
@@ -404,7 +411,10 @@ def _check_layout(run: Run, devices: int) -> None:
             )
     steps = _columns(run, devices) * run.num_steps
     if steps > MOST:
-        raise RunError(f"--num-envs x agents x --num-steps is {steps} on a device; it must be at most {MOST}")
+        raise RunError(
+            f"--num-envs x agents x --num-steps is {steps} on a device; it must be at most {MOST}: give fewer, or more "
+            "devices by --mesh data=N"
+        )
 
 
 def _check_fsdp(run: Run, devices: int) -> None:
@@ -558,11 +568,13 @@ def _actors(run: Run, devices: int) -> ActorConfig:
         raise RunError("--actor-kind ray does not go with longhaul launch; choose process or thread")
     if run.topology == "central":
         return _inference_actors(run, devices)
+    if isinstance(run.environment, Driving) and run.acting.actor_kind != "thread":
+        raise RunError(
+            f"--actor-kind is {run.acting.actor_kind}, and actors drive in the scenarios of the learner's process; "
+            "choose --actor-kind thread"
+        )
     if run.acting.actor_kind == "device":
         _check_on_device(run, devices)
-    if isinstance(run.environment, Driving) and run.acting.actor_kind != "thread":
-        kind = run.acting.actor_kind
-        raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
     return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
 
 

@@ -92,12 +92,20 @@ class Program(NamedTuple):
         return params_sha256(jax.device_get(self.assembly.algorithm.policy(progress.state).params))
 
 
-def compiled(run: Run, source: Feed | None = None) -> Program:
-    """Program of a resolved run, as `longhaul train` compiles it. Call `prepare_devices` first."""
+def check(run: Run) -> None:
+    """Raises RunError for a run whose worlds and learner are not one program."""
     if run.many:
         raise RunError("this looks at one run; leave --seeds and --sweep out")
-    if run.topology == "central":  # whose worlds are no part of a program
-        raise RunError("this looks at the program of worlds and learner, and --topology is central; choose another")
+    if run.topology != "fused":
+        raise RunError(
+            f"this looks at one program of worlds and learner, and --topology {run.topology} has several; choose "
+            "--topology fused"
+        )
+
+
+def compiled(run: Run, source: Feed | None = None) -> Program:
+    """Program of a resolved run, as `longhaul train` compiles it. Call `prepare_devices` first."""
+    check(run)
     assert run.block is not None
     source = source or feed(run)
     with closing(Feeding(source)) as feeding:

@@ -21,6 +21,10 @@ CGROUP = Path("/sys/fs/cgroup")
 """Limits of a container (cgroup version 2)."""
 
 
+MOST_OF_A_CPU = 2048
+"""Largest number of devices that a process's CPU shows: JAX takes those after them for another process's."""
+
+
 class MeshShape(NamedTuple):
     """Numbers of shards of the worlds and of parts of the parameters; a device holds one of each."""
 
@@ -146,6 +150,11 @@ def prepare_devices(devices: int, threads: int | None = None, *, inline: bool = 
             f"{processes}, or another number of processes"
         )
     devices //= processes
+    if devices > MOST_OF_A_CPU and on_cpu():
+        raise RunError(
+            f"--mesh is of {devices} devices in a process, and a CPU shows at most {MOST_OF_A_CPU}; choose fewer, or "
+            "more processes by longhaul launch"
+        )
     threads = threads or default_threads(devices) * processes
     os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
     compile_cache.enable(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=process_group.index())

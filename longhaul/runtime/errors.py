@@ -47,6 +47,10 @@ def answer(word: str, answers: Mapping[str, str]) -> str | None:
     return next((line for words, line in answers.items() if word.lower().replace("_", "-") in words.split()), None)
 
 
+REMOVED = "For simplicity, JAX has removed its internal frames"
+"""Beginning of a line that JAX writes below a traceback."""
+
+
 def one_line(error: BaseException) -> str:
     """Text of an error on one line, at most 200 characters; its kind where it has none."""
     return " ".join(str(error).split())[:200] or type(error).__name__
@@ -58,5 +62,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(stderr: str) -> str:
-    """Last line that a failed program wrote, at most 200 characters: of a traceback, the error."""
-    return next(reversed(stderr.strip().splitlines()), "it said nothing")[:200]
+    """Last line that a failed program wrote, at most 200 characters: of a traceback, the error. What JAX says of its
+    own frames below one is left out."""
+    said = [line for line in stderr.strip().splitlines() if line.strip("- ") and not line.startswith(REMOVED)]
+    return next(reversed(said), "it said nothing")[:200]

@@ -41,7 +41,7 @@ from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padd
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
-from longhaul.runtime import device_memory, process_group
+from longhaul.runtime import device_memory, partition, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
@@ -175,10 +175,11 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
 
 
 def check_network(run: Run) -> None:
-    """Raises RunError if a run's network and its optimiser cannot fit on its devices, by their shapes alone: before its
-    scenarios are made or read, which takes minutes."""
+    """Raises RunError or ValueError if a run's network and its optimiser can't fit on its devices, or can't be split
+    over them, by their shapes alone: before its scenarios are made or read, which takes minutes."""
     algorithm = registry.make(spec(run), run.algorithm, RunContext(last_update(run), meshes.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(run.seed))
+    partition.check(state, run.mesh)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     mesh = meshes.make_mesh(*run.mesh)
     device_memory.check_state(size // (mesh.size if run.fsdp or run.mesh.parts > 1 else 1), mesh)

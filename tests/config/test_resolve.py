@@ -22,6 +22,7 @@ from longhaul.networks.config import NetworkConfig
 from longhaul.runtime import devices
 from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import run_dir
 from tests.helpers import installed_recipes
 
@@ -39,7 +40,7 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"total_steps": 2**31 * 8192}, "which is 2147483648 updates of 8192"),
         ({"num_envs": 0}, "--num-envs is 0; it must be at least 1"),
         ({"num_envs": -4}, "--num-envs is -4; it must be at least 1"),
-        ({"num_envs": 2**30}, "--num-envs x agents x --num-steps is 137438953472 on a device; it must be at most"),
+        ({"num_envs": 2**30}, "is 137438953472 on a device; it must be at most 2147483647: give fewer, or more"),
         ({"num_steps": 0}, "--num-steps is 0; it must be at least 1"),
         ({"num_envs": 10, "devices": 4}, "--num-envs is 10, which 4 devices can't share evenly; choose a multiple"),
         ({"devices": 0}, "--mesh is 0; it must be at least 1"),
@@ -60,6 +61,10 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"algorithm": PPOConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
         ({"algorithm": PPOConfig(lr=math.nan)}, "--lr is nan; it must be finite"),
         ({"algorithm": PPOConfig(vf_coef=math.inf)}, "--vf-coef is inf; it must be finite"),
+        (
+            {"environment": Driving(), "topology": "actors", "acting": ActorConfig(actor_kind="device")},
+            "--actor-kind is device, and actors drive in the scenarios of the learner's process; choose --actor-kind t",
+        ),
         ({"environment": Driving(scenarios=0)}, "--scenarios is 0; it must lie in 1 to 1000000"),
         ({"environment": Driving(scenarios=1_000_001)}, "(those after are for evaluation)"),
         ({"environment": Driving(horizon=1)}, "--horizon is 1; it must be at least 2"),

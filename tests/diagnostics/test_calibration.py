@@ -60,3 +60,14 @@ def test_the_command_calibrates_and_says_its_error(longhaul: Any, monkeypatch: p
     assert [row["error"] for row in found["plan"]][:2] == pytest.approx([0.1, 0.1])
     assert found["plan"][2]["error"] >= 0.2
     assert "an update took 10 s in one process, 30 s in two" in found["assumptions"]["compute"]
+
+
+def test_a_batch_is_shared_by_as_many_as_divide_its_worlds(longhaul: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda run, processes, calls: Timed([9.0, 10.0, 11.0], 32 * processes))
+    words = ["plan", "cartpole", "--num-envs", "2", "--calibrate", "--share", "strong", "--json", "-"]
+    code, _, err = longhaul(*words, "--on", "1", "4")
+    assert code == 2
+    assert "--on is 4, and --share strong shares 2 worlds, which 4 shards do not divide; ask for other numbers" in err
+    code, out, err = longhaul(*words)
+    assert code == 0, err
+    assert [row["devices"] for row in json.loads(out)["plan"]] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,11 @@ def test_profile_counts_the_products_of_a_recipe(tmp_path: Path, capsys: pytest.
 def test_bad_calls_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "cartpole", "--calls", "0"]) == 2
     assert "--calls is 0; it must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "plan --calibrate", "plan --hardware h100"])
+def test_a_run_whose_actors_are_apart_is_refused(command: str, longhaul: Any) -> None:
+    name, *flags = command.split()
+    code, _, err = longhaul(name, "cartpole", "--topology", "actors", *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--topology actors has several; choose --topology fused" in err

@@ -84,6 +84,7 @@ BAD = [
     ("train cartpole --lane grpc", ["--lane is grpc, and --topology fused", "choose --topology central, or leave"]),
     ("train cartpole --topology actors --slots 4", ["--slots is 4, and --topology actors has none", "central"]),
     ("train cartpole --pin", ["--pin is on, and --topology fused has none; choose --topology actors, or leave --pin"]),
+    ("train cartpole --actor-devices 1 2", ["--actor-devices is 1 2, and --topology fused has none"]),
     ("train cartpole --topology actors --tls-key k", ["--tls-key is k, and --topology actors has none"]),
     ("train cartpole --topology actors --ray-address local", ["--actor-kind is process; choose --actor-kind ray"]),
     ("train cartpole --num-envs 0", ["--num-envs is 0; it must be at least 1"]),

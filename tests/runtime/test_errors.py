@@ -28,5 +28,7 @@ def test_one_line_joins_all_and_is_cut() -> None:
 
 def test_the_last_line_of_a_failed_program_is_that_of_its_traceback() -> None:
     assert last_line("Traceback (most recent call last):\n  File ...\nValueError: no\n\n") == "ValueError: no"
+    note = f"{'-' * 20}\nFor simplicity, JAX has removed its internal frames from the traceback of the following ...\n"
+    assert last_line(f"Traceback (most recent call last):\n  File ...\nValueError: no\n{note}") == "ValueError: no"
     assert last_line(" \n") == "it said nothing"
     assert last_line("x" * 300) == "x" * 200

@@ -157,8 +157,16 @@ def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatc
         assert (resolved.devices, resolved.threads) == (wanted, max(wanted, 4) if wanted > 2 else 2)
     monkeypatch.setenv(process_group.DEVICES, "3")
     assert small(devices=None, num_envs=64, total_steps=64 * 16 * 5).devices == 4, "6 can't share 64 worlds"
+    for wrong, message in (
+        ({"devices": 3}, "--mesh is data=3, of 3 devices, which 2 processes can't share evenly; choose a multiple"),
+        ({"devices": 2, "num_envs": 33}, "which 2 devices can't share evenly; choose a multiple of 2, or another n"),
+    ):
+        with pytest.raises(RunError, match=message):
+            small(**wrong)
     with pytest.raises(RunError, match=r"of 3 devices, which 2 processes can't share evenly; choose a multiple"):
         devices.prepare_devices(3)
+    with pytest.raises(RunError, match=r"of 2049 devices in a process, and a CPU shows at most 2048; choose fewer"):
+        devices.prepare_devices(2 * 2049)
 
 
 WAITS = (

@@ -24,6 +24,7 @@ import pytest
 
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run, to_dict
+from longhaul.driving import scenario_source
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import GREEN, RED, Scenario
 from longhaul.driving.shards import shard, stream
@@ -491,6 +492,12 @@ def test_a_device_that_is_not_there_is_named_before_anything_is_read(
     monkeypatch.setattr(stream, "open", lambda *_: pytest.fail("it was read"))
     with pytest.raises(RunError, match="there is no device 7"):
         feeds.feed(by_actors(data, ActorConfig(2, "thread", actor_devices=(7,))))
+
+
+def test_a_mesh_that_can_split_nothing_is_named_before_scenarios_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenario_source, "generated", lambda *_, **__: pytest.fail("they were made"))
+    with pytest.raises(ValueError, match="no parameters of this network can be split into 3 parts"):
+        feeds.feed(small(environment=Driving(), devices=1, model=3))
 
 
 # ------------------------------------------------------------------------------------------------------------ data
