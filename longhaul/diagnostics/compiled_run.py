@@ -33,6 +33,7 @@ from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError, last_line
 from longhaul.runtime.provenance import params_sha256
+from longhaul.telemetry import screen
 from longhaul.topologies import fused
 from longhaul.training.assemble import Assembly, assemble, check_room
 from longhaul.training.data import Feed, Feeding, feed
@@ -124,13 +125,14 @@ def compiled(run: Run, source: Feed | None = None) -> Program:
     began = time.perf_counter()
     progress = begin(jax.random.key(run.seed))
     started = time.perf_counter()
-    lowered = fused.lowered(
-        algorithm, assembly.collector_in, progress, context, mesh, block=run.block, shards=assembly.shards
-    )
-    traced = time.perf_counter()
-    with closing(Ledger()) as ledger:
-        executable = overlap.compiled(lowered, mesh)
-    ended = time.perf_counter()
+    with screen.stage("compiling"):
+        lowered = fused.lowered(
+            algorithm, assembly.collector_in, progress, context, mesh, block=run.block, shards=assembly.shards
+        )
+        traced = time.perf_counter()
+        with closing(Ledger()) as ledger:
+            executable = overlap.compiled(lowered, mesh)
+        ended = time.perf_counter()
     params = algorithm.policy(progress.state).params
     return Program(
         run, assembly, source, context, executable, started - began, traced - started, ended - traced,

@@ -17,6 +17,7 @@ from longhaul.config.run import Driving, Origin, Run, to_dict
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry import screen
 from longhaul.topologies import fused, fused_population
 from longhaul.training import actor_learner, inference_server, members, reasoning_setup
 from longhaul.training.assemble import Assembly, assemble, check_room
@@ -150,7 +151,8 @@ def learner_footprint(run: Run) -> footprints.Footprint | None:
         progress = assembly.start(run.seed, context)
         progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
         untrained = actor_learner.policy_on_host(run, assembly, progress.state)  # as a run keeps it
-        program = compiled(run, assembly, context, progress)
+        with screen.stage("compiling"):
+            program = compiled(run, assembly, context, progress)
         result = _footprint(run, assembly, program, progress, feeding)
         del untrained
     return result

@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from longhaul.diagnostics.compiled_run import Program, compiled
 from longhaul.driving import scenario_source
 from longhaul.runtime import device_memory
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry import screen
 from longhaul.topologies import fused
 from longhaul.training import compilation, final_evaluation
 from longhaul.training.assemble import Assembly
@@ -130,10 +134,32 @@ def test_a_dry_run_looks_at_the_program_of_its_topology(
     assert (code, asked) == ((0, ["learner"]) if weighed else (2, ["fused"]))
 
 
-def test_a_program_of_worlds_and_learner_has_none_on_a_server() -> None:
-    run = resolve(changed(recipes.recipe("cartpole"), {"topology": "central"}))
-    with pytest.raises(RunError, match="--topology is central; choose another"):
+@pytest.mark.parametrize("topology", ["actors", "central"])
+def test_there_is_no_program_of_worlds_and_learner_where_actors_are_apart(topology: str) -> None:
+    run = resolve(changed(recipes.recipe("cartpole"), {"topology": topology}))
+    with pytest.raises(RunError, match=f"--topology {topology} has several; choose --topology fused"):
         compiled_run.compiled(run)
+
+
+@pytest.mark.parametrize("topology", ["fused", "actors"])
+def test_a_dry_run_says_that_it_compiles(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As training does: of a large network it takes minutes."""
+    shown: list[str] = []
+
+    @contextmanager
+    def stage(title: str, *_: Any, **__: Any) -> Iterator[None]:
+        shown.append(title)
+        yield
+
+    def compiling(*_: Any, **__: Any) -> None:
+        shown.append("now")
+        raise RunError("far enough")
+
+    monkeypatch.setattr(screen, "stage", stage)
+    monkeypatch.setattr(fused, "lowered", compiling)
+    monkeypatch.setattr(compilation, "compiled", compiling)
+    assert main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1", "--topology", topology]) == 2
+    assert shown[-2:] == ["compiling", "now"]
 
 
 def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyPatch) -> None:
