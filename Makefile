@@ -1,5 +1,5 @@
 # Everything runs from .venv, which is made when it is missing or older than what it is made from.
-# Another Python: make clean, then make PYTHON=python3.12 test
+# Another Python, another JAX: make clean, then make PYTHON=python3.13 JAX=0.11.2 test
 
 PYTHON ?= python3
 BENCH ?= ppo-cartpole
@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TESTS := .venv/.installed-tests
 ALL := .venv/.installed-all
+PINS := $(if $(JAX),.venv/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -50,11 +51,12 @@ $(STAMP) $(TESTS) $(ALL): pyproject.toml constraints.txt
 	  exit 1; }
 	@echo "installing into .venv (about a minute)"
 	@$(BIN)/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { rm -rf .venv; $(PYTHON) -m venv .venv; }
-	@{ ! $(BIN)/python -m pip config list | grep -qE '\.(index-url|no-index)=' && $(PIP) -c constraints.txt uv && \
-	  $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.$(EXTRA_$@)'; } || { \
+	@$(if $(JAX),sed -E 's/^(jax|jaxlib)==[0-9.]+/\1==$(JAX)/' constraints.txt > $(PINS))
+	@{ ! $(BIN)/python -m pip config list | grep -qE '\.(index-url|no-index)=' && $(PIP) -c $(PINS) uv && \
+	  $(BIN)/uv pip install --quiet --python $(BIN)/python -c $(PINS) -e '.$(EXTRA_$@)'; } || { \
 	  echo "going on with pip"; \
 	  $(PIP) 'pip>=26' || echo "going on with the pip that is there"; \
-	  $(PIP) -c constraints.txt -e '.$(EXTRA_$@)'; }
+	  $(PIP) -c $(PINS) -e '.$(EXTRA_$@)'; }
 	@touch $@
 
 train: $(STAMP)
@@ -71,7 +73,7 @@ test-all: $(ALL) lint
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 fuzz: $(TESTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,fuzz]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,fuzz]'
 	$(BIN)/python -m benchmarks.guided_fuzz $(ARGS)
 
 bench: $(STAMP)

@@ -75,7 +75,8 @@ class Adapted:
         return State(formed(inner, self.form), jnp.int32(0), jnp.bool_(False)), _clean(observation)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
-        led_to = self.world.step(key, state.inner, action)
+        inner = jax.tree.map(lambda leaf: leaf, state.inner)  # Playground writes metrics into the state it is given
+        led_to = self.world.step(key, inner, action)
         steps = state.steps + 1
         terminated = jnp.asarray(led_to.terminated, bool).reshape(())
         truncated = (jnp.asarray(led_to.truncated, bool).reshape(()) | (steps >= self.limit)) & ~terminated

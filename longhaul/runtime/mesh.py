@@ -125,9 +125,19 @@ def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_sp
     """`function` run on each shard of `data` with its part of the arguments; the specs name that axis alone."""
     # Axes of one device are excluded, so that the compiler does not search for a split.
     manual = {DATA} | {axis for axis in (FSDP, MODEL) if mesh.shape[axis] == 1}
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
-    )
+
+    def shard(*arguments: Any) -> Any:
+        return function(*jax.tree.map(_without_elements, arguments))
+
+    return jax.shard_map(shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+
+
+def _without_elements(x: jax.Array) -> jax.Array:
+    """`x`, made in the program if it has no elements (muscles of a body without any): jaxlib 0.11 ends by a
+    segmentation fault where it compiles a program with a collective that is given such an array."""
+    if x.size or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def parts() -> tuple[int, int]:

@@ -36,7 +36,7 @@ from tests.helpers.command_line import assert_refused, in_process
         ("render -h", ["--scenario TEXT", "--out PATH", ".gif"]),
         ("data inspect --help", ["PATH...", "--json PATH"]),
         ("data --help", ["longhaul data inspect"]),
-        ("status --help", ["RUN", "--runs-dir PATH"]),
+        ("status --help", ["RUN", "--checkpoint-dir PATH"]),
         ("bench --help", ["NAME"]),
         ("--version", ["longhaul 0."]),
         ("version", ["longhaul 0."]),

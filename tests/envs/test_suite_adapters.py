@@ -88,6 +88,20 @@ def test_ends_are_told_from_truncations(world: World, most: int | None, last: in
     assert not environment.active(state)
 
 
+def test_a_step_leaves_the_state_that_it_is_given_as_it_was() -> None:
+    """Playground's tasks write their metrics into it."""
+
+    def step(key: jax.Array, state: dict[str, jax.Array], action: jax.Array) -> Step:
+        state["t"] = state["t"] + 1
+        return Step(state, state["t"], state["t"], False, False)
+
+    world = World(Discrete(2), lambda key: ({"t": jnp.float32(0.0)}, jnp.float32(0.0)), step, 9, None)
+    environment = suite_adapters.adapted(world)
+    state, _ = environment.reset(jax.random.key(0))
+    after, _ = environment.step(jax.random.key(1), state, jnp.int32(0))
+    assert (float(state.inner["t"]), float(after.inner["t"])) == (0.0, 1.0)
+
+
 def test_a_suite_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install playground"):

@@ -66,6 +66,18 @@ def test_each_shard_has_its_part_and_its_number_and_they_meet_in_the_mean():
     assert meshes.identity((parts, mean)) == (parts, mean)
 
 
+def test_a_program_takes_no_array_without_elements():
+    """jaxlib 0.11 ends by a segmentation fault where a program with a collective is given one."""
+    mesh, specs = meshes.make_mesh(2), (PartitionSpec(meshes.DATA), PartitionSpec(meshes.DATA))
+    shard = meshes.per_shard(lambda x, none: (meshes.mean_over_data(x), none), mesh, specs, specs)
+    program = jax.jit(shard).lower(jnp.arange(4.0), jnp.zeros((4, 0))).compile()
+    entry = program.as_text().split("ENTRY")[1]
+    assert entry.count(" parameter(") == 1
+    x, none = program(jnp.arange(4.0), jnp.zeros((4, 0)))
+    np.testing.assert_array_equal(x, [1.0, 2.0, 1.0, 2.0])
+    assert none.shape == (4, 0)
+
+
 def test_split_arrays_are_gathered_on_devices_and_on_the_host():
     mesh = meshes.make_mesh(2, 2)
     x = np.arange(24.0).reshape(4, 6)

@@ -51,7 +51,9 @@ class Terminal:
         self.own, there = pty.openpty()
         self.before = termios.tcgetattr(there)
         self.there = there
-        environment = os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
+        # Python 3.13 colours tracebacks.
+        plain = {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "PYTHON_COLORS": "0"}
+        environment = os.environ | plain | variables
         self.process = subprocess.Popen(
             [sys.executable, *words], stdin=there, stdout=there, stderr=there, env=environment,
             process_group=None if session else 0, start_new_session=session,
