@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from longhaul.runtime.errors import did_you_mean, first_line
@@ -30,7 +31,8 @@ def load(name: str) -> Any:
     if not module or not path:
         raise ValueError(f"{name!r} names no function; write module:function")
     target = imported(module)
-    names = [each for each in vars(target) if not each.startswith("_")]
+    own = {name: each for name, each in vars(target).items() if not name.startswith("_")}
+    names = [name for name, each in own.items() if not isinstance(each, ModuleType | type(annotations))]
     for part in path.split("."):
         if part not in dir(target):
             if module == "__main__":

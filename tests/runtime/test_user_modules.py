@@ -34,6 +34,7 @@ def test_a_module_of_the_working_folder_is_found_and_names_have_parts(
         ("json:", "'json:' names no function"),
         ("json:load_s", "json has no load_s; did you mean loads"),
         ("json:zzz", "json has no zzz; it has"),
+        ("longhaul.sum_tree:annotation", "longhaul.sum_tree has no annotation; it has"),  # annotations are no function
         ("no_such_module:f", "ModuleNotFoundError: .*; run from the folder that has it, install it, or add its folder"),
         ("__main__:NotThere", "a notebook or a script has defined NotThere; go on there, or define NotThere"),
     ],
