@@ -106,11 +106,19 @@ def test_a_forecast_that_nothing_was_measured_for_has_no_error() -> None:
 
 
 def test_numbers_of_devices_are_multiples_of_a_shard() -> None:
-    assert plan_command._numbers((), 1)[:4] == [1, 2, 4, 8]
-    assert plan_command._numbers((), 4)[:3] == [4, 8, 16]
-    assert plan_command._numbers((), 3)[:3] == [3, 6, 12]
+    usual = plan_command.DEVICES
+    assert plan_command._numbers((), usual, 1, None)[:4] == [1, 2, 4, 8]
+    assert plan_command._numbers((), usual, 4, None)[:3] == [4, 8, 16]
+    assert plan_command._numbers((), usual, 3, None)[:3] == [3, 6, 12]
     with pytest.raises(ValueError, match=r"--on is 6, and with --mesh model=4 .* ask for multiples of 4"):
-        plan_command._numbers((8, 6), 4)
+        plan_command._numbers((8, 6), usual, 4, None)
+
+
+def test_numbers_of_devices_divide_worlds_that_they_share() -> None:
+    assert plan_command._numbers((), [1, 2, 4, 8], 1, 12) == [1, 2, 4]
+    assert plan_command._numbers((6, 3), [1], 1, 12) == [6, 3]
+    with pytest.raises(ValueError, match=r"--on is 4, and --share strong shares 15 worlds, which 2 shards"):
+        plan_command._numbers((4, 8), [1], 2, 15)
 
 
 def test_weak_scaling_keeps_the_batch_of_a_device() -> None:

@@ -305,8 +305,9 @@ train = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_arg
 def test_copies_are_exact_and_what_trains_on_leaves_them_alone() -> None:
     staging = Staging()
     for add in (0.0, 5.0):
+        # Of arrays alike: JAX 0.11 does not overwrite one that was read as a whole.
+        wanted = {name: np.array(array) for name, array in progress(4, add).items()}
         tree = progress(4, add)
-        wanted = {name: np.array(array) for name, array in tree.items()}
         copy = staging.copy(tree)
         before = {name: places(array) for name, array in tree.items()}
         tree = jax.block_until_ready(train(tree))
