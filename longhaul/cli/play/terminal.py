@@ -32,6 +32,9 @@ ESCAPE_DELAY = 50
 SLICE = 250
 """Milliseconds of one wait for a key: a signal that comes just before the wait is heard at its end."""
 
+WHILE_IT_ENDS = 1.0
+"""Seconds in which a thread that hears a signal ends the process."""
+
 
 def plain(line: Line) -> str:
     """The text of a line, without spaces at its end."""
@@ -124,7 +127,10 @@ def _leave() -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Within it the terminal is put back before a signal ends the process."""
+    """Within it the terminal is put back before a signal ends the process.
+
+    A thread that hears signals (`longhaul.runtime.signals`) is not told of one until then: it ends the process at once.
+    """
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield
         return
@@ -132,16 +138,21 @@ def _signals() -> Iterator[None]:
     def end(number: int, frame: Any) -> None:
         _leave()
         signal.signal(number, before[number])
+        signal.set_wakeup_fd(listener, warn_on_full_buffer=False)
         signal.raise_signal(number)
+        if listener != -1:
+            time.sleep(WHILE_IT_ENDS)  # a key's wait would draw again
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before: dict[int, Any] = {
         number: was for number in numbers if (was := signal.getsignal(number)) is not signal.SIG_IGN
     }
+    listener = signal.set_wakeup_fd(-1)
     for number in before:
         signal.signal(number, end)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(listener, warn_on_full_buffer=False)
         for number, was in before.items():
             signal.signal(number, was)

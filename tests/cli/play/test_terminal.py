@@ -164,6 +164,23 @@ def test_whatever_ends_the_program_puts_everything_back(on_terminal: Any, end: A
     assert there.is_as_before()
 
 
+def test_a_thread_that_hears_signals_ends_the_program_once_everything_is_back(on_terminal: Any) -> None:
+    """As in the command, where that thread does not wait for the main one."""
+    listening = [
+        "import os",
+        "from longhaul.runtime import signals",
+        "signal.signal(signal.SIGINT, lambda *_: None)",
+        "with signals.watching(lambda number: (os.write(1, b'interrupted'), os._exit(4))), ",
+    ]
+    there = on_terminal("-c", CONTROL + PROGRAM.replace("with ", "\n".join(listening), 1))
+    there.until("frame 0")
+    there.send("\x03")
+    code, text = there.end()
+    assert code == 4
+    assert text.index(LEAVE) < text.index("interrupted") and ENTER not in text
+    assert there.is_as_before()
+
+
 def test_a_stopped_process_leaves_the_terminal_and_draws_again_when_it_goes_on(on_terminal: Any) -> None:
     there = on_terminal("-c", PROGRAM, session=False)  # nobody stops the only group of a session
     there.until("frame 0")
