@@ -564,6 +564,11 @@ def _actors(run: Run, devices: int) -> ActorConfig:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
     if process_group.together() and run.topology == "central":
         raise RunError("--topology is central, which trains in one process; leave longhaul launch out")
+    if run.topology == "actors" and run.model > 1 and devices * run.model // process_group.count() % run.model:
+        raise RunError(
+            f"--mesh is {MeshShape(devices, run.model)}, and with --topology actors the {run.model} devices of a shard "
+            f"lie in one process: give each process {run.model} (--devices-per-host), or choose --topology fused"
+        )
     if process_group.together() and run.acting.actor_kind == "ray":
         raise RunError("--actor-kind ray does not go with longhaul launch; choose process or thread")
     if run.topology == "central":
@@ -586,6 +591,12 @@ def _check_on_device(run: Run, devices: int) -> None:
         raise RunError(
             f"--actor-kind is device, and {env} has no tensors on it; choose --actor-kind process or thread, or an "
             "environment torch/MODULE:FACTORY"
+        )
+    if run.fsdp or run.model > 1:
+        split = "--fsdp is on" if run.fsdp else f"--mesh is {MeshShape(devices, run.model)}"
+        raise RunError(
+            f"{split}, and with --actor-kind device the policy acts where it lies, whole: leave it out, or choose "
+            "--actor-kind thread"
         )
     if devices != process_group.count():
         raise RunError(

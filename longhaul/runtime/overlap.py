@@ -4,10 +4,10 @@ The gradients of the last layers are ready first. They travel in buckets, in the
 them, while the gradients of earlier layers are computed (Li et al. 2020, arXiv 2006.15704). Where we differ: the order
 is read from the traced program, not from the order in which the layers were made.
 
-A bucket waits for the one before it, and nothing else does: so a compiler neither joins them into one collective, which
-would wait for all gradients, nor sends them in another order. They wait by an addition of nothing that the compiler has
-to compute: it drops its own barrier (`optimization_barrier`) before it joins collectives. Small networks are one
-bucket, and their programs are those without any of this.
+A bucket waits for all of the one before it, and nothing else does: so a compiler neither joins them into one
+collective, which would wait for all gradients, nor sends them in another order. They wait by an addition of nothing
+that the compiler has to compute: it drops its own barrier (`optimization_barrier`) before it joins collectives. Small
+networks are one bucket, and their programs are those without any of this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh
 
@@ -43,15 +44,16 @@ def mean(tree: PyTree, order: Callable[[], Sequence[int]]) -> PyTree:
     if jax.lax.axis_size(meshes.DATA) == 1 or not several(tree):
         return meshes.mean_over_data(tree)
     leaves, structure = jax.tree.flatten(tree)
-    before: jax.Array | None = None
+    nothing: jax.Array | None = None
     for bucket in buckets([leaf.nbytes for leaf in leaves], order()):
         sent = [leaves[i] for i in bucket]
-        if before is not None:  # x + 0 y is not x to a compiler: y may be infinite
-            sent = [leaf + (0.0 * before).astype(leaf.dtype) for leaf in sent]
+        if nothing is not None:
+            sent = [leaf + nothing.astype(leaf.dtype) for leaf in sent]
         means = meshes.mean_over_data(sent)
         for i, leaf in zip(bucket, means, strict=True):
             leaves[i] = leaf
-        before = means[0].reshape(-1)[0]
+        # Of each leaf: a bucket is several collectives. 0 y is not 0 to a compiler: y may be infinite.
+        nothing = jnp.sum(jnp.stack([0.0 * leaf.reshape(-1)[0].astype(jnp.float32) for leaf in means]))
     return jax.tree.unflatten(structure, leaves)
 
 

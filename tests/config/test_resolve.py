@@ -28,6 +28,10 @@ from tests.helpers import installed_recipes
 
 BASE = Run("cartpole", Named("cartpole"), devices=1)
 
+ON_DEVICE = {
+    "environment": Named("torch/module:function"), "topology": "actors", "acting": ActorConfig(actor_kind="device"),
+}  # fmt: skip
+
 
 # ---------------------------------------------------------------------------------------------------------- resolve
 
@@ -65,6 +69,8 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
             {"environment": Driving(), "topology": "actors", "acting": ActorConfig(actor_kind="device")},
             "--actor-kind is device, and actors drive in the scenarios of the learner's process; choose --actor-kind t",
         ),
+        ({**ON_DEVICE, "devices": 2, "fsdp": True}, "--fsdp is on, and with --actor-kind device the policy acts where"),
+        ({**ON_DEVICE, "model": 2}, "--mesh is data=1,model=2, and with --actor-kind device the policy acts where it"),
         ({"environment": Driving(scenarios=0)}, "--scenarios is 0; it must lie in 1 to 1000000"),
         ({"environment": Driving(scenarios=1_000_001)}, "(those after are for evaluation)"),
         ({"environment": Driving(horizon=1)}, "--horizon is 1; it must be at least 2"),

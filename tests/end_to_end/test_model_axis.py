@@ -32,13 +32,14 @@ from longhaul.runtime.config_fields import replaced
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.training import assemble, compilation, loop, run_dir
+from longhaul.training import assemble, compilation, final_evaluation, loop, run_dir
 from longhaul.training import data as feeds
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.checkpoint.resume import restore_policy
 from longhaul.types import Progress
 from tests.helpers.small_runs import begin, make_quick, resume, small, stop
+from tests.runtime.test_process_group import together
 
 UPDATES = 3
 
@@ -220,6 +221,41 @@ def test_split_runs_end_with_the_parameters_of_one_device(
         assert begin(run, tmp_path / str(number)).code == 0
         ended.append(restore_policy(tmp_path / str(number))[1])
     close(*ended, 1e-5)
+
+
+def acted(**changes: Any) -> Run:
+    """Twelve updates by four actors in threads."""
+    acting = ActorConfig(4, "thread", staleness=0)
+    return cartpole(topology="actors", acting=acting, total_steps=8 * 16 * 12, block=1, log_interval=2, **changes)
+
+
+def begin_in_parts(folder: Path) -> int:
+    """In each of two processes of two devices, two actors each: trains, and stops."""
+    run = acted(devices=4, fsdp=True)
+    return loop.train(run, folder, resumed=False, callback=lambda record: record["update"] == 4).code
+
+
+def go_on_in_parts(folder: Path) -> int:
+    """In each of two such processes: trains to the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
+        return loop.train(run_dir.load_run(folder), folder, resumed=True).code
+
+
+@pytest.mark.slow
+def test_learners_that_share_parameters_end_as_one_device(tmp_path: Path) -> None:
+    """Of four parts each of two processes has two; each reads the rollouts of its own actors."""
+    parted, alone = tmp_path / "parted", tmp_path / "alone"
+    parted.mkdir()
+    for step, expected in (("begin_in_parts", loop.STOPPED), ("go_on_in_parts", 0)):
+        ended = together(step, parted, "end_to_end.test_model_axis")
+        assert [code for code, _ in ended] == [expected, expected], ended
+    assert begin(acted(devices=1), alone).code == 0
+    (run, ours, begun), (_, theirs, _) = map(restore_policy, (parted, alone))
+    assert run.fsdp
+    moved = jax.tree.map(lambda a, b: float(np.max(np.abs(np.asarray(a) - np.asarray(b)))), ours.params, begun.params)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    close(ours, theirs, 1e-5)
 
 
 def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:

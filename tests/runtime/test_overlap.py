@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from longhaul.diagnostics import hlo
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import overlap
+from longhaul.types import PyTree
 
 LAYERS, WIDTH = 4, 256
 
@@ -109,6 +110,30 @@ def test_all_reduces_begin_while_the_backward_pass_goes_on(small_buckets: None) 
     assert order.count("product") == 2 * LAYERS - 1  # two of each layer but the first
     for done, place in enumerate(sent[:-2], 1):
         assert "product" in order[place:], f"nothing is left to compute when all-reduce {done} begins"
+
+
+def test_small_leaves_do_not_let_the_large_ones_of_several_buckets_meet(small_buckets: None) -> None:
+    """Each layer with a bias, which is ready before its kernel, and travels by itself: a kernel waits for both."""
+
+    def biased(given: PyTree, x: jax.Array) -> jax.Array:
+        for name in ("c", "a", "d", "b"):
+            x = jax.nn.tanh(x @ given[name]["kernel"] + given[name]["bias"][None])
+        return jnp.sum(x * x)
+
+    def descend(given: PyTree, x: jax.Array) -> PyTree:
+        def gradient(given: PyTree, x: jax.Array) -> tuple[PyTree, None]:
+            return jax.grad(biased)(given, x), None
+
+        grads = overlap.mean(gradient(given, x)[0], lambda: overlap.ready(gradient, given, x))
+        return jax.tree.map(lambda p, g: p - 0.01 * g, given, grads)
+
+    given = {name: {"kernel": kernel, "bias": kernel[0]} for name, kernel in params().items()}
+    everywhere = PartitionSpec()
+    shards = meshes.per_shard(descend, meshes.make_mesh(2), (everywhere, PartitionSpec(meshes.DATA)), everywhere)
+    text = overlap.compiled(jax.jit(shards).lower(given, jnp.ones((32, WIDTH))), meshes.make_mesh(2)).as_text() or ""
+    kernel = 4 * WIDTH * WIDTH
+    large = [each.bytes for each in hlo.crossings(text) if each.bytes >= kernel]
+    assert len(large) == LAYERS and max(large) < 2 * kernel
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,10 @@ def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatc
     assert small(devices=None, num_envs=64, total_steps=64 * 16 * 5).devices == 4, "6 can't share 64 worlds"
     for wrong, message in (
         ({"devices": 3}, "--mesh is data=3, of 3 devices, which 2 processes can't share evenly; choose a multiple"),
+        (
+            {"model": 2, "topology": "actors"},
+            "--mesh is data=1,model=2, and with --topology actors the 2 devices",
+        ),
         ({"devices": 2, "num_envs": 33}, "which 2 devices can't share evenly; choose a multiple of 2, or another n"),
     ):
         with pytest.raises(RunError, match=message):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import overlap, partition, process_group
@@ -274,9 +274,17 @@ def joined_carry(carry: PyTree, mesh: Mesh) -> PyTree:
     return _from_processes(copied, mesh)
 
 
+def _layout(mesh: Mesh) -> NamedSharding:
+    """Layout of arrays [actors, ...]: split over `data`. Where processes share parameters, each has the rows of its own
+    actors alone, so over `fsdp`, too."""
+    if mesh.is_multi_process and mesh.shape[meshes.FSDP] > 1:
+        return NamedSharding(mesh, PartitionSpec((meshes.DATA, meshes.FSDP)))
+    return meshes.sharded(mesh)
+
+
 def _from_processes(tree: PyTree, mesh: Mesh) -> PyTree:
-    """NumPy arrays [own, ...] of each process as arrays [all, ...] split over `data`."""
-    layout = meshes.sharded(mesh)
+    """NumPy arrays [own, ...] of each process as arrays [all, ...]."""
+    layout = _layout(mesh)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(layout, np.asarray(x)), tree)
 
 
@@ -322,7 +330,7 @@ def compiled(
     specs = state, everywhere, everywhere, split, split
     results = state, everywhere, everywhere, everywhere
     inner = meshes.per_shard(update, mesh, specs, results)
-    copies, layout = meshes.replicated(mesh), meshes.sharded(mesh)
+    copies, layout = meshes.replicated(mesh), _layout(mesh)
     lies = (parts.split(partition.shardings(progress.state, mesh))[0], copies, copies, ()) if apart else None
 
     def program(changing: Leaves, fixed: Leaves, *rest: Any) -> Any:
@@ -360,10 +368,17 @@ def _weights(algorithm: Algorithm, state: PyTree, *, shared: bool) -> jax.Array:
 
 
 def weights_of(algorithm: Algorithm, mesh: Mesh, *, shared: bool = False) -> Callable[[PyTree], np.ndarray]:
-    """state -> bytes of its policy, as `ActorPool` publishes them. Parts on several devices are joined on the host."""
+    """state -> bytes of its policy, as `ActorPool` publishes them. Parts on several devices are joined on the host;
+    where other processes have some, a device holds one array whole at a time."""
     if meshes.splits(mesh):
         leaves = jax.jit(lambda state: _raw_leaves(algorithm.policy(state)))
-        return lambda state: np.concatenate([np.asarray(x).reshape(-1).view(np.uint8) for x in leaves(state)])
+        whole = jax.jit(lambda leaf: leaf, out_shardings=meshes.replicated(mesh))
+
+        def joined(leaf: jax.Array) -> np.ndarray:
+            parts = whole(leaf).addressable_data(0) if mesh.is_multi_process else leaf
+            return np.asarray(parts).reshape(-1).view(np.uint8)
+
+        return lambda state: np.concatenate([joined(leaf) for leaf in leaves(state)])
     flat = jax.jit(lambda state: _weights(algorithm, state, shared=shared))
     return lambda state: _on_host(flat(state))
 
