@@ -1,5 +1,5 @@
 # Everything runs from .venv, which is made when it is missing or older than what it is made from.
-# Another Python, another JAX: make clean, then make PYTHON=python3.13 JAX=0.11.2 test
+# Another Python, another JAX: make clean, then make PYTHON=python3.13 JAX=0.11.1 test
 
 PYTHON ?= python3
 BENCH ?= ppo-cartpole

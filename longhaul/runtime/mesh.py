@@ -23,6 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from longhaul.runtime import pytree_serialization
+from longhaul.runtime.errors import RunError
 from longhaul.types import PyTree, platform
 
 DATA, FSDP, MODEL = "data", "fsdp", "model"
@@ -125,19 +126,21 @@ def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_sp
     """`function` run on each shard of `data` with its part of the arguments; the specs name that axis alone."""
     # Axes of one device are excluded, so that the compiler does not search for a split.
     manual = {DATA} | {axis for axis in (FSDP, MODEL) if mesh.shape[axis] == 1}
-
-    def shard(*arguments: Any) -> Any:
-        return function(*jax.tree.map(_without_elements, arguments))
-
-    return jax.shard_map(shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+    )
 
 
-def _without_elements(x: jax.Array) -> jax.Array:
-    """`x`, made in the program if it has no elements (muscles of a body without any): jaxlib 0.11 ends by a
-    segmentation fault where it compiles a program with a collective that is given such an array."""
-    if x.size or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    return jnp.zeros(x.shape, x.dtype)
+def check_compiler(carry: Callable[[], PyTree], mesh: Mesh) -> None:
+    """Refusal of a compiler that dies. jaxlib 0.11.2 ends by a segmentation fault where shards of a mesh are given
+    arrays without elements; its releases before and after do not. `carry`: shapes of what the worlds hold, asked for
+    only where that matters. Raises RunError."""
+    if jax.__version__ != "0.11.2" or mesh.size == 1 or all(leaf.size for leaf in jax.tree.leaves(carry())):
+        return
+    raise RunError(
+        f"JAX 0.11.2 crashes on {mesh.size} devices where worlds have arrays without elements, as MuJoCo's have; "
+        "take another: pip install 'jax!=0.11.2', or --mesh data=1"
+    )
 
 
 def parts() -> tuple[int, int]:

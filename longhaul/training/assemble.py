@@ -109,6 +109,7 @@ def assemble(
         enter = _entering_server(run, within, algorithm)
     else:
         enter = fused.entering(collector_in, mesh, parted)
+        meshes.check_compiler(lambda: jax.eval_shape(enter, jax.random.key(0), context), mesh)
     begin = fused_population.starting(init, collector_in, mesh, members.within(siblings)) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, parted, origin,
