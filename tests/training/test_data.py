@@ -129,13 +129,14 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def streaming(data: Path, updates: int = 11, **changes: Any) -> Run:
-    """A tiny run in chunks of 3 of the 7 scenarios, 2 updates in each."""
+def streaming(data: Path, updates: int = 11, devices: int = 1, num_envs: int = 4, **changes: Any) -> Run:
+    """A tiny run in chunks of 3 of the 7 scenarios, 2 updates in each; with 4 environments, `updates` in all."""
     task = Driving((str(data),), bank=BANK, bank_updates=PERIOD, simulator=EGO)
     task = dataclasses.replace(task, **changes)
     return small(
-        environment=task, num_envs=4, num_steps=5, total_steps=4 * 5 * updates, block=2, log_interval=2, save_interval=3
-    )
+        environment=task, num_envs=num_envs, num_steps=5, total_steps=4 * 5 * updates, devices=devices, block=2,
+        log_interval=2, save_interval=3,
+    )  # fmt: skip
 
 
 def plain(tree: Any) -> list[np.ndarray]:
@@ -561,7 +562,7 @@ def train_by_host(folder: Path) -> int:
         patch.setattr(stream, "picks", noted)
         patch.setattr(final_evaluation, "evaluations", lambda *_, **__: iter(()))
         patch.setattr(feeds, "_within", lambda *_: Glance)
-        run = dataclasses.replace(streaming(folder / "shards", bank_by_host=True), devices=4, num_envs=8)
+        run = streaming(folder / "shards", devices=4, num_envs=8, bank_by_host=True)
         if folder.name == "acted":
             run = dataclasses.replace(run, topology="actors", acting=ActorConfig(4, "thread"))
         loop.train(runs.resolve(run), folder / "run", resumed=False)
