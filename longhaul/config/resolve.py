@@ -47,15 +47,18 @@ VISITS, EPISODE = 8, 80
 """Visits of each scenario of a bank before others come; steps that an episode is taken to have."""
 
 
-def resolve(run: Run) -> Run:
-    """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy."""
+def resolve(run: Run, *, stored: bool = False) -> Run:
+    """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy.
+
+    Of a `stored` run, which other processes may evaluate than trained it, these need not share the devices.
+    """
     try:
-        return _resolved(run)
+        return _resolved(run, stored=stored)
     except FieldError as error:
         raise error.of_flag() from None
 
 
-def _resolved(run: Run) -> Run:
+def _resolved(run: Run, *, stored: bool) -> Run:
     if run.model < 1:
         raise FieldError("mesh", run.mesh, "model must be at least 1")
     config_fields.check(run)
@@ -67,7 +70,7 @@ def _resolved(run: Run) -> Run:
     siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
-    _check_shares(run, devices, runs)
+    _check_shares(run, devices, runs, 1 if stored else process_group.count())
     run = _imported(run, devices, fused=run.topology == "fused")
     acting = _actors(run, devices)
     _check_layout(run, devices)
@@ -367,13 +370,12 @@ def named(environment: Named) -> Environment:
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_shares(run: Run, devices: int, runs: int) -> None:
+def _check_shares(run: Run, devices: int, runs: int, processes: int) -> None:
     """Raises RunError where devices can't share the runs, or the worlds, evenly, or processes the devices."""
     if run.many and runs % devices:
         raise RunError(
             f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
         )
-    processes = process_group.count()
     if devices * run.model % processes:
         raise RunError(
             f"--mesh is {MeshShape(devices, run.model)}, of {devices * run.model} devices, which {processes} processes "

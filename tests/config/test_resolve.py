@@ -353,3 +353,12 @@ def test_driving_is_checked_unless_its_dynamics_cannot_be() -> None:
     assert not simulator(dynamics="delta").safety
     with pytest.raises(RunError, match="safety checks the commands of bicycle, steering alone"):
         runs.resolve(runs.changed(recipes.recipe("driving"), {"dynamics": "delta", "safety": True}))
+
+
+def test_a_run_of_one_device_is_evaluated_by_two_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = runs.resolve(dataclasses.replace(recipes.recipe("cartpole"), devices=1))
+    run_dir.save_run(tmp_path, run, {})
+    monkeypatch.setattr(runs.process_group, "count", lambda: 2)
+    assert run_dir.load_run(tmp_path) == run
+    with pytest.raises(RunError, match="which 2 processes can't share evenly"):
+        runs.resolve(run)
