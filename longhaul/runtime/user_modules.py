@@ -33,6 +33,7 @@ def load(name: str) -> Any:
     target = imported(module)
     own = {name: each for name, each in vars(target).items() if not name.startswith("_")}
     names = [name for name, each in own.items() if not isinstance(each, ModuleType | type(annotations))]
+    names.sort(key=lambda name: getattr(own[name], "__module__", module) != module)  # what it imports comes last
     for part in path.split("."):
         if part not in dir(target):
             if module == "__main__":
