@@ -31,18 +31,23 @@ def load(name: str) -> Any:
     if not module or not path:
         raise ValueError(f"{name!r} names no function; write module:function")
     target = imported(module)
-    own = {name: each for name, each in vars(target).items() if not name.startswith("_")}
-    names = [name for name, each in own.items() if not isinstance(each, ModuleType | type(annotations))]
-    names.sort(key=lambda name: getattr(own[name], "__module__", module) != module)  # what it imports comes last
     for part in path.split("."):
         if part not in dir(target):
             if module == "__main__":
                 raise ValueError(f"a notebook or a script has defined {path}; go on there, or define {path} here first")
+            names = _names(sys.modules[module])
             near = difflib.get_close_matches(path, names, n=3, cutoff=0.5)
             hint = did_you_mean(near, f"it has {', '.join(names[:8]) or 'nothing'}")
             raise ValueError(f"{module} has no {path}; {hint}")
         target = getattr(target, part)
     return target
+
+
+def _names(module: ModuleType) -> list[str]:
+    """Public names of a module that are no modules, those that it imports last."""
+    public = {name: each for name, each in vars(module).items() if not name.startswith("_")}
+    names = [name for name, each in public.items() if not isinstance(each, ModuleType | type(annotations))]
+    return sorted(names, key=lambda name: getattr(public[name], "__module__", module.__name__) != module.__name__)
 
 
 def imported(module: str) -> Any:
