@@ -70,7 +70,7 @@ def _resolved(run: Run, *, stored: bool) -> Run:
     siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
-    _check_shares(run, devices, runs, 1 if stored else process_group.count())
+    _check_shares(run, devices, runs, 1 if stored else processes)
     run = _imported(run, devices, fused=run.topology == "fused")
     acting = _actors(run, devices)
     _check_layout(run, devices)

@@ -45,8 +45,8 @@ def names(longhaul: Any, *words: str) -> list[str]:
     return [run["name"] for run in json.loads(out)]
 
 
-def score_told(page: str) -> float:
-    """The mean return that a report's table tells, to four digits at most."""
+def shown_score(page: str) -> float:
+    """Mean return in a report's table, to four digits at most."""
     found = re.search(r'<th scope="row">(?:<a [^>]*>)?trained(?:</a>)?</th><td[^>]*>([\d.]+)</td>', page)
     assert found is not None and page.index('<th scope="col">return') < found.start()
     return float(found[1])
@@ -157,7 +157,7 @@ def test_a_run_is_reported_at_any_time_and_scored_at_any_checkpoint(longhaul: An
     assert "checkpoint 4" in text and 'id="film-untrained"' in text
     _, out, _ = longhaul("evaluate", "a", "--checkpoint", "4", "--json", "-")
     score = json.loads(out)["mean"]["return"]
-    assert score_told(text) == pytest.approx(score, abs=0.051)
+    assert shown_score(text) == pytest.approx(score, abs=0.051)
     assert_refused(longhaul("report", "a", "--past-violations"), "no checkpoint is to be driven")
     assert_refused(longhaul("report", "a", "--out", "."), "--out is '.', a folder; give a file in it")
     assert_refused(longhaul("evaluate", "a", "--past-violations"), "nothing is to be drawn; give --worst 3")
@@ -178,7 +178,7 @@ def test_a_population_is_reported_run_by_run(longhaul: Any) -> None:
     assert "checkpoint 2" in text and "untrained" in text and 'id="run-0"' not in text
     _, out, _ = longhaul("evaluate", "many", "--member", "1", "--checkpoint", "2", "--json", "-")
     score = json.loads(out)["mean"]["return"]
-    assert score_told(text) == pytest.approx(score, abs=0.051)
+    assert shown_score(text) == pytest.approx(score, abs=0.051)
     assert_refused(longhaul("report", "many", "--checkpoint", "2"), "holds 2 runs; give --member 0 to 1")
     assert_refused(longhaul("report", "many", "--member", "2"), "--member is 2; it must be 0 to 1")
     Path("runs/many/result.json").unlink()
